@@ -1,0 +1,23 @@
+"""Implicit arrays: any JAX function on arrays that are a recipe, by rules per primitive."""
+
+from . import _control as _control  # registers the rules of control flow
+from ._array import ImplicitArray as ImplicitArray
+from ._array import aux_field as aux_field
+from ._array import is_implicit as is_implicit
+from ._array import materialize as materialize
+from ._explain import explain as explain
+from ._observe import Explanation as Explanation
+from ._observe import MaterializationError as MaterializationError
+from ._observe import MaterializationWarning as MaterializationWarning
+from ._observe import materialization_error as materialization_error
+from ._rules import materialize_rule as materialize_rule
+from ._rules import register as register
+from ._ste import ste as ste
+from ._trace import implicit as implicit
+from ._trace import use_implicit as use_implicit
+from ._tree import tree_flatten_with_implicit as tree_flatten_with_implicit
+from ._tree import tree_flatten_with_path_with_implicit as tree_flatten_with_path_with_implicit
+from ._tree import tree_leaves_with_implicit as tree_leaves_with_implicit
+from ._tree import tree_map_with_implicit as tree_map_with_implicit
+from ._tree import tree_map_with_path_with_implicit as tree_map_with_path_with_implicit
+from ._tree import tree_structure_with_implicit as tree_structure_with_implicit

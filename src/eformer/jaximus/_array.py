@@ -1,0 +1,431 @@
+"""`ImplicitArray`: a pytree that stands for a dense array without holding it."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import inspect
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeGuard, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import tree_util as jtu
+from jax.sharding import PartitionSpec
+
+from ._observe import note_materialized, unobserved
+
+STATIC = "static"  # metadata key of a dataclass field that is part of the tree's structure
+
+
+def aux_field(*, metadata: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    """A dataclass field that is static: hashable, part of the tree's structure, never traced."""
+    return dataclasses.field(metadata={**(metadata or {}), STATIC: True}, **kwargs)
+
+
+class _ShapeNeeded(Exception):
+    """`materialize` asked for `self.shape` while the shape was being derived from `materialize`."""
+
+
+# `Any` operands and results: an operator takes whatever the dense array would take.
+def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: _run(function, self)
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: _run(function, self, other)
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: _run(function, other, self)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: ImplicitArray, *args: Any, **kwargs: Any) -> Any:
+        return _run(lambda array: getattr(array, name)(*args, **kwargs), self)
+
+    call.__name__, call.__doc__ = name, f"As `jax.Array.{name}`, through the registered rules."
+    return call
+
+
+def _attribute(name: str) -> property:
+    return property(lambda self: _run(operator.attrgetter(name), self))
+
+
+def _run(function: Callable[..., Any], *operands: Any) -> Any:
+    from ._trace import implicit  # the trace is built on this class
+
+    return implicit(function)(*operands)
+
+
+def _matmul(lhs: Any, rhs: Any) -> Any:
+    from ._trace import matmul
+
+    _check_matmul(lhs, rhs)
+    return matmul(lhs, rhs)
+
+
+def _check_matmul(lhs: Any, rhs: Any) -> None:
+    """Raise, naming both operands, if `lhs @ rhs` has no meaning."""
+    left, right = jnp.shape(lhs), jnp.shape(rhs)
+    named = f"{_described(lhs)} @ {_described(rhs)}"
+    if not left or not right:
+        raise TypeError(f"{named}: `@` needs at least one axis on both sides; use `*` with a scalar")
+    contracted = right[-2] if len(right) > 1 else right[0]
+    if left[-1] != contracted:
+        axis = "second-to-last" if len(right) > 1 else "only"
+        raise TypeError(
+            f"{named}: the last axis of the left operand ({left[-1]}) must be as long as the {axis} axis "
+            f"of the right operand ({contracted})"
+        )
+
+
+def _described(x: Any) -> str:
+    name = type(x).__name__ if isinstance(x, ImplicitArray) else "array"
+    return f"{name}{list(jnp.shape(x))}"
+
+
+@dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(aux_field,))
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ImplicitArray(abc.ABC):
+    """An array given by a recipe: `materialize()` of its leaves.
+
+    A subclass lists its parts as annotated fields and becomes a frozen dataclass and a pytree by itself:
+    plain fields are leaves (arrays, or implicit arrays), `aux_field`s are static. Every constructor also
+    takes `shape` and `dtype` by keyword. What is not given is derived from `materialize()`, so the shape follows
+    when leaves are stacked, sliced, vmapped or scanned over; a subclass whose leaves tell the shape directly
+    overrides the `shape` property to save the derivation.
+
+    Outside `implicit` the operators, indexing and methods below take the same rules as inside.
+
+    `commute_ops`: a rule for `op(q, x)` of a commutative primitive also serves `op(x, q)`.
+    `warn_on_materialize`: warn, once per class and primitive, when no rule serves and the array is materialized.
+    """
+
+    commute_ops: ClassVar[bool] = True
+    warn_on_materialize: ClassVar[bool] = True
+
+    # NumPy's operators step aside, so that `numpy_array @ q` reaches `__rmatmul__`.
+    __array_priority__: ClassVar[int] = 1000
+    __array_ufunc__: ClassVar[None] = None
+
+    _data_fields: ClassVar[tuple[str, ...]] = ()
+    _static_fields: ClassVar[tuple[str, ...]] = ("dtype",)
+
+    dtype: Any = aux_field(default=None, kw_only=True)  # any dtype-like goes in; an `np.dtype` is stored
+
+    @abc.abstractmethod
+    def materialize(self) -> jax.Array:
+        """The dense array this one stands for."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own_init = "__init__" in cls.__dict__
+        dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+        if not own_init:
+            cls.__init__ = _accepting_shape(cls.__init__)
+        if "materialize" in cls.__dict__:
+            cls.materialize = _checked_materialize(cls.materialize)
+        fields = dataclasses.fields(cls)
+        cls._data_fields = tuple(f.name for f in fields if not f.metadata.get(STATIC))
+        cls._static_fields = tuple(f.name for f in fields if f.metadata.get(STATIC))
+        jtu.register_pytree_with_keys(cls, _flatten_with_keys, functools.partial(_unflatten, cls), _flatten)
+
+    # A shape given to the constructor is kept only where `materialize` itself asks for it (an array of zeros, say),
+    # with the ranks the leaves had then: leading axes that leaves gain or lose, the shape gains or loses too.
+    @property
+    def _given(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        return self.__dict__.get("_given_shape")
+
+    def _settle(self, shape: Sequence[int] | None) -> None:
+        """Check what the constructor was given against what the leaves say, and complete it."""
+        for name in self._static_fields:
+            _check_hashable(self, name)
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", jax.dtypes.canonicalize_dtype(self.dtype))
+        if shape is not None:
+            shape = tuple(operator.index(size) for size in shape)
+        if _tells_shape(self):
+            derived = self.shape
+        else:
+            try:
+                derived = self._abstract().shape
+            except _ShapeNeeded:
+                if shape is None:
+                    raise ValueError(
+                        f"{type(self).__name__} needs `shape=...`: its `materialize` reads `self.shape`"
+                    ) from None
+                ranks = tuple(np.ndim(leaf) for leaf in jtu.tree_leaves(self))
+                object.__setattr__(self, "_given_shape", (shape, ranks))
+                derived = self._abstract().shape
+        if shape is not None and shape != derived:
+            raise ValueError(
+                f"{type(self).__name__} was given `shape={shape}`, but its leaves make an array of shape {derived}"
+            )
+        if self.dtype is None:
+            object.__setattr__(self, "dtype", self._abstract().dtype)
+        elif not _tells_shape(self) and self._abstract().dtype != self.dtype:
+            raise ValueError(
+                f"{type(self).__name__} was given `dtype={self.dtype}`, but `materialize` returns "
+                f"{self._abstract().dtype}: end it with `.astype(self.dtype)`"
+            )
+
+    def _abstract(self) -> jax.ShapeDtypeStruct:
+        leaves, treedef = jtu.tree_flatten(self)
+        return _abstract_materialize(treedef, tuple(map(_struct, leaves)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array represented."""
+        if self._given is None:
+            return self._abstract().shape
+        shape, ranks = self._given
+        leaves = jtu.tree_leaves(self)
+        gained = {np.ndim(leaf) - rank for leaf, rank in zip(leaves, ranks, strict=True)}
+        added = gained.pop() if len(gained) == 1 else 0
+        return (*jnp.shape(leaves[0])[:added], *shape) if added > 0 else shape[-added:]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes stored: those of the leaves, not of the dense array."""
+        return sum(math.prod(s.shape) * s.dtype.itemsize for s in map(_struct, jtu.tree_leaves(self)))
+
+    def is_stacked(self) -> bool:
+        """Whether slicing every leaf along its first axis slices this array along its first axis.
+
+        `lax.scan` over an array that says yes hands its body the slices still implicit. By default the answer is a
+        proof: yes if `materialize` and `vmap(materialize)` trace to the same program.
+        """
+        leaves, treedef = jtu.tree_flatten(self)
+        return _materialize_commutes_with_vmap(treedef, tuple(map(_struct, leaves)))
+
+    def leaf_specs(self, spec: PartitionSpec) -> Any:
+        """This tree with a `PartitionSpec` for each leaf, such that sharding the leaves so shards the array by `spec`.
+
+        `None` where no such sharding is known; by default only full replication is.
+        """
+        replicated = all(axis is None for axis in spec)
+        return jtu.tree_map(lambda _: PartitionSpec(), self) if replicated else None
+
+    @property
+    def __jax_array__(self) -> Callable[[], Any]:
+        # Only inside `implicit`: with it, JAX's own operators would make the array dense before `__rmatmul__` is asked.
+        from ._trace import lift_closed_over
+
+        return lift_closed_over(self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(
+                f"np.asarray of {type(self).__name__} always makes a new array: `copy=False` cannot be met"
+            )
+        return np.asarray(self.materialize(), dtype=dtype)
+
+    def __repr__(self) -> str:
+        try:
+            return f"{type(self).__name__}({self.dtype}{list(self.shape)}, {self.nbytes:,} bytes)"
+        except (AttributeError, TypeError):  # leaves that are no arrays, as JAX puts into trees it only restructures
+            parts = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._data_fields)
+            return f"{type(self).__name__}({parts})"
+
+    # As for jax.Array: `==` compares elements, so the array can't be hashed.
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # object declares it a method
+    __eq__ = _binary(operator.eq)  # pyright: ignore[reportAssignmentType]  # object declares it to return bool
+    __ne__ = _binary(operator.ne)  # pyright: ignore[reportAssignmentType]
+    __lt__ = _binary(operator.lt)
+    __le__ = _binary(operator.le)
+    __gt__ = _binary(operator.gt)
+    __ge__ = _binary(operator.ge)
+
+    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
+    __divmod__, __rdivmod__ = _binary(divmod), _reflected(divmod)
+    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
+    __and__, __rand__ = _binary(operator.and_), _reflected(operator.and_)
+    __or__, __ror__ = _binary(operator.or_), _reflected(operator.or_)
+    __xor__, __rxor__ = _binary(operator.xor), _reflected(operator.xor)
+    __lshift__, __rlshift__ = _binary(operator.lshift), _reflected(operator.lshift)
+    __rshift__, __rrshift__ = _binary(operator.rshift), _reflected(operator.rshift)
+    __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
+    __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
+
+    def __matmul__(self, other: Any) -> Any:
+        return _matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return _matmul(other, self)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _run(lambda array: array[index], self)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __bool__(self) -> bool:
+        return bool(self.materialize())
+
+    def __int__(self) -> int:
+        return int(self.materialize())
+
+    def __float__(self) -> float:
+        return float(self.materialize())
+
+    def __complex__(self) -> complex:
+        return complex(self.materialize())
+
+    def __index__(self) -> int:
+        return operator.index(self.materialize())
+
+    T, mT, at = _attribute("T"), _attribute("mT"), _attribute("at")
+    real, imag = _attribute("real"), _attribute("imag")
+    astype, item, tolist = _method("astype"), _method("item"), _method("tolist")
+    reshape, transpose, swapaxes = _method("reshape"), _method("transpose"), _method("swapaxes")
+    ravel, flatten, squeeze = _method("ravel"), _method("flatten"), _method("squeeze")
+    dot, take, diagonal, trace = _method("dot"), _method("take"), _method("diagonal"), _method("trace")
+    sum, prod, mean, std, var = map(_method, ("sum", "prod", "mean", "std", "var"))
+    max, min, argmax, argmin = map(_method, ("max", "min", "argmax", "argmin"))
+    all, any, ptp, clip, round = map(_method, ("all", "any", "ptp", "clip", "round"))
+    cumsum, cumprod, sort, argsort = map(_method, ("cumsum", "cumprod", "sort", "argsort"))
+    repeat, conj, nonzero = _method("repeat"), _method("conj"), _method("nonzero")
+
+
+def is_implicit(x: Any) -> TypeGuard[ImplicitArray]:
+    """Whether `x` is an implicit array: the `is_leaf` of trees that hold some."""
+    return isinstance(x, ImplicitArray)
+
+
+def materialize(tree: Any) -> Any:
+    """`tree` with each implicit array in it made dense; a lone array is a tree too."""
+    return jtu.tree_map(lambda x: x.materialize() if is_implicit(x) else x, tree, is_leaf=is_implicit)
+
+
+def _accepting_shape(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: ImplicitArray, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self._settle(shape)
+
+    signature = inspect.signature(init)
+    parameters = list(signature.parameters.values())
+    given = inspect.Parameter("shape", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Sequence[int] | None")
+    parameters.insert(-1, given)  # before `dtype`
+    __init__.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    return __init__
+
+
+def _checked_materialize(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
+    @functools.wraps(function)
+    def materialize(self: ImplicitArray) -> jax.Array:
+        dense = function(self)
+        # Without a dtype the array is being constructed, and this call is to find it out.
+        if _tells_shape(self) and (dense.shape, dense.dtype) != (self.shape, self.dtype or dense.dtype):
+            raise TypeError(
+                f"`{type(self).__name__}.materialize` returned {dense.dtype}{list(dense.shape)} for an array that "
+                f"says it is {self.dtype}{list(self.shape)}"
+            )
+        note_materialized(dense)
+        return dense
+
+    return materialize
+
+
+def _tells_shape(array: ImplicitArray) -> bool:
+    return type(array).shape is not ImplicitArray.shape
+
+
+def _check_hashable(array: ImplicitArray, name: str) -> None:
+    value = getattr(array, name)
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"`{type(array).__name__}.{name}` is static and must be hashable, got {type(value).__name__} {value!r}; "
+            f"a tuple would work, or a plain field if it holds arrays"
+        ) from None
+
+
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    leaf = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+class _Deriving(threading.local):
+    def __init__(self) -> None:
+        self.keys: set[Any] = set()
+
+
+_deriving = _Deriving()
+
+
+@functools.lru_cache(maxsize=4096)
+def _abstract_materialize(treedef: Any, structs: tuple[jax.ShapeDtypeStruct, ...]) -> jax.ShapeDtypeStruct:
+    key = (treedef, structs)
+    if key in _deriving.keys:
+        raise _ShapeNeeded
+    _deriving.keys.add(key)
+    try:
+        with unobserved():
+            return jax.eval_shape(lambda leaves: jtu.tree_unflatten(treedef, leaves).materialize(), structs)
+    finally:
+        _deriving.keys.remove(key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _materialize_commutes_with_vmap(treedef: Any, structs: tuple[jax.ShapeDtypeStruct, ...]) -> bool:
+    def dense(leaves: Any) -> jax.Array:
+        return jtu.tree_unflatten(treedef, leaves).materialize()
+
+    lengths = {struct.shape[:1] for struct in structs}
+    if len(lengths) != 1 or () in lengths:
+        return False
+    with unobserved():
+        whole = jax.make_jaxpr(dense)(structs)
+        try:
+            sliced = jax.make_jaxpr(jax.vmap(dense))(structs)
+        except (TypeError, ValueError, IndexError, AssertionError):  # not an array any more without that axis
+            return False
+    same_consts = [np.array_equal(a, b) for a, b in zip(whole.consts, sliced.consts, strict=False)]
+    return str(whole) == str(sliced) and all(same_consts)
+
+
+def _flatten(array: ImplicitArray) -> tuple[tuple[Any, ...], Any]:
+    static = tuple(getattr(array, name) for name in array._static_fields)
+    return tuple(getattr(array, name) for name in array._data_fields), (static, array._given)
+
+
+def _flatten_with_keys(array: ImplicitArray) -> tuple[tuple[tuple[Any, Any], ...], Any]:
+    children, aux = _flatten(array)
+    return tuple((jtu.GetAttrKey(n), c) for n, c in zip(array._data_fields, children, strict=True)), aux
+
+
+def _unflatten(cls: type[ImplicitArray], aux: Any, children: Sequence[Any]) -> ImplicitArray:
+    # No check and no conversion: JAX puts `None`, `object()` and `ShapeDtypeStruct` into leaves.
+    static, given = aux
+    array = object.__new__(cls)
+    array.__dict__.update(zip(cls._data_fields, children, strict=True))
+    array.__dict__.update(zip(cls._static_fields, static, strict=True))
+    if given is not None:
+        array.__dict__["_given_shape"] = given
+    return array

@@ -1,0 +1,182 @@
+"""Control flow: a jaxpr inside a primitive is run again on implicit arrays, so weights stay implicit through it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax import tree_util as jtu
+from jax.extend import core as jexc
+
+from ._array import ImplicitArray, is_implicit, materialize
+from ._observe import mode, repeated
+from ._rules import Primitive, on_register, register
+from ._trace import UNSPECIFIED, call_implicit, closed, constants_as_arguments, scan_counts, weakref_lru_cache
+
+# Operands of control flow: some are implicit, the others can be anything.
+Operand = ImplicitArray | Any
+
+
+def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+    return call_implicit(jexc.jaxpr_as_fun(closed(jaxpr)), operands)
+
+
+def _trace(jaxpr: Any, operands: Sequence[Any], dense_outs: tuple[bool, ...]) -> tuple[Any, Any]:
+    """The jaxpr of the operands' leaves, and the structure of its outputs; `dense_outs` marks those to materialize."""
+    leaves, treedef = jtu.tree_flatten(list(operands))
+    avals = tuple(map(jax.typeof, leaves))
+    # While `explain` listens each call is traced anew, to be counted.
+    trace = _cached_trace if mode().recorder is None else _trace_leaves
+    return trace(jaxpr, treedef, avals, dense_outs, mode(), jax.sharding.get_abstract_mesh())
+
+
+def _trace_leaves(
+    jaxpr: Any, treedef: Any, avals: tuple[Any, ...], dense_outs: tuple[bool, ...], *context: Any
+) -> tuple[Any, Any]:
+    del context  # what the trace depends on besides its arguments
+
+    def flat(*leaves: Any) -> list[Any]:
+        outs = _run(jaxpr, jtu.tree_unflatten(treedef, leaves))
+        return [materialize(o) if dense else o for o, dense in zip(outs, dense_outs, strict=True)]
+
+    traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
+    return traced, jtu.tree_structure(shapes)
+
+
+_cached_trace = weakref_lru_cache(_trace_leaves)
+on_register.append(_cached_trace.cache_clear)
+
+
+def _per_leaf(values: Sequence[Any], operands: Sequence[Any], unset: Any) -> tuple[Any, ...]:
+    """A parameter given per operand, per leaf: implicit operands' leaves get `unset`."""
+    return tuple(
+        leaf_value
+        for value, operand in zip(values, operands, strict=True)
+        for leaf_value in ([unset] * len(jtu.tree_leaves(operand)) if is_implicit(operand) else [value])
+    )
+
+
+@register("jit")
+def jit_rule(
+    primitive: Primitive,
+    *operands: Operand,
+    jaxpr: Any,
+    in_shardings: Any,
+    out_shardings: Any,
+    in_layouts: Any,
+    out_layouts: Any,
+    donated_invars: Any,
+    **params: Any,
+) -> list[Any]:
+    # An output whose sharding or layout the caller asked for must be an array to have it.
+    asked = tuple(s is not UNSPECIFIED or la is not None for s, la in zip(out_shardings, out_layouts, strict=True))
+    traced, out_tree = _trace(jaxpr, operands, asked)
+    outs = jtu.tree_unflatten(out_tree, range(out_tree.num_leaves))  # stand-ins, to count leaves with
+    leaves = primitive.bind(
+        *jtu.tree_leaves(list(operands)),
+        jaxpr=traced,
+        in_shardings=_per_leaf(in_shardings, operands, UNSPECIFIED),
+        in_layouts=_per_leaf(in_layouts, operands, None),
+        donated_invars=_per_leaf(donated_invars, operands, False),
+        out_shardings=_per_leaf(out_shardings, outs, UNSPECIFIED),
+        out_layouts=_per_leaf(out_layouts, outs, None),
+        **params,
+    )
+    return jtu.tree_unflatten(out_tree, leaves)
+
+
+@register("remat2")
+def remat_rule(primitive: Primitive, *operands: Operand, jaxpr: Any, **params: Any) -> list[Any]:
+    traced, out_tree = _trace(jaxpr, operands, (False,) * len(closed(jaxpr).out_avals))
+    opened, consts = constants_as_arguments(traced)
+    leaves = primitive.bind(*consts, *jtu.tree_leaves(list(operands)), jaxpr=opened, **params)
+    return jtu.tree_unflatten(out_tree, leaves)
+
+
+def _inline_rule(primitive: Primitive, *operands: Operand, **params: Any) -> list[Any]:
+    del primitive
+    return _run(next(params[name] for name in ("call_jaxpr", "jaxpr") if name in params), operands)
+
+
+def _same_type(x: Any, y: Any) -> bool:
+    return jtu.tree_structure(x) == jtu.tree_structure(y) and all(
+        a.shape == b.shape and a.dtype == b.dtype for a, b in zip(jtu.tree_leaves(x), jtu.tree_leaves(y), strict=True)
+    )
+
+
+def _settled_carry(carry: list[Any], step: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """`carry`, with those arrays materialized that `step` does not return in the same form."""
+    while any(map(is_implicit, carry)):
+        after = jax.eval_shape(step, carry)
+        settled = [c if not is_implicit(c) or _same_type(c, a) else materialize(c) for c, a in zip(carry, after)]
+        if all(s is c for s, c in zip(settled, carry)):
+            break
+        carry = settled
+    return carry
+
+
+def _like(carry: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+    return [o if is_implicit(c) else materialize(o) for c, o in zip(carry, outs, strict=True)]
+
+
+@register("scan")
+def scan_rule(
+    primitive: Primitive, *operands: Operand, jaxpr: Any, length: int, reverse: bool, unroll: int, **params: Any
+) -> list[Any]:
+    del primitive
+    num_consts, num_carry = scan_counts(params)
+    consts = operands[:num_consts]
+    carry = list(operands[num_consts : num_consts + num_carry])
+    xs = [x if not is_implicit(x) or x.is_stacked() else materialize(x) for x in operands[num_consts + num_carry :]]
+
+    def step(carry: list[Any], xs: list[Any]) -> list[Any]:
+        return _run(jaxpr, [*consts, *carry, *xs])
+
+    if any(map(is_implicit, carry)):
+        first = [jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), x) for x in xs]
+        carry = _settled_carry(carry, lambda carry: jax.eval_shape(step, carry, first)[:num_carry])
+
+    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = step(carry, xs)
+        return _like(carry, outs[:num_carry]), materialize(outs[num_carry:])
+
+    with repeated(length):
+        carry, ys = lax.scan(body, carry, xs, length=length, reverse=reverse, unroll=unroll, **params)
+    return [*carry, *ys]
+
+
+@register("while")
+def while_rule(
+    primitive: Primitive,
+    *operands: Operand,
+    cond_nconsts: int,
+    cond_jaxpr: Any,
+    body_nconsts: int,
+    body_jaxpr: Any,
+    **params: Any,
+) -> list[Any]:
+    del primitive, params
+    cond_consts = operands[:cond_nconsts]
+    body_consts = operands[cond_nconsts : cond_nconsts + body_nconsts]
+    carry = list(operands[cond_nconsts + body_nconsts :])
+    carry = _settled_carry(carry, lambda carry: _run(body_jaxpr, [*body_consts, *carry]))
+    return lax.while_loop(
+        lambda carry: materialize(_run(cond_jaxpr, [*cond_consts, *carry])[0]),
+        lambda carry: _like(carry, _run(body_jaxpr, [*body_consts, *carry])),
+        carry,
+    )
+
+
+@register("cond")
+def cond_rule(primitive: Primitive, index: Operand, *operands: Operand, branches: Any, **params: Any) -> list[Any]:
+    del primitive, params
+    outs = [jax.eval_shape(functools.partial(_run, jaxpr), list(operands)) for jaxpr in branches]
+    keep = [all(is_implicit(o) and _same_type(o, same[0]) for o in same) for same in zip(*outs, strict=True)]
+
+    def branch(jaxpr: Any, operands: list[Any]) -> list[Any]:
+        return [o if k else materialize(o) for k, o in zip(keep, _run(jaxpr, operands), strict=True)]
+
+    return lax.switch(materialize(index), [functools.partial(branch, j) for j in branches], list(operands))

@@ -1,0 +1,246 @@
+"""Rules: which function runs a primitive on which arrays, and what happens when there is none."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import difflib
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import core as jexc
+from jax.interpreters import ad, batching
+
+from ._array import ImplicitArray, is_implicit, materialize
+from ._observe import note_fallback, note_served, serving
+
+Primitive = jexc.Primitive
+Handler = Callable[..., Any]
+_DENSE = (jax.Array, np.ndarray, np.generic, int, float, bool, complex)
+_RENAMED = {"pjit": "jit", "remat": "remat2", "checkpoint": "remat2"}  # names that people know and JAX changed
+_COMMUTATIVE = frozenset(
+    {lax.add_p, lax.mul_p, lax.max_p, lax.min_p, lax.and_p, lax.or_p, lax.xor_p, lax.eq_p, lax.ne_p}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operand:
+    """What a handler's annotation of one operand admits."""
+
+    classes: tuple[type[ImplicitArray], ...]
+    dense: bool  # admits arrays and scalars
+    anything: bool  # admits implicit arrays that `classes` does not name
+
+    def distance(self, operand: Any) -> tuple[int, int] | None:
+        """How specific the annotation is for `operand`, smaller is more; None if it does not admit it."""
+        breadth = len(self.classes) + self.dense + self.anything
+        if is_implicit(operand):
+            mro = type(operand).__mro__
+            steps = [mro.index(cls) for cls in self.classes if isinstance(operand, cls)]
+            if steps:
+                return min(steps), breadth
+            return (len(mro), breadth) if self.anything else None
+        return (0, breadth) if self.dense or self.anything else None
+
+    def names(self, operand: Any) -> bool:
+        return isinstance(operand, self.classes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    handler: Handler
+    operands: tuple[_Operand, ...]
+    rest: _Operand | None  # the annotation of `*operands`
+    required: int
+    order: int
+
+    def specificity(self, operands: Sequence[Any]) -> tuple[Any, ...] | None:
+        """A sort key, smallest first; None if the handler does not take these operands."""
+        count = len(operands)
+        if count < self.required or (self.rest is None and count > len(self.operands)):
+            return None
+        annotations = [*self.operands[:count], *([self.rest] * (count - len(self.operands)))]
+        pairs = [(a, o) for a, o in zip(annotations, operands, strict=True) if a is not None]
+        distances = [a.distance(o) for a, o in pairs]
+        named = any(a.names(o) for a, o in pairs) or not any(map(is_implicit, operands))
+        if any(d is None for d in distances) or not named:
+            return None
+        return (*zip(*(d for d in distances if d is not None), strict=True), -self.order)
+
+
+_rules: dict[Primitive, list[_Rule]] = {}
+on_register: list[Callable[[], None]] = []  # caches that hold traces of older rules
+
+
+def register(primitive: Primitive | str) -> Callable[[Handler], Handler]:
+    """Make a function the rule of a primitive, by name or object, for the arrays its annotations name.
+
+    The handler is called as `handler(primitive, *operands, **params)`, with implicit and dense operands as they are,
+    and returns what the primitive would: arrays of that shape and dtype, dense or implicit. Unions admit each member.
+    Of several rules the one that names the operands' classes most closely runs, the latest of equals first; it may
+    return `NotImplemented`, and the next is asked. If none is left, the operands are materialized.
+
+    Register at import time: traces that `jax.jit` has cached keep the rules they were made with.
+    """
+    primitives = _resolve(primitive)
+
+    def decorate(handler: Handler) -> Handler:
+        for each in primitives:
+            rules = _rules.setdefault(each, [])
+            rules.append(_rule_of(handler, each, order=len(rules)))
+        _candidates.cache_clear()
+        for clear in on_register:
+            clear()
+        return handler
+
+    return decorate
+
+
+def dispatch(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Run `primitive` on operands of which one is implicit, or whose jaxprs close over an implicit array."""
+    classes = tuple(dict.fromkeys(type(o) for o in operands if is_implicit(o)))
+    orders = [operands]
+    if primitive in _COMMUTATIVE and any(cls.commute_ops for cls in classes):
+        orders.append(operands[::-1])
+    for order in orders:
+        for handler in _matching(primitive, order):
+            name = f"{handler.__module__}.{handler.__qualname__}"
+            with serving(primitive, classes, name):
+                out = handler(primitive, *order, **params)
+                if out is not NotImplemented:
+                    note_served()
+                    return _checked(primitive, name, operands, params, out)
+    if not classes:
+        return primitive.bind(*operands, **params)
+    note_fallback(primitive, classes, lambda cls: cls.warn_on_materialize)
+    with serving(primitive, classes, "materialize"):
+        note_served()
+        return materialize_rule(primitive, *operands, **params)
+
+
+def materialize_rule(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    """Same primitive, same params, dense operands."""
+    return primitive.bind(*map(materialize, operands), **params)
+
+
+def _matching(primitive: Primitive, operands: Sequence[Any]) -> tuple[Handler, ...]:
+    if primitive not in _rules:
+        return ()
+    return _candidates(primitive, tuple(type(o) if is_implicit(o) else jax.Array for o in operands))
+
+
+@functools.lru_cache(maxsize=4096)
+def _candidates(primitive: Primitive, kinds: tuple[type, ...]) -> tuple[Handler, ...]:
+    # Rules look at classes only, so an instance without contents stands for every operand of its class.
+    operands = [object.__new__(kind) if issubclass(kind, ImplicitArray) else 0.0 for kind in kinds]
+    ranked = [(rule.specificity(operands), rule.handler) for rule in _rules[primitive]]
+    admitted = [(key, handler) for key, handler in ranked if key is not None]
+    return tuple(handler for _, handler in sorted(admitted, key=lambda pair: pair[0]))
+
+
+def _checked(primitive: Primitive, name: str, operands: Sequence[Any], params: dict[str, Any], out: Any) -> Any:
+    """`out`, if it has the shape and dtype that the primitive gives for dense operands."""
+    if next(iter(jexc.jaxprs_in_params(params)), None) is not None:
+        return out  # control flow: its outputs were checked one by one inside
+    expected, _ = primitive.abstract_eval(*map(abstract_value, operands), **params)
+    if not primitive.multiple_results:
+        return _checked_output(primitive, name, expected, out)
+    if not isinstance(out, (list, tuple)) or len(out) != len(expected):
+        raise TypeError(f"rule {name} for `{primitive.name}` must return a list of {len(expected)} arrays, got {out!r}")
+    return [_checked_output(primitive, name, e, o) for e, o in zip(expected, out, strict=True)]
+
+
+def _checked_output(primitive: Primitive, name: str, expected: Any, out: Any) -> Any:
+    if not (hasattr(out, "shape") and hasattr(out, "dtype")):
+        raise TypeError(
+            f"rule {name} for `{primitive.name}` must return an array or NotImplemented, got {type(out).__name__}"
+        )
+    if tuple(out.shape) != expected.shape or out.dtype != expected.dtype:
+        raise TypeError(
+            f"rule {name} for `{primitive.name}` returned {out.dtype}{list(out.shape)}, but dense operands give "
+            f"{expected.dtype}{list(expected.shape)}"
+        )
+    if not is_implicit(out) and jax.typeof(out).weak_type and not expected.weak_type:
+        return lax.convert_element_type(out, expected.dtype)
+    return out
+
+
+def abstract_value(operand: Any) -> Any:
+    """The type JAX knows the operand by: of an implicit array, that of the dense array it stands for."""
+    from ._trace import abstract_value as of_implicit  # knows JAX's types; built on these rules
+
+    return of_implicit(operand) if is_implicit(operand) else jax.typeof(operand)
+
+
+def _resolve(primitive: Primitive | str) -> Sequence[Primitive]:
+    if isinstance(primitive, Primitive):
+        return [primitive]
+    if not isinstance(primitive, str):
+        raise TypeError(
+            f"register takes a primitive or its name, got {type(primitive).__name__} {primitive!r}; "
+            f'`@register("dot_general")` and `@register(jax.lax.dot_general_p)` work'
+        )
+    known = _known_primitives()
+    name = primitive if primitive in known else _RENAMED.get(primitive, primitive)
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=3)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see jax.extend.core.primitives"
+        raise ValueError(f"JAX has no primitive named {primitive!r}; {hint}")
+    return known[name]
+
+
+def _known_primitives() -> dict[str, list[Primitive]]:
+    found = [*vars(jexc.primitives).values(), *vars(lax).values()]
+    found += [*batching.fancy_primitive_batchers, *ad.primitive_jvps]
+    known: dict[str, list[Primitive]] = {}
+    for each in dict.fromkeys(p for p in found if isinstance(p, Primitive)):
+        known.setdefault(each.name, []).append(each)
+    return known
+
+
+def _rule_of(handler: Handler, primitive: Primitive, order: int) -> _Rule:
+    hints = typing.get_type_hints(handler)
+    positional, rest = [], None
+    parameters = list(inspect.signature(handler).parameters.values())[1:]  # the first is the primitive
+    for parameter in parameters:
+        annotation = hints.get(parameter.name, Any)
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            positional.append((parameter, _operand_of(annotation)))
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            rest = _operand_of(annotation)
+    admitted = [operand for _, operand in positional] + ([rest] if rest else [])
+    if not any(operand.classes for operand in admitted):
+        given = ", ".join(str(p) for p in parameters if p.kind is not p.VAR_KEYWORD) or "none"
+        raise TypeError(
+            f"handler {handler.__qualname__} for `{primitive.name}` annotates no operand with an ImplicitArray class, "
+            f"so it would never run (operands: {given}); write, say, `x: MyArray` or `x: jax.Array | MyArray`"
+        )
+    required = sum(parameter.default is parameter.empty for parameter, _ in positional)
+    return _Rule(handler, tuple(operand for _, operand in positional), rest, required, order)
+
+
+def _operand_of(annotation: Any) -> _Operand:
+    members = _members(annotation)
+    classes = tuple(m for m in members if inspect.isclass(m) and issubclass(m, ImplicitArray))
+    dense = any(inspect.isclass(m) and not issubclass(m, ImplicitArray) for m in members)
+    return _Operand(classes, dense, anything=Any in members)
+
+
+def _members(annotation: Any) -> list[Any]:
+    if isinstance(annotation, typing.TypeAliasType) if hasattr(typing, "TypeAliasType") else False:
+        return _members(annotation.__value__)
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return [m for each in typing.get_args(annotation) for m in _members(each)]
+    if origin is typing.Annotated:
+        return _members(typing.get_args(annotation)[0])
+    if origin in (list, tuple, collections.abc.Sequence):
+        return [m for each in typing.get_args(annotation) if each is not ... for m in _members(each)]
+    return [annotation]

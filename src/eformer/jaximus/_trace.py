@@ -1,0 +1,362 @@
+"""`implicit`: run a JAX function on implicit arrays. All that touches JAX's private tracing names is in this file.
+
+A `Trace` sits on top of whatever JAX is doing (evaluating, tracing to a jaxpr, differentiating, batching). Its tracers
+carry implicit arrays; a primitive that meets one goes to `dispatch`, and runs one level below.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax import tree_util as jtu
+
+# The two base classes of the engine; `ShapedArray` is the type of an array in JAX's eyes.
+from jax.core import ShapedArray, Trace, Tracer, eval_context
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core as jexc
+from jax.extend import linear_util as lu
+from jax.interpreters import ad
+
+# Makes the constants of a jaxpr its first arguments: `remat` takes a jaxpr without constants.
+from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
+
+# Stands for "no sharding asked for" in the parameters of `jit`.
+from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
+
+# Caches on jaxprs without keeping them, and the arrays they hold, alive.
+from jax._src.util import weakref_lru_cache as weakref_lru_cache
+
+from ._array import ImplicitArray, is_implicit, materialize
+from ._closure import bind_implicit, implicit_array_p
+from ._observe import mode
+from ._rules import dispatch, on_register
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ImplicitTracer(Tracer):
+    """Holds the place of an implicit array inside `implicit`."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, trace: ImplicitTrace, value: ImplicitArray) -> None:
+        super().__init__(trace, abstract_value(value))
+        self.value = value
+
+    def materialize(self) -> jax.Array:
+        with jexc.set_current_trace(self._trace.parent_trace):
+            return self.value.materialize()
+
+    # Where JAX itself is only evaluating, so may Python: `float(q[0, 0])`, `np.asarray(q)`.
+    def to_concrete_value(self) -> Any:
+        dense = self.materialize()
+        return None if isinstance(dense, Tracer) else dense
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        return np.asarray(self.materialize(), *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"ImplicitTracer<{self.value!r}>"
+
+
+class ImplicitTrace(Trace):
+    def __init__(self, parent: Trace) -> None:
+        super().__init__()
+        self.parent_trace = parent
+        self.requires_low = parent.requires_low
+
+    def wrap(self, x: Any) -> Any:
+        return ImplicitTracer(self, x) if is_implicit(x) else x
+
+    def wrap_tree(self, tree: Any) -> Any:
+        """`tree` itself if it holds no implicit array: containers keep their identity."""
+        if not any(map(is_implicit, jtu.tree_leaves(tree, is_leaf=is_implicit))):
+            return tree
+        return jtu.tree_map(self.wrap, tree, is_leaf=is_implicit)
+
+    def stage_value(self, val: Any) -> Any:
+        return val if isinstance(val, ImplicitTracer) else self.parent_trace.stage_value(val)
+
+    def cur_qdd(self, x: Any) -> Any:
+        return self.parent_trace.cur_qdd(x)
+
+    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        operands = [unwrap(t) for t in tracers]
+        with jexc.set_current_trace(self.parent_trace):
+            if primitive is implicit_array_p:
+                out = jtu.tree_unflatten(params["treedef"], operands)
+            elif any(map(is_implicit, operands)) or any(map(closes_over_implicit, jexc.jaxprs_in_params(params))):
+                out = dispatch(primitive, operands, params)
+            else:
+                return primitive.bind(*operands, **params)
+        return [self.wrap(o) for o in out] if primitive.multiple_results else self.wrap(out)
+
+    def process_call(self, primitive: Any, fun: Any, tracers: Sequence[Any], params: Any, /) -> Any:
+        del primitive, params  # a call is its body; only JAX < 0.11 has such primitives
+        with jexc.set_current_trace(self):
+            return fun.call_wrapped(*tracers)
+
+    def process_custom_jvp_call(
+        self, primitive: Any, fun: Any, jvp: Any, tracers: Sequence[Any], /, **params: Any
+    ) -> Any:
+        operands = [unwrap(t) for t in tracers]
+        with jexc.set_current_trace(self.parent_trace):
+            if any(map(is_implicit, operands)):
+                return _custom_jvp(fun, jvp, operands, params["symbolic_zeros"])
+            return primitive.bind(*operands, subfuns=(_dense_inside(fun), _dense_inside(jvp)), **params)
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Sequence[Any], /, **params: Any
+    ) -> Any:
+        operands = [unwrap(t) for t in tracers]
+        with jexc.set_current_trace(self.parent_trace):
+            if any(map(is_implicit, operands)):
+                return _custom_vjp(fun, fwd, bwd, operands, params["out_trees"])
+            return primitive.bind(*operands, subfuns=(_dense_inside(fun), _dense_inside(fwd), bwd), **params)
+
+    def process_shard_map(
+        self, primitive: Any, fun: Callable[..., Any], tracers: Sequence[Any], /, **params: Any
+    ) -> Any:
+        operands, specs = [], []
+        with jexc.set_current_trace(self.parent_trace):
+            for tracer, spec in zip(tracers, params.pop("in_specs"), strict=True):
+                operand = unwrap(tracer)
+                leaf_specs = operand.leaf_specs(spec) if is_implicit(operand) else spec
+                operands.append(materialize(operand) if leaf_specs is None else operand)
+                specs.append(spec if leaf_specs is None else leaf_specs)
+            leaves, treedef = jtu.tree_flatten(operands)
+            leaf_specs = jtu.tree_leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
+
+            def body(*leaves: Any) -> Any:
+                # `fun` gives JAX's flat tree of outputs, with their specs beside them; `map` reaches the outputs.
+                operands = jtu.tree_unflatten(treedef, leaves)
+                with jexc.take_current_trace() as parent:
+                    trace = ImplicitTrace(parent)
+                    with jexc.set_current_trace(trace):
+                        outs = fun(*map(trace.wrap, operands))
+                    with jexc.set_current_trace(parent):
+                        return outs.map(lambda out: materialize(unwrap(out)))
+
+            params["debug_info"] = params["debug_info"].with_unknown_names()
+            return primitive.bind(*leaves, subfuns=(body,), in_specs=tuple(leaf_specs), **params)
+
+
+def unwrap(x: Any) -> Any:
+    return x.value if isinstance(x, ImplicitTracer) else x
+
+
+def implicit(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, taking implicit arrays wherever it takes arrays, as arguments or from its closure.
+
+    Each primitive that meets one goes to the rule registered for it, else to the dense array; the result is what dense
+    arrays would have given, and may be implicit itself where a rule says so (a transpose, say). Composes with
+    every JAX transformation, inside and outside.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        return call_implicit(function, args, kwargs)
+
+    return wrapped
+
+
+use_implicit = implicit
+
+
+def call_implicit(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
+    with jexc.take_current_trace() as parent:
+        trace = _trace_on(parent)
+        with jexc.set_current_trace(trace):
+            # The function may itself be a tree that holds arrays: a bound method of a module, a `Partial`.
+            out = trace.wrap_tree(function)(*map(trace.wrap_tree, args), **trace.wrap_tree(kwargs or {}))
+    return jtu.tree_map(unwrap, out)
+
+
+@jax.jit
+def _compiled_matmul(lhs: Any, rhs: Any) -> Any:
+    return call_implicit(operator.matmul, (lhs, rhs))
+
+
+on_register.append(_compiled_matmul.clear_cache)
+
+
+def matmul(lhs: Any, rhs: Any) -> Any:
+    """`lhs @ rhs` by the rules; where nothing is traced, compiled: dispatch in Python would cost more than the product."""
+    if _current_trace() is _trace_on_evaluation().parent_trace and mode().recorder is None:
+        return _compiled_matmul(lhs, rhs)
+    return call_implicit(operator.matmul, (lhs, rhs))
+
+
+def _trace_on(parent: Trace) -> ImplicitTrace:
+    if isinstance(parent, ImplicitTrace):
+        return parent
+    # JAX caches what it traces per trace object: evaluation, which never ends, always gets the same one.
+    on_evaluation = _trace_on_evaluation()
+    return on_evaluation if on_evaluation.parent_trace is parent else ImplicitTrace(parent)
+
+
+@functools.cache
+def _trace_on_evaluation() -> ImplicitTrace:
+    with eval_context():
+        return ImplicitTrace(_current_trace())
+
+
+def _current_trace() -> Trace:
+    with jexc.take_current_trace() as current:
+        return current
+
+
+def lift_closed_over(array: ImplicitArray) -> Callable[[], Any]:
+    """For `ImplicitArray.__jax_array__`: a function giving an array that the surrounding `implicit` understands."""
+    trace: Any = _current_trace()
+    while trace is not None and not isinstance(trace, ImplicitTrace):
+        trace = getattr(trace, "parent_trace", None)
+    if trace is None:
+        raise AttributeError(
+            f"{type(array).__name__} is no JAX array outside `implicit`; wrap the function, `implicit(f)(...)`, or use "
+            f"an operator such as `x @ q`"
+        )
+    return functools.partial(bind_implicit, array)
+
+
+def abstract_value(array: ImplicitArray) -> Any:
+    """The type JAX knows the dense array by."""
+    leaves, treedef = jtu.tree_flatten(array)
+    return abstract_value_of(treedef, tuple(map(jax.typeof, leaves)))
+
+
+def abstract_value_of(treedef: Any, avals: tuple[Any, ...]) -> Any:
+    if all(aval.sharding.mesh.empty for aval in avals):
+        array = jtu.tree_unflatten(treedef, avals)
+        return ShapedArray(array.shape, array.dtype)
+    return _sharded_abstract_value(treedef, tuple(avals), jax.sharding.get_abstract_mesh())
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharded_abstract_value(treedef: Any, avals: tuple[Any, ...], mesh: Any) -> Any:
+    del mesh  # part of what the answer depends on
+    (out,) = jax.make_jaxpr(lambda *leaves: jtu.tree_unflatten(treedef, leaves).materialize())(*avals).out_avals
+    return out
+
+
+@weakref_lru_cache
+def closes_over_implicit(jaxpr: Any) -> bool:
+    """Whether the jaxpr, or one inside it, makes an implicit array from leaves it was given or holds."""
+    return any(
+        eqn.primitive is implicit_array_p or any(map(closes_over_implicit, jexc.jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _dense_inside(fun: Any) -> Any:
+    """`fun`, a function as JAX passes it to traces, able to close over implicit arrays."""
+
+    def call(*values: Any) -> Any:
+        return materialize(call_implicit(fun.call_wrapped, values))
+
+    return lu.wrap_init(call, debug_info=fun.debug_info)
+
+
+def _custom_jvp(fun: Any, jvp: Any, operands: Sequence[Any], symbolic_zeros: bool) -> Any:
+    """The same function with the same derivative, of the operands' leaves."""
+
+    @jax.custom_jvp
+    def call(*operands: Any) -> Any:
+        return materialize(call_implicit(fun.call_wrapped, operands))
+
+    def call_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        dense_tangents = [_dense_tangent(p, t) for p, t in zip(primals, tangents, strict=True)]
+        outs = materialize(call_implicit(jvp.call_wrapped, (*primals, *dense_tangents)))
+        return outs[: len(outs) // 2], outs[len(outs) // 2 :]
+
+    call.defjvp(call_jvp, symbolic_zeros=symbolic_zeros)
+    return call(*operands)
+
+
+def _custom_vjp(fun: Any, fwd: Any, bwd: Any, operands: Sequence[Any], out_trees: Callable[[], Any]) -> Any:
+    """The same function with the same derivative, of the operands' leaves. Residuals stay implicit."""
+
+    @jax.custom_vjp
+    def call(*operands: Any) -> Any:
+        return materialize(call_implicit(fun.call_wrapped, operands))
+
+    def call_fwd(*marked: Any) -> Any:
+        # `marked` leaves say whether they are differentiated; JAX's flat `fwd` takes value, flag, value, flag...
+        operands = jtu.tree_map(lambda leaf: leaf.value, marked)
+        flags = [any(leaf.perturbed for leaf in jtu.tree_leaves(operand)) for operand in marked]
+        outs = call_implicit(fwd.call_wrapped, [x for pair in zip(operands, flags, strict=True) for x in pair])
+        _, residual_tree, forwarded = out_trees()  # residuals that are operands are named, not returned
+        returned = residual_tree.num_leaves - sum(index is not None for index in forwarded)
+        own = iter(outs[:returned])
+        residuals = [next(own) if index is None else operands[index] for index in forwarded]
+        return materialize(outs[returned:]), (residuals, [o if is_implicit(o) else None for o in operands])
+
+    def call_bwd(saved: Any, cotangents: Any) -> Any:
+        residuals, operands = saved
+        dense = [_instantiate(ct) for ct in cotangents]
+        outs = call_implicit(bwd.call_wrapped, (*residuals, *dense))
+        outs = outs[0] if isinstance(outs, tuple) else outs  # JAX >= 0.12 returns logs beside the cotangents
+        outs = materialize([None if isinstance(ct, ad.Zero) else ct for ct in outs])
+        pairs = zip(operands, outs, strict=True)
+        return tuple(ct if o is None or ct is None else _leaf_cotangents(o, ct) for o, ct in pairs)
+
+    call.defvjp(call_fwd, call_bwd, symbolic_zeros=True)
+    return call(*operands)
+
+
+def _instantiate(x: Any) -> Any:
+    return np.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
+
+
+def _dense_tangent(primal: Any, tangent: Any) -> Any:
+    """The tangent of the dense array, from those of the leaves."""
+    if not is_implicit(primal):
+        return tangent
+    if all(isinstance(leaf, SymbolicZero) for leaf in jtu.tree_leaves(tangent)):
+        return SymbolicZero(abstract_value(primal))
+    _, out = jax.jvp(lambda q: q.materialize(), (primal,), (jtu.tree_map(_instantiate, tangent),))
+    return out
+
+
+def _leaf_cotangents(primal: ImplicitArray, cotangent: Any) -> ImplicitArray:
+    """The cotangents of the leaves, from that of the dense array; None for leaves that have none."""
+    leaves, treedef = jtu.tree_flatten(primal)
+    inexact = [jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact) for leaf in leaves]
+
+    def dense(variable: Sequence[Any]) -> jax.Array:
+        chosen = iter(variable)
+        mixed = [next(chosen) if v else leaf for v, leaf in zip(inexact, leaves, strict=True)]
+        return jtu.tree_unflatten(treedef, mixed).materialize()
+
+    _, pull_back = jax.vjp(dense, [leaf for v, leaf in zip(inexact, leaves, strict=True) if v])
+    (found,) = pull_back(cotangent)
+    found = iter(found)
+    return jtu.tree_unflatten(treedef, [next(found) if v else None for v in inexact])
+
+
+# What follows is what control flow needs to know of how JAX writes it down.
+
+
+def closed(jaxpr: Any) -> Any:
+    """A jaxpr with its constants; until JAX 0.11 `remat` has one without."""
+    return jaxpr if isinstance(jaxpr, jexc.ClosedJaxpr) else jexc.ClosedJaxpr(jaxpr, ())
+
+
+def constants_as_arguments(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """The open jaxpr that takes its constants first, and the constants."""
+    return convert_constvars_jaxpr(jaxpr.jaxpr), jaxpr.consts
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a `scan` are constants, and how many are carried; removes what says so from `params`."""
+    if "ft_in" in params:  # JAX >= 0.12
+        del params["ft_out"]
+        consts, carry, _ = params.pop("ft_in").unpack()
+        return len(consts), len(carry)
+    return params.pop("num_consts"), params.pop("num_carry")
