@@ -9,7 +9,7 @@ import inspect
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeGuard, dataclass_transform
 
 import jax
@@ -72,11 +72,11 @@ def _matmul(lhs: Any, rhs: Any) -> Any:
 
 def _check_matmul(lhs: Any, rhs: Any) -> None:
     """Raise, naming both operands, if `lhs @ rhs` has no meaning."""
-    left, right = jnp.shape(lhs), jnp.shape(rhs)
+    left, right = tuple(jnp.shape(lhs)), tuple(jnp.shape(rhs))
     named = f"{_described(lhs)} @ {_described(rhs)}"
     if not left or not right:
         raise TypeError(f"{named}: `@` needs at least one axis on both sides; use `*` with a scalar")
-    contracted = right[-2] if len(right) > 1 else right[0]
+    contracted = right[-2:][0]  # the only axis of a vector
     if left[-1] != contracted:
         axis = "second-to-last" if len(right) > 1 else "only"
         raise TypeError(
@@ -117,7 +117,7 @@ class ImplicitArray(abc.ABC):
     _data_fields: ClassVar[tuple[str, ...]] = ()
     _static_fields: ClassVar[tuple[str, ...]] = ("dtype",)
 
-    dtype: Any = aux_field(default=None, kw_only=True)  # any dtype-like goes in; an `np.dtype` is stored
+    dtype: Any = aux_field(default=None, kw_only=True)  # noqa: RUF009  (any dtype-like goes in, an `np.dtype` is stored)
 
     @abc.abstractmethod
     def materialize(self) -> jax.Array:
@@ -130,7 +130,7 @@ class ImplicitArray(abc.ABC):
         if not own_init:
             cls.__init__ = _accepting_shape(cls.__init__)
         if "materialize" in cls.__dict__:
-            cls.materialize = _checked_materialize(cls.materialize)
+            setattr(cls, "materialize", _checked_materialize(cls.materialize))  # noqa: B010  (pyright: a method)
         fields = dataclasses.fields(cls)
         cls._data_fields = tuple(f.name for f in fields if not f.metadata.get(STATIC))
         cls._static_fields = tuple(f.name for f in fields if f.metadata.get(STATIC))
@@ -331,7 +331,7 @@ def _accepting_shape(init: Callable[..., None]) -> Callable[..., None]:
     parameters = list(signature.parameters.values())
     given = inspect.Parameter("shape", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Sequence[int] | None")
     parameters.insert(-1, given)  # before `dtype`
-    __init__.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    setattr(__init__, "__signature__", signature.replace(parameters=parameters))  # noqa: B010  (pyright: unknown)
     return __init__
 
 
@@ -420,12 +420,13 @@ def _flatten_with_keys(array: ImplicitArray) -> tuple[tuple[tuple[Any, Any], ...
     return tuple((jtu.GetAttrKey(n), c) for n, c in zip(array._data_fields, children, strict=True)), aux
 
 
-def _unflatten(cls: type[ImplicitArray], aux: Any, children: Sequence[Any]) -> ImplicitArray:
+def _unflatten(cls: type[ImplicitArray], aux: Any, children: Iterable[Any]) -> ImplicitArray:
     # No check and no conversion: JAX puts `None`, `object()` and `ShapeDtypeStruct` into leaves.
     static, given = aux
     array = object.__new__(cls)
-    array.__dict__.update(zip(cls._data_fields, children, strict=True))
-    array.__dict__.update(zip(cls._static_fields, static, strict=True))
+    attributes = vars(array)
+    attributes.update(zip(cls._data_fields, children, strict=True))
+    attributes.update(zip(cls._static_fields, static, strict=True))
     if given is not None:
-        array.__dict__["_given_shape"] = given
+        attributes["_given_shape"] = given
     return array

@@ -1,8 +1,8 @@
 """Implicit arrays that a function closes over, or that reach it as arguments of a `jit` inside `implicit`.
 
 JAX asks such an array for `__jax_array__` and gets the output of the primitive here: its inputs are the array's leaves.
-Under `implicit` the primitive turns back into the implicit array and the rules see it, however deep in inner jits, scans
-or branches it was asked for; anywhere else it is the dense array.
+Under `implicit` the primitive turns back into the implicit array and the rules see it, however deep in inner jits,
+scans or branches it was asked for; anywhere else it is the dense array.
 """
 
 from __future__ import annotations

@@ -111,10 +111,10 @@ def _settled_carry(carry: list[Any], step: Callable[[list[Any]], list[Any]]) -> 
     """`carry`, with those arrays materialized that `step` does not return in the same form."""
     while any(map(is_implicit, carry)):
         after = jax.eval_shape(step, carry)
-        settled = [c if not is_implicit(c) or _same_type(c, a) else materialize(c) for c, a in zip(carry, after)]
-        if all(s is c for s, c in zip(settled, carry)):
+        changed = [is_implicit(c) and not _same_type(c, a) for c, a in zip(carry, after, strict=True)]
+        if not any(changed):
             break
-        carry = settled
+        carry = [materialize(c) if changes else c for c, changes in zip(carry, changed, strict=True)]
     return carry
 
 

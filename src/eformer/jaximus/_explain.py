@@ -16,9 +16,9 @@ from ._trace import implicit
 def explain(function: Callable[..., Any]) -> Callable[..., Explanation]:
     """`explain(f)(*args)`: each primitive that meets an implicit array in `implicit(f)(*args)`, and what served it.
 
-    The rows are (what was met, how often, dense bytes); printed, they are a table. `f` is only traced, not run, so a large
-    model costs nothing to explain; if `f` branches on values it is run. What a scan repeats is counted as often as it
-    runs; the body of a `while_loop`, whose length is not known, once.
+    The rows are (what was met, how often, dense bytes); printed, they are a table. `f` is only traced, not run, so a
+    large model costs nothing to explain; if `f` branches on values it is run. What a scan repeats is counted as often
+    as it runs; the body of a `while_loop`, whose length is not known, once.
     """
 
     @functools.wraps(function)

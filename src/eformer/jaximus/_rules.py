@@ -234,7 +234,7 @@ def _operand_of(annotation: Any) -> _Operand:
 
 
 def _members(annotation: Any) -> list[Any]:
-    if isinstance(annotation, typing.TypeAliasType) if hasattr(typing, "TypeAliasType") else False:
+    if type(annotation).__name__ == "TypeAliasType":  # `type X = ...`, from Python 3.12 on
         return _members(annotation.__value__)
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):

@@ -28,7 +28,8 @@ def ste(function: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[An
         x = jnp.asarray(materialize(x))
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(f"`ste` needs a floating point argument to pass the gradient to, got {x.dtype}")
-        value = materialize(function(*map(_constant, (x, *args)), **_constant(kwargs)))
+        run: Callable[..., Any] = function  # its arguments are mapped, which a ParamSpec can't follow
+        value = materialize(run(*map(_constant, (x, *args)), **_constant(kwargs)))
         if jnp.shape(value) != x.shape:
             raise ValueError(
                 f"`ste({getattr(function, '__name__', function)})` passes the gradient on as it is, so the result must "

@@ -15,6 +15,15 @@ import jax
 import numpy as np
 from jax import tree_util as jtu
 
+# Stands for "no sharding asked for" in the parameters of `jit`.
+from jax._src import sharding_impls
+
+# Makes the constants of a jaxpr its first arguments: `remat` takes a jaxpr without constants.
+from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
+
+# Caches on jaxprs without keeping them, and the arrays they hold, alive.
+from jax._src.util import weakref_lru_cache as weakref_lru_cache
+
 # The two base classes of the engine; `ShapedArray` is the type of an array in JAX's eyes.
 from jax.core import ShapedArray, Trace, Tracer, eval_context
 from jax.custom_derivatives import SymbolicZero
@@ -22,20 +31,12 @@ from jax.extend import core as jexc
 from jax.extend import linear_util as lu
 from jax.interpreters import ad
 
-# Makes the constants of a jaxpr its first arguments: `remat` takes a jaxpr without constants.
-from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
-
-# Stands for "no sharding asked for" in the parameters of `jit`.
-from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
-
-# Caches on jaxprs without keeping them, and the arrays they hold, alive.
-from jax._src.util import weakref_lru_cache as weakref_lru_cache
-
 from ._array import ImplicitArray, is_implicit, materialize
 from ._closure import bind_implicit, implicit_array_p
 from ._observe import mode
 from ._rules import dispatch, on_register
 
+UNSPECIFIED: Any = sharding_impls.UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -58,7 +59,7 @@ class ImplicitTracer(Tracer):
         dense = self.materialize()
         return None if isinstance(dense, Tracer) else dense
 
-    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return np.asarray(self.materialize(), *args, **kwargs)
 
     def __repr__(self) -> str:
@@ -84,7 +85,7 @@ class ImplicitTrace(Trace):
         return val if isinstance(val, ImplicitTracer) else self.parent_trace.stage_value(val)
 
     def cur_qdd(self, x: Any) -> Any:
-        return self.parent_trace.cur_qdd(x)
+        return self.parent_trace.cur_qdd(x)  # pyright: ignore[reportAttributeAccessIssue]  # all but the base have it
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         operands = [unwrap(t) for t in tracers]
@@ -183,11 +184,11 @@ def _compiled_matmul(lhs: Any, rhs: Any) -> Any:
     return call_implicit(operator.matmul, (lhs, rhs))
 
 
-on_register.append(_compiled_matmul.clear_cache)
+on_register.append(lambda: _compiled_matmul.clear_cache())  # pyright: ignore[reportAttributeAccessIssue]  # untyped
 
 
 def matmul(lhs: Any, rhs: Any) -> Any:
-    """`lhs @ rhs` by the rules; where nothing is traced, compiled: dispatch in Python would cost more than the product."""
+    """`lhs @ rhs` by the rules; compiled where nothing is traced, as dispatch in Python costs more than the product."""
     if _current_trace() is _trace_on_evaluation().parent_trace and mode().recorder is None:
         return _compiled_matmul(lhs, rhs)
     return call_implicit(operator.matmul, (lhs, rhs))
@@ -311,7 +312,8 @@ def _custom_vjp(fun: Any, fwd: Any, bwd: Any, operands: Sequence[Any], out_trees
 
 
 def _instantiate(x: Any) -> Any:
-    return np.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
+    aval: Any = getattr(x, "aval", None)
+    return np.zeros(aval.shape, aval.dtype) if isinstance(x, SymbolicZero) else x
 
 
 def _dense_tangent(primal: Any, tangent: Any) -> Any:

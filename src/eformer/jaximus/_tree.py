@@ -14,15 +14,15 @@ def tree_leaves_with_implicit(tree: Any) -> list[Any]:
     return jtu.tree_leaves(tree, is_leaf=is_implicit)
 
 
-def tree_structure_with_implicit(tree: Any) -> jtu.PyTreeDef:
+def tree_structure_with_implicit(tree: Any) -> Any:
     return jtu.tree_structure(tree, is_leaf=is_implicit)
 
 
-def tree_flatten_with_implicit(tree: Any) -> tuple[list[Any], jtu.PyTreeDef]:
+def tree_flatten_with_implicit(tree: Any) -> tuple[list[Any], Any]:
     return jtu.tree_flatten(tree, is_leaf=is_implicit)
 
 
-def tree_flatten_with_path_with_implicit(tree: Any) -> tuple[list[tuple[Any, Any]], jtu.PyTreeDef]:
+def tree_flatten_with_path_with_implicit(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
     return jtu.tree_flatten_with_path(tree, is_leaf=is_implicit)
 
 
