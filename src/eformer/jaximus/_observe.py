@@ -102,7 +102,8 @@ def note_served() -> None:
         recorder.counts[met] = recorder.counts.get(met, 0) + recorder.repeats
 
 
-def note_materialized(dense: jax.Array) -> None:
+def note_materialized(dense: Any) -> None:
+    """A dense array of this size and dtype was made, for the rule that is running: `explain` adds it up."""
     recorder = mode().recorder
     if recorder is not None and recorder.current is not None:
         met, cost = recorder.current, dense.size * dense.dtype.itemsize

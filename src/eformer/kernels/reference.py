@@ -1,0 +1,225 @@
+"""Encoding and decoding of each format in plain `jnp`: the definition of every format, and the oracle of every kernel.
+
+Arithmetic is float32 whatever the input (float64 stays so): half precision can't hold a scale and its inverse.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# Dettmers et al., "QLoRA" (arXiv 2305.14314), appendix E: quantiles of a normal distribution, zero among them.
+NF4_CODES = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
+
+
+def _boundaries(codes: np.ndarray) -> np.ndarray:
+    """Per pair of neighbours the largest float32 that is nearest to the lower code; an exact tie is the lower's."""
+    middle = (codes[1:].astype(np.float64) + codes[:-1].astype(np.float64)) / 2
+    rounded = middle.astype(np.float32)
+    return np.where(rounded > middle, np.nextafter(rounded, np.float32(-np.inf)), rounded)
+
+
+NF4_BOUNDARIES = _boundaries(NF4_CODES)
+
+
+def compute_dtype(dtype: np.dtype) -> np.dtype:
+    return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
+
+
+def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """`x` as `dtype`; to an integer, the nearest."""
+    return jnp.round(x).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else x.astype(dtype)
+
+
+def absmax(x: jax.Array, axis: Sequence[int]) -> jax.Array:
+    """The largest magnitude over `axis`, which stays with length 1; 0 of nothing, NaN if there is a NaN."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if not jnp.issubdtype(x.dtype, jnp.floating) else x
+    axes = tuple(sorted(a % x.ndim for a in axis))
+
+    # Not `jnp.max`: XLA:CPU turns that into vector instructions that drop NaN (JAX 0.10.2 and 0.12).
+    def larger(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.max(lax.abs(a), lax.abs(b))
+
+    peak = jnp.abs(lax.reduce(x, np.zeros((), x.dtype), larger, axes))  # `larger` is skipped where there is one element
+    return lax.expand_dims(peak, axes).astype(compute_dtype(x.dtype))
+
+
+def _divide(x: jax.Array, by: jax.Array) -> jax.Array:
+    """`x / by`, rounded once. XLA takes a product with the inverse where `by` is a broadcast: inexact, and 0 if huge."""
+    return x / jnp.where(jnp.isnan(x), x, by)
+
+
+def _finite(peak: jax.Array) -> jax.Array:
+    """A slice that has an infinity has no scale: NaN, like one that has a NaN."""
+    return jnp.where(jnp.isinf(peak), jnp.nan, peak)
+
+
+def encode_int8(x: jax.Array, axis: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """`weight`, int8 in [-127, 127], and `scale`, with `x` within `scale / 2` of `weight * scale`.
+
+    A slice of zeros has scale 1. A slice with a NaN or an infinity has scale NaN, and decodes to NaN.
+    """
+    peak = _finite(absmax(x, axis))
+    scale = jnp.where(peak == 0, 1, jnp.maximum(peak / 127, jnp.finfo(peak.dtype).tiny))
+    # Next to the largest float, 127 times the rounded quotient overflows.
+    scale = jnp.where(jnp.isinf(scale * 127), jnp.nextafter(scale, jnp.zeros_like(scale)), scale)
+    steps = jnp.round(_divide(x.astype(scale.dtype), scale))
+    return jnp.where(jnp.isnan(steps), 0, jnp.clip(steps, -127, 127)).astype(jnp.int8), scale
+
+
+def decode_int8(weight: jax.Array, scale: jax.Array) -> jax.Array:
+    return weight.astype(scale.dtype) * scale
+
+
+def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    missing = -x.shape[axis] % multiple
+    return jnp.pad(x, [(0, missing if i == axis % x.ndim else 0) for i in range(x.ndim)]) if missing else x
+
+
+def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Axis `axis` as two: groups, and `size` within a group; the last group is filled with zeros."""
+    x, axis = _pad(x, axis, size), axis % x.ndim
+    return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+
+
+def _merge(x: jax.Array, axis: int, length: int) -> jax.Array:
+    """The inverse of `_split`: axes `axis` and `axis + 1` as one, cut to `length`."""
+    x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return lax.slice_in_dim(x, 0, length, axis=axis)
+
+
+def encode_nf4(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax.Array]:
+    """`packed`, two codes a byte along `axis`, the even one in the high nibble, and `absmax` per block.
+
+    The code of `x / absmax` is the nearest, of two equally near the lower. A NaN or an infinity makes its block's
+    absmax NaN, and the block decodes to NaN.
+    """
+    axis, length = axis % x.ndim, x.shape[axis % x.ndim]
+    blocks = _split(x, axis, block_size)
+    peak = _finite(absmax(blocks, (axis + 1,)))
+    unit = _divide(blocks.astype(peak.dtype), jnp.where(peak == 0, 1, peak))
+    codes = sum(((unit > boundary).astype(jnp.uint8) for boundary in NF4_BOUNDARIES), jnp.uint8(0))
+    return _pack_nibbles(_merge(codes, axis, length), axis), jnp.squeeze(peak, axis + 1)
+
+
+def _pack_nibbles(codes: jax.Array, axis: int) -> jax.Array:
+    pairs = _split(codes, axis, 2)
+    if axis == codes.ndim - 1:  # one 16-bit word a pair: XLA:CPU reads it four times faster than every other byte
+        words = lax.bitcast_convert_type(pairs, jnp.uint16)
+        return ((words << 4) | (words >> 8)).astype(jnp.uint8)
+    high, low = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
+    return (high << 4) | low
+
+
+def decode_nf4(packed: jax.Array, absmax: jax.Array, block_size: int, axis: int, length: int) -> jax.Array:
+    axis = axis % packed.ndim
+    codes = _merge(jnp.stack([packed >> 4, packed & 15], axis + 1), axis, length)
+    table = jnp.asarray(NF4_CODES, absmax.dtype)
+    blocks = _split(table[codes], axis, block_size)
+    return _merge(blocks * jnp.expand_dims(absmax, axis + 1), axis, length)
+
+
+@functools.cache
+def dynamic_map() -> np.ndarray:
+    """The 256 values of an 8-bit float whose leading zeros count the exponent (Dettmers, arXiv 1511.04561), signed.
+
+    Seven decades from 1e-6 to 1; decade `i` has the `2**i` means of equal steps, and their negatives; then 0 and 1.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = _even_steps(np.float32(0.1), np.float32(1), 2**decade)
+        means = np.float32(10.0 ** (decade - 6)) * ((edges[:-1] + edges[1:]) / 2)
+        values += [*means, *-means]
+    return np.sort(np.array(values, np.float32))
+
+
+def _even_steps(start: np.float32, stop: np.float32, steps: int) -> np.ndarray:
+    """As bitsandbytes' map was made: a float32 step, counted from the nearer end, rounded once."""
+    step, index = np.float64((stop - start) / np.float32(steps)), np.arange(steps + 1)
+    from_start, from_stop = np.float64(start) + step * index, np.float64(stop) - step * (steps - index)
+    return np.where(index < (steps + 1) // 2, from_start, from_stop).astype(np.float32)
+
+
+def encode_dynamic(x: jax.Array, block_size: int = 256) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`x` of shape (..., n) as codes of `(x - offset) / nested`; `offset` is the mean, `nested` per `block_size`."""
+    offset = jnp.mean(x, axis=-1) if x.shape[-1] else jnp.zeros(x.shape[:-1], x.dtype)
+    blocks = _split(x - offset[..., None], -1, block_size)
+    nested = absmax(blocks, (-1,))
+    unit = _divide(blocks, jnp.where(nested == 0, 1, nested))
+    codes = jnp.searchsorted(jnp.asarray(_boundaries(dynamic_map())), unit, side="left").astype(jnp.uint8)
+    return _merge(codes, x.ndim - 1, x.shape[-1]), nested[..., 0], offset
+
+
+def decode_dynamic(codes: jax.Array, nested: jax.Array, offset: jax.Array, block_size: int = 256) -> jax.Array:
+    blocks = _split(jnp.asarray(dynamic_map())[codes], -1, block_size) * nested[..., None]
+    return _merge(blocks, codes.ndim - 1, codes.shape[-1]) + offset[..., None]
+
+
+def pack_ternary(values: jax.Array, axis: int) -> jax.Array:
+    """{-1, 0, 1} as two bits 0, 1, 2, and NaN as 3, four along `axis` to a byte, the first in the low bits.
+
+    Other values are rounded and clipped. The last byte is filled up with the code of 0, so a kernel may run over it.
+    """
+    axis = axis % values.ndim
+    codes = jnp.clip(jnp.round(values), -1, 1) + 1
+    codes = jnp.where(jnp.isnan(codes), 3, codes).astype(jnp.uint8)
+    filling = [(0, -codes.shape[axis] % 4 if i == axis else 0) for i in range(codes.ndim)]
+    groups = _split(jnp.pad(codes, filling, constant_values=1), axis, 4)
+    parts = [lax.index_in_dim(groups, i, axis + 1, keepdims=False) << (2 * i) for i in range(4)]
+    return parts[0] | parts[1] | parts[2] | parts[3]
+
+
+def unpack_ternary(packed: jax.Array, axis: int, length: int) -> jax.Array:
+    """float32 values in {-1, 0, 1, NaN}."""
+    axis = axis % packed.ndim
+    codes = _merge(jnp.stack([(packed >> (2 * i)) & 3 for i in range(4)], axis + 1), axis, length)
+    return jnp.where(codes == 3, jnp.nan, codes.astype(jnp.float32) - 1)
+
+
+def signs(x: jax.Array) -> jax.Array:
+    """-1 or 1, which 0 becomes too; NaN stays."""
+    found = jnp.sign(x)
+    return jnp.where(found == 0, 1, found)
+
+
+def ternary(x: jax.Array) -> jax.Array:
+    """1 above half a standard deviation, -1 below minus that, else 0; all NaN if it has none, for a NaN or infinity."""
+    # By a power of two, which changes no digit, to where squares neither overflow nor vanish.
+    peak = absmax(x, range(x.ndim))
+    power = jnp.where(peak > 2.0**50, 2.0**-64, jnp.where(peak < 2.0**-50, 2.0**64, 1)).astype(x.dtype)
+    x = x * power
+    threshold = 0.5 * jnp.std(x)
+    values = jnp.where(x > threshold, 1.0, jnp.where(x < -threshold, -1.0, 0.0))
+    return jnp.where(jnp.isnan(threshold), jnp.nan, values)
+
+
+def mean_magnitude(x: jax.Array, values: jax.Array, axis: Sequence[int]) -> jax.Array:
+    """The scale that brings `values` nearest to `x`: the mean of |x| over `axis` where `values` is not 0."""
+    axes, kept = tuple(axis), values != 0
+    total = jnp.sum(jnp.where(kept, jnp.abs(x.astype(jnp.float32)), 0), axes, keepdims=True)
+    return total / jnp.maximum(jnp.sum(kept.astype(jnp.float32), axes, keepdims=True), 1)

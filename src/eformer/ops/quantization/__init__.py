@@ -1,0 +1,19 @@
+"""Quantized arrays: INT8, NF4, binary and ternary at two bits, and RSR operators."""
+
+from . import _matmul as _matmul  # registers the rule of matmuls
+from ._base import Format as Format
+from ._base import QuantizedArray as QuantizedArray
+from ._base import formats as formats
+from ._base import register_format as register_format
+from ._config import QuantizationConfig as QuantizationConfig
+from ._config import QuantizationType as QuantizationType
+from ._config import quantize as quantize
+from ._config import straight_through as straight_through
+from ._matmul import is_kernel_available as is_kernel_available
+from ._matmul import nf4_use_kernel as nf4_use_kernel
+from .implicit_array_1bit import Array1B as Array1B
+from .implicit_array_1bit import straight_through_1bit as straight_through_1bit
+from .implicit_array_8bit import Array8B as Array8B
+from .implicit_array_8bit import straight_through_8bit as straight_through_8bit
+from .implicit_array_nf4 import ArrayNF4 as ArrayNF4
+from .implicit_array_nf4 import straight_through_nf4 as straight_through_nf4

@@ -1,0 +1,253 @@
+"""What all formats share: the registry, sharding, and the contract between an array and its leaves."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax import tree_util as jtu
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from eformer.jaximus import ImplicitArray, aux_field
+from eformer.kernels.reference import cast
+
+ShardingType = NamedSharding | PartitionSpec | None
+
+
+class QuantizedArray(ImplicitArray):
+    """An implicit array whose leaves are codes and scales.
+
+    `materialize() == decode()` rounded to `dtype`. `use_kernel=False` makes its matmuls decode the whole array first.
+    """
+
+    use_kernel: bool = aux_field(default=True, kw_only=True)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not isinstance(cls.__dict__.get("sharding", property()), property):
+            del cls.sharding  # the default of an argument of the constructor; the attribute is the property below
+
+    @abc.abstractmethod
+    def decode(self) -> jax.Array:
+        """The array in the precision the scales have."""
+
+    @abc.abstractmethod
+    def _step_bound(self, original: jax.Array) -> jax.Array:
+        """The most by which taking the nearest code can have moved each element of `original`."""
+
+    def error_bound(self, original: jax.Array) -> jax.Array:
+        """The most by which `materialize()` can differ from each element of `original`, the array quantized."""
+        x = jnp.abs(original.astype(jnp.float32))
+        step = self._step_bound(original)
+        # The quotient, the product and the cast each round once; below `tiny` numbers may be flushed to zero.
+        if jnp.issubdtype(self.dtype, jnp.integer):
+            relative, absolute = 0.0, 0.5
+        else:
+            info = jnp.finfo(self.dtype)
+            relative, absolute = float(info.eps) / 2, float(info.tiny)
+        return step + (x + step) * (3 * float(jnp.finfo(jnp.float32).eps) + relative) + absolute
+
+    @abc.abstractmethod
+    def _leaf_shardings(self, sharding: NamedSharding) -> Self:
+        """This tree with a sharding in place of each leaf."""
+
+    def materialize(self) -> jax.Array:
+        """The dense array, sharded as the leaves are."""
+        dense = cast(self.decode(), self.dtype)
+        sharding = self.sharding
+        return dense if sharding is None or isinstance(dense, jax.core.Tracer) else jax.device_put(dense, sharding)
+
+    def with_dtype(self, dtype: Any) -> Self:
+        """The same codes and scales, to be decoded to another dtype."""
+        changed = jtu.tree_map(lambda leaf: leaf, self)
+        object.__setattr__(changed, "dtype", jax.dtypes.canonicalize_dtype(dtype))
+        return changed
+
+    def dequantize(self) -> jax.Array:
+        """`materialize()` by another name."""
+        return self.materialize()
+
+    def delete(self) -> None:
+        """Free the memory of all leaves now; a use afterwards raises JAX's error for deleted arrays."""
+        for leaf in jtu.tree_leaves(self):
+            leaf.delete()
+
+    @property
+    @abc.abstractmethod
+    def sharding(self) -> ShardingType:
+        """How the array is laid out over devices, as its leaves tell; None on one device, or where JAX decides."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.sharding is not None
+
+    def with_sharding(self, sharding: ShardingType) -> Self:
+        """The same array laid out by `sharding`, which speaks of the array's own axes; None leaves it as it is.
+
+        A leaf takes the part that it can: an axis along which it is shorter than the mesh stays whole. A
+        `PartitionSpec` needs a mesh in context (`jax.set_mesh`).
+        """
+        if sharding is None:
+            return self
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(self))
+        placed = self._leaf_shardings(_checked_sharding(sharding, self.shape, traced))
+        return jtu.tree_map(_place, self, placed)
+
+    def reshard(self, sharding: ShardingType) -> Self:
+        """`with_sharding` by another name."""
+        return self.with_sharding(sharding)
+
+    def with_mesh_and_axis(self, mesh_and_axis: tuple[Mesh, PartitionSpec | Sequence[Any] | str | None]) -> Self:
+        """`with_sharding` over a mesh; the spec may be None (replicated), a `PartitionSpec`, a tuple, or one axis."""
+        if not isinstance(mesh_and_axis, (tuple, list)) or len(mesh_and_axis) != 2:
+            raise TypeError(f"with_mesh_and_axis takes a pair (mesh, axes), got {mesh_and_axis!r}")
+        mesh, axes = mesh_and_axis
+        if axes is None:
+            spec = PartitionSpec()
+        elif isinstance(axes, PartitionSpec):
+            spec = axes
+        elif isinstance(axes, str):
+            spec = PartitionSpec(axes)
+        elif isinstance(axes, (tuple, list)):
+            spec = PartitionSpec(*axes)
+        else:
+            raise TypeError(f"the axes must be None, a PartitionSpec, a tuple or a str, got {axes!r}")
+        return self.with_sharding(named_sharding(mesh, spec))
+
+
+def named_sharding(mesh: Any, spec: PartitionSpec) -> NamedSharding:
+    unknown = [name for entry in spec for name in _names(entry) if name not in mesh.axis_names]
+    if unknown:
+        raise ValueError(f"{spec} names the axis {unknown[0]!r}, but the mesh has {tuple(mesh.axis_names)}")
+    return NamedSharding(mesh, spec)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
+
+
+def _checked_sharding(sharding: Any, shape: tuple[int, ...], traced: bool) -> NamedSharding:
+    """`sharding` with a mesh and one entry per axis."""
+    if isinstance(sharding, PartitionSpec):
+        mesh = jax.sharding.get_abstract_mesh() if traced else jax.sharding.get_mesh()
+        if mesh.empty:
+            raise ValueError(f"{sharding} needs a mesh: give a NamedSharding, or call inside `jax.set_mesh(mesh)`")
+        sharding = named_sharding(mesh, sharding)
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(
+            f"a sharding must be a NamedSharding, a PartitionSpec or None, got {type(sharding).__name__} {sharding!r}"
+        )
+    if len(sharding.spec) > len(shape):
+        raise ValueError(f"{sharding.spec} has {len(sharding.spec)} entries for an array of {len(shape)} axes {shape}")
+    spec = PartitionSpec(*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
+    for axis, (size, entry) in enumerate(zip(shape, spec, strict=True)):
+        if size % shards(sharding.mesh, entry):
+            raise ValueError(
+                f"axis {axis} of length {size} can't be split over {entry!r}, {shards(sharding.mesh, entry)} devices"
+            )
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def shards(mesh: Any, entry: Any) -> int:
+    """Into how many parts an entry of a spec divides its axis."""
+    return int(np.prod([mesh.shape[name] for name in _names(entry)], dtype=int))
+
+
+def sharding_of(leaf: Any) -> Any:
+    """A leaf's `NamedSharding`; None if it has none, or if JAX decides it at compile time."""
+    aval_sharding = getattr(jax.typeof(leaf), "sharding", None) if isinstance(leaf, jax.Array) else None
+    found = aval_sharding if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    if not isinstance(found, NamedSharding) or found.mesh.empty:
+        return None
+    if isinstance(leaf, jax.core.Tracer) and not any(t == AxisType.Explicit for t in found.mesh.axis_types):
+        return None
+    return found
+
+
+def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    if not isinstance(leaf, jax.core.Tracer):
+        return jax.device_put(leaf, sharding)
+    if any(t == AxisType.Explicit for t in sharding.mesh.axis_types):
+        return jax.sharding.reshard(leaf, sharding)
+    return lax.with_sharding_constraint(leaf, sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A way to quantize, under the name users ask for it by."""
+
+    name: str
+    array_type: type[QuantizedArray]
+    encode: Callable[..., QuantizedArray]  # (array, **options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Names and defaults of what `encode` takes besides the array."""
+        parameters = list(inspect.signature(self.encode).parameters.values())[1:]
+        return {p.name: p.default for p in parameters}
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_formats: dict[str, Format] = {}
+
+
+def register_format(name: str, array_type: type[QuantizedArray], encode: Callable[..., QuantizedArray]) -> Format:
+    """Make `quantize(w, dtype=name)` call `encode(w, **options)`; the tests of all formats run on it from then on."""
+    if name in _formats:
+        raise ValueError(f"there is a format {name!r} already, made of {_formats[name].array_type.__name__}")
+    _formats[name] = Format(name, array_type, encode)
+    return _formats[name]
+
+
+def formats() -> tuple[Format, ...]:
+    """All formats, in the order they were registered."""
+    return tuple(_formats.values())
+
+
+def find_format(name: str) -> Format:
+    if name not in _formats:
+        raise ValueError(f"unknown quantization type {name!r}; there are {', '.join(map(repr, _formats))}")
+    return _formats[name]
+
+
+def checked_array(array: Any) -> jax.Array:
+    """`array` as a JAX array without gradient; floating point or integer, else a TypeError."""
+    if isinstance(array, ImplicitArray):
+        array = array.materialize()
+    if not hasattr(array, "dtype"):
+        raise TypeError(f"quantize takes an array, got {type(array).__name__}; `jnp.asarray` makes one")
+    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
+        raise TypeError(f"only floating point and integer arrays can be quantized, got {array.dtype}")
+    return lax.stop_gradient(jnp.asarray(array))
+
+
+def kept_sharding(array: Any) -> NamedSharding | None:
+    """The sharding that a quantized `array` should have too."""
+    return sharding_of(array) if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) else None
+
+
+def normalized_axes(axis: Any, ndim: int) -> tuple[int, ...]:
+    """`axis`, an int or several, as a sorted tuple of negative ints: leading axes may come and go."""
+    axes = (axis,) if isinstance(axis, (int, np.integer)) and not isinstance(axis, bool) else axis
+    if not isinstance(axes, (tuple, list)) or not all(
+        isinstance(a, (int, np.integer)) and not isinstance(a, bool) for a in axes
+    ):
+        raise TypeError(f"`axis` must be an int or a tuple of ints, got {axis!r}")
+    for a in axes:
+        if not -ndim <= a < ndim:
+            raise ValueError(f"axis {a} is out of range for an array of {ndim} axes")
+    found = sorted(a if a < 0 else a - ndim for a in map(int, axes))
+    if len(set(found)) < len(found):
+        raise ValueError(f"`axis={axis}` names an axis twice (the array has {ndim} axes)")
+    return tuple(found)

@@ -1,0 +1,391 @@
+"""Formats whose leaves have the array's own axes: moving the array is moving its leaves, exactly.
+
+Along each axis an entry of a leaf stands for so many elements of the array, its grain: 1, a block of them, or
+all (0, a leaf of length 1 that is broadcast). The rules below hold for every such format.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax import tree_util as jtu
+from jax.sharding import NamedSharding, PartitionSpec
+
+from eformer.jaximus import register
+
+from ._base import QuantizedArray, sharding_of, shards
+
+Grain = int
+Leaves = dict[str, jax.Array]
+ALL: Grain = 0
+
+
+class LeafwiseArray(QuantizedArray):
+    """A quantized array each leaf of which has the array's rank."""
+
+    array_fields: ClassVar[tuple[str, ...]]  # the leaves that have the array's axes, the codes first
+
+    @abc.abstractmethod
+    def _grain(self, name: str, axis: int) -> Grain:
+        """How many elements along the non-negative `axis` an entry of the leaf stands for, were it not broadcast."""
+
+    @abc.abstractmethod
+    def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
+        """The same format of other leaves: `moved` says where each axis went, `shape` is the new array's."""
+
+    def factors(self) -> tuple[jax.Array, jax.Array | None]:
+        """`values` and `scale`, of this array's rank, with `values * scale == decode()`; a None is 1."""
+        return self.decode(), None
+
+    @abc.abstractmethod
+    def requantized(self, array: jax.Array) -> Self:
+        """`array`, of any shape, in this format with its default axes."""
+
+    def _single(self) -> Self:
+        """An equal array that has only leaves of the array's rank."""
+        return self
+
+    def _leaves(self) -> Leaves:
+        found = {name: getattr(self, name) for name in self.array_fields}
+        return {name: leaf for name, leaf in found.items() if leaf is not None}
+
+    def _grains(self, axis: int) -> dict[str, Grain]:
+        """The grain of each leaf along `axis`."""
+        size = self.shape[axis]
+
+        def grain(name: str, leaf: Any) -> Grain:
+            given = self._grain(name, axis)
+            return ALL if leaf.shape[axis] == 1 and -(-size // max(given, 1)) != 1 else given
+
+        return {name: grain(name, leaf) for name, leaf in self._leaves().items()}
+
+    def _is_blocked(self, axis: int) -> bool:
+        return any(grain > 1 for grain in self._grains(axis).values())
+
+    def is_stacked(self) -> bool:
+        lengths = {leaf.shape[:1] for leaf in jtu.tree_leaves(self)}
+        return self.ndim > 0 and not self._is_blocked(0) and lengths == {self.shape[:1]}
+
+    def leaf_specs(self, spec: PartitionSpec) -> Any:
+        entries = [*spec, *[None] * (self.ndim - len(spec))]
+        if self._single() is not self:
+            return super().leaf_specs(spec)
+        mesh = jax.sharding.get_abstract_mesh()
+        for axis, entry in enumerate(entries):
+            # Inside `shard_map` a device sees its own part only, so the part must hold whole entries of every leaf.
+            part = self.shape[axis] // (shards(mesh, entry) if not mesh.empty else 1)
+            if entry is not None and (mesh.empty or any(g > 1 and part % g for g in self._grains(axis).values())):
+                return None
+        return self._mapped(lambda _, leaf: PartitionSpec(*self._leaf_entries(leaf, entries)))
+
+    def _leaf_entries(self, leaf: Any, entries: Sequence[Any]) -> list[Any]:
+        return [None if leaf.shape[a] == 1 and self.shape[a] != 1 else e for a, e in enumerate(entries)]
+
+    def _mapped(self, function: Any) -> Self:
+        """This tree with `function(name, leaf)` in place of each leaf."""
+        leaves = ((name, getattr(self, name)) for name in self._data_fields)
+        results = [function(name, leaf) for name, leaf in leaves if leaf is not None]
+        return jtu.tree_unflatten(jtu.tree_structure(self), results)
+
+    def _leaf_shardings(self, sharding: NamedSharding) -> Self:
+        def place(name: str, leaf: Any) -> NamedSharding:
+            if name not in self.array_fields:
+                return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+            entries = self._leaf_entries(leaf, sharding.spec)
+            fits = [e if leaf.shape[a] % shards(sharding.mesh, e) == 0 else None for a, e in enumerate(entries)]
+            return NamedSharding(sharding.mesh, PartitionSpec(*fits), memory_kind=sharding.memory_kind)
+
+        return self._mapped(place)
+
+    @property
+    def sharding(self) -> NamedSharding | None:
+        return sharding_of(getattr(self, self.array_fields[0]))  # the codes have an entry for every element
+
+    def slice_leaves(self, start: Any, size: int, axis: int) -> Self:
+        """The part from `start`, which may be traced, of `size` elements along `axis`: multiples of every grain."""
+        single, axis = self._single(), axis % self.ndim
+        grains = single._grains(axis)
+
+        def part(name: str, leaf: jax.Array) -> jax.Array:
+            grain = grains[name]
+            if grain == ALL:
+                return leaf
+            return lax.dynamic_slice_in_dim(leaf, start // grain, -(-size // grain), axis)
+
+        leaves = {name: part(name, leaf) for name, leaf in single._leaves().items()}
+        return single._rebuilt(leaves, _unmoved(self.ndim), _replaced(self.shape, axis, size))
+
+    def alignment(self, axis: int) -> int:
+        """Positions along `axis` at which every leaf can be cut."""
+        return math.lcm(*(max(grain, 1) for grain in self._single()._grains(axis % self.ndim).values()))
+
+
+def _unmoved(ndim: int) -> dict[int, int]:
+    return {axis: axis for axis in range(ndim)}
+
+
+def _replaced(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+    return (*shape[:axis], size, *shape[axis + 1 :])
+
+
+@register("transpose")
+def transpose(primitive: Any, q: LeafwiseArray, *, permutation: Sequence[int], **params: Any) -> Any:
+    q = q._single()
+    leaves = {n: primitive.bind(leaf, permutation=permutation, **params) for n, leaf in q._leaves().items()}
+    moved = {old: new for new, old in enumerate(permutation)}
+    return q._rebuilt(leaves, moved, tuple(q.shape[old] for old in permutation))
+
+
+@register("broadcast_in_dim")
+def broadcast_in_dim(
+    primitive: Any, q: LeafwiseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+) -> Any:
+    if not q.ndim or any(value is not None for value in params.values()):  # a scalar; a sharding asked for
+        return NotImplemented
+    q = q._single()
+    moved = dict(enumerate(broadcast_dimensions))
+    if any(q.shape[old] != shape[new] and q._is_blocked(old) for old, new in moved.items()):
+        return NotImplemented
+    came_from = {new: old for old, new in moved.items()}
+    codes = q.array_fields[0]
+
+    def target(name: str, leaf: jax.Array) -> tuple[int, ...]:
+        def length(new: int) -> int:
+            old = came_from.get(new)
+            if old is None:  # a new axis: only the codes need be repeated
+                return shape[new] if name == codes else 1
+            return leaf.shape[old] if q.shape[old] == shape[new] or name != codes else shape[new]
+
+        return tuple(map(length, range(len(shape))))
+
+    leaves = {
+        name: primitive.bind(leaf, shape=target(name, leaf), broadcast_dimensions=tuple(broadcast_dimensions), **params)
+        for name, leaf in q._leaves().items()
+    }
+    return q._rebuilt(leaves, moved, tuple(shape))
+
+
+@register("reshape")
+def reshape(primitive: Any, q: LeafwiseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
+    if any(value is not None for value in params.values()):  # a permutation, or a sharding asked for
+        return NotImplemented
+    q = q._single()
+    if 0 in q.shape:
+        return NotImplemented
+    sizes: dict[str, list[int]] = {name: [] for name in q._leaves()}
+    moved: dict[int, int] = {}
+    for olds, news in _groups(q.shape, new_sizes):
+        for name, leaf in q._leaves().items():
+            grains = {q._grains(old)[name] for old in olds}
+            if len(olds) == len(news) == 1:
+                sizes[name] += [leaf.shape[olds[0]]]
+            elif grains <= {1}:
+                sizes[name] += [new_sizes[new] for new in news]
+            elif grains == {ALL}:
+                sizes[name] += [1] * len(news)
+            else:
+                return NotImplemented
+        moved.update(zip(olds, news, strict=False))
+    leaves = {name: primitive.bind(leaf, new_sizes=tuple(sizes[name]), **params) for name, leaf in q._leaves().items()}
+    return q._rebuilt(leaves, moved, tuple(new_sizes))
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The finest pairs of runs of axes, (old, new), that hold the same elements; sizes are positive."""
+    groups, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        olds, news, a, b = [], [], 1, 1
+        if i < len(old) and j < len(new) and old[i] == new[j]:
+            olds, news, i, j = [i], [j], i + 1, j + 1
+        elif i < len(old) and old[i] == 1:
+            olds, i = [i], i + 1
+        elif j < len(new) and new[j] == 1:
+            news, j = [j], j + 1
+        else:
+            while not olds or a != b:
+                if a <= b:
+                    olds, a, i = [*olds, i], a * old[i], i + 1
+                else:
+                    news, b, j = [*news, j], b * new[j], j + 1
+            groups.append((olds, news))
+            continue
+        groups.append((olds, news))
+    return groups
+
+
+@register("squeeze")
+def squeeze(primitive: Any, q: LeafwiseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+    q = q._single()
+    gone = {axis % q.ndim for axis in dimensions}
+    kept = [axis for axis in range(q.ndim) if axis not in gone]
+    if any(q._grain(name, axis) > 1 for axis in gone for name in q._leaves()):
+        return NotImplemented
+    leaves = {n: primitive.bind(leaf, dimensions=dimensions, **params) for n, leaf in q._leaves().items()}
+    return q._rebuilt(leaves, {old: new for new, old in enumerate(kept)}, tuple(q.shape[axis] for axis in kept))
+
+
+@register("slice")
+def slice_rule(
+    primitive: Any,
+    q: LeafwiseArray,
+    *,
+    start_indices: Sequence[int],
+    limit_indices: Sequence[int],
+    strides: Sequence[int] | None,
+    **params: Any,
+) -> Any:
+    q = q._single()
+    strides = strides or (1,) * q.ndim
+    bounds = list(zip(start_indices, limit_indices, strides, strict=True))
+    for axis, (start, limit, stride) in enumerate(bounds):
+        at = q.alignment(axis)
+        if at > 1 and (start % at or stride != 1 or (limit % at and limit != q.shape[axis])):
+            return NotImplemented
+
+    def part(name: str, leaf: jax.Array) -> jax.Array:
+        ranges = [
+            (0, 1, 1) if grain == ALL else (start // grain, -(-limit // grain), stride)
+            for grain, (start, limit, stride) in zip((q._grains(a)[name] for a in range(q.ndim)), bounds, strict=True)
+        ]
+        starts, limits, steps = zip(*ranges, strict=True) if ranges else ((), (), ())
+        return primitive.bind(leaf, start_indices=starts, limit_indices=limits, strides=steps, **params)
+
+    shape = tuple(-(-(limit - start) // stride) for start, limit, stride in bounds)
+    return q._rebuilt({n: part(n, leaf) for n, leaf in q._leaves().items()}, _unmoved(q.ndim), shape)
+
+
+@register("dynamic_slice")
+def dynamic_slice(primitive: Any, q: LeafwiseArray, *starts: Any, slice_sizes: Sequence[int], **params: Any) -> Any:
+    q = q._single()
+    if any(q.alignment(axis) > 1 and size != q.shape[axis] for axis, size in enumerate(slice_sizes)):
+        return NotImplemented
+    # JAX moves a start that would run over the end; a leaf that is broadcast must not move with it.
+    bounds = [d - n for d, n in zip(q.shape, slice_sizes, strict=True)]
+    starts = tuple(jnp.clip(start, 0, bound) for start, bound in zip(starts, bounds, strict=True))
+
+    def part(name: str, leaf: jax.Array) -> jax.Array:
+        whole = [q._grains(axis)[name] != 1 for axis in range(q.ndim)]
+        first = [jnp.zeros_like(s) if w else s for s, w in zip(starts, whole, strict=True)]
+        sizes = [d if w else n for d, n, w in zip(leaf.shape, slice_sizes, whole, strict=True)]
+        return primitive.bind(leaf, *first, slice_sizes=tuple(sizes), **params)
+
+    return q._rebuilt({n: part(n, leaf) for n, leaf in q._leaves().items()}, _unmoved(q.ndim), tuple(slice_sizes))
+
+
+@register("gather")
+def gather(
+    primitive: Any,
+    q: LeafwiseArray,
+    indices: jax.Array,
+    *,
+    dimension_numbers: lax.GatherDimensionNumbers,
+    slice_sizes: Sequence[int],
+    mode: Any,
+    fill_value: Any,
+    **params: Any,
+) -> Any:
+    """Decodes what is asked for and nothing else: an embedding lookup reads only its rows."""
+    q = q._single()
+    numbers = dimension_numbers
+    indexed = numbers.start_index_map
+    batched = numbers.operand_batching_dims
+    for axis, size in enumerate(slice_sizes):
+        in_blocks = any(q._grain(name, axis) > 1 for name in q._leaves())
+        if in_blocks and (axis in indexed or axis in batched or size != q.shape[axis]):
+            return NotImplemented
+        if in_blocks and axis in numbers.collapsed_slice_dims:
+            return NotImplemented
+        if axis in batched and ALL in q._grains(axis).values():
+            return NotImplemented
+        if axis not in indexed and axis not in batched and size != q.shape[axis]:
+            return NotImplemented
+    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
+    inner_mode = lax.GatherScatterMode.CLIP if fills else mode
+
+    def part(name: str, leaf: jax.Array) -> jax.Array:
+        grains = [q._grains(axis)[name] for axis in range(q.ndim)]
+        sizes = [n if grain == 1 else d for grain, n, d in zip(grains, slice_sizes, leaf.shape, strict=True)]
+        # A leaf that is broadcast along an indexed axis has its only entry at 0.
+        keep = jnp.array([grains[axis] != ALL for axis in indexed], indices.dtype)
+        at = indices * keep if keep.size else indices
+        return primitive.bind(
+            leaf, at, dimension_numbers=numbers, slice_sizes=tuple(sizes), mode=inner_mode, fill_value=None, **params
+        )
+
+    leaves = {name: part(name, leaf) for name, leaf in q._leaves().items()}
+    offset_axes = [a for a in range(q.ndim) if a not in numbers.collapsed_slice_dims and a not in batched]
+    moved = dict(zip(offset_axes, numbers.offset_dims, strict=True))
+    rank = len(numbers.offset_dims) + indices.ndim - 1
+    batch_sizes = iter(indices.shape[:-1])
+    offset_sizes = {new: slice_sizes[old] for old, new in moved.items()}
+    shape = tuple(offset_sizes[a] if a in offset_sizes else next(batch_sizes) for a in range(rank))
+    dense = q._rebuilt(leaves, moved, shape).materialize()
+    if not fills:
+        return dense
+    last = jnp.array([q.shape[a] - slice_sizes[a] for a in indexed], indices.dtype)
+    inside = jnp.all((indices >= 0) & (indices <= last), axis=-1)
+    inside = lax.broadcast_in_dim(inside, shape, [a for a in range(rank) if a not in offset_sizes])
+    fill = _fill_value(dense.dtype) if fill_value is None else fill_value
+    return jnp.where(inside, dense, jnp.asarray(fill, dense.dtype))
+
+
+def _fill_value(dtype: Any) -> Any:
+    """What JAX fills out-of-bounds elements with."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.nan
+    info = jnp.iinfo(dtype)
+    return info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
+
+
+@register("concatenate")
+def concatenate(primitive: Any, *operands: LeafwiseArray, dimension: int, **params: Any) -> Any:
+    arrays = [q._single() for q in operands]
+    first = arrays[0]
+    alike = all(
+        type(q) is type(first) and q._leaves().keys() == first._leaves().keys() and _unlike(q) == _unlike(first)
+        for q in arrays
+    )
+    if not alike or any(ALL in q._grains(dimension).values() for q in arrays):
+        return NotImplemented
+    if any(q.shape[dimension] % q.alignment(dimension) for q in arrays[:-1]):
+        return NotImplemented
+    columns = {name: [q._leaves()[name] for q in arrays] for name in first._leaves()}
+    for leaves in columns.values():
+        if len({_replaced(leaf.shape, dimension, 0) for leaf in leaves}) > 1:
+            return NotImplemented
+    joined = {name: primitive.bind(*leaves, dimension=dimension, **params) for name, leaves in columns.items()}
+    total = sum(q.shape[dimension] for q in arrays)
+    return first._rebuilt(joined, _unmoved(first.ndim), _replaced(first.shape, dimension, total))
+
+
+def _unlike(q: LeafwiseArray) -> tuple[Any, ...]:
+    """The static fields that must agree for arrays to be joined: all but how much padding there is."""
+    return tuple(getattr(q, name) for name in q._static_fields if name != "padding")
+
+
+@register("convert_element_type")
+def convert_element_type(
+    primitive: Any, q: LeafwiseArray, *, new_dtype: Any, weak_type: bool = False, **params: Any
+) -> Any:
+    """Only the dtype on record changes: the array is rounded to it when it is decoded."""
+    del primitive, params
+    if weak_type or not jnp.issubdtype(new_dtype, jnp.floating):
+        return NotImplemented
+    return q.with_dtype(new_dtype)
+
+
+@register("copy")
+def copy(primitive: Any, q: LeafwiseArray, **params: Any) -> Any:
+    return jtu.tree_map(lambda leaf: primitive.bind(leaf, **params), q)
+
+
+@register("sharding_constraint")
+def sharding_constraint(primitive: Any, q: LeafwiseArray, *, sharding: Any, **params: Any) -> Any:
+    del primitive, params
+    return q.with_sharding(sharding) if isinstance(sharding, NamedSharding) else NotImplemented

@@ -1,0 +1,187 @@
+"""Products of a dense and a quantized array, without the dense form of the latter where that pays.
+
+XLA:CPU writes a decoded weight to memory before it multiplies. With few rows of `x`, a loop that decodes a tile into
+cache and multiplies it at once is many times faster: `benchmarks/matmul.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eformer.jaximus import materialize, note_materialized, register
+from eformer.kernels.reference import cast
+
+from ._leafwise import LeafwiseArray
+
+# Measured on 2 cores of an AMD EPYC (AVX2), float32 x of shape (M, 4096), INT8 weights of shape (4096, 4096).
+MAX_ROWS = 32  # above, decoding everything once costs less than a loop of short products
+TILE_ELEMENTS = 2**20  # decoded, 4 MB; half and twice as much are up to 1.2 times slower
+
+_use_kernel = jax.make_user_context(default_value=True)
+
+
+def nf4_use_kernel(value: bool) -> AbstractContextManager[None]:
+    """In `with nf4_use_kernel(False):` matmuls decode the whole array first. Cached traces do not hide it."""
+    if not isinstance(value, bool):
+        raise TypeError(f"nf4_use_kernel takes True or False, got {value!r}")
+    return _use_kernel(value)
+
+
+def is_kernel_available() -> bool:
+    """Whether matmuls on the default device have a path that never holds the decoded array: on CPU, the tiled loop."""
+    return jax.default_backend() == "cpu"
+
+
+class Contraction(NamedTuple):
+    """Which axes of `x` and `q` are summed over, and which run in parallel; the result has batch, x's, q's axes."""
+
+    x_summed: tuple[int, ...]
+    q_summed: tuple[int, ...]
+    x_batch: tuple[int, ...]
+    q_batch: tuple[int, ...]
+
+    @property
+    def numbers(self) -> Any:
+        return (self.x_summed, self.q_summed), (self.x_batch, self.q_batch)
+
+    def x_free(self, ndim: int) -> list[int]:
+        return [a for a in range(ndim) if a not in self.x_summed and a not in self.x_batch]
+
+    def q_free(self, ndim: int) -> list[int]:
+        return [a for a in range(ndim) if a not in self.q_summed and a not in self.q_batch]
+
+
+@register("dot_general")
+def dot_general(
+    primitive: Any,
+    lhs: jax.Array | LeafwiseArray,
+    rhs: jax.Array | LeafwiseArray,
+    *,
+    dimension_numbers: Any,
+    preferred_element_type: Any,
+    **params: Any,
+) -> jax.Array:
+    if isinstance(lhs, LeafwiseArray) and isinstance(rhs, LeafwiseArray):
+        lhs = lhs.materialize()  # the other stays as it is
+    out_dtype = preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype)
+    half_or_single = all(
+        jnp.dtype(d) in (jnp.float32, jnp.bfloat16, jnp.float16) for d in (lhs.dtype, rhs.dtype, out_dtype)
+    )
+    if not half_or_single or any(value is not None for value in params.values()):
+        # Other dtypes, or a precision or sharding asked for: as JAX does it.
+        dense = materialize([lhs, rhs])
+        numbers = dict(dimension_numbers=dimension_numbers, preferred_element_type=preferred_element_type)
+        return primitive.bind(*dense, **numbers, **params)
+    (l_summed, r_summed), (l_batch, r_batch) = ((tuple(map(int, a)), tuple(map(int, b))) for a, b in dimension_numbers)
+    if isinstance(rhs, LeafwiseArray):
+        return _product(lhs, rhs, Contraction(l_summed, r_summed, l_batch, r_batch)).astype(out_dtype)
+    assert isinstance(lhs, LeafwiseArray)
+    contraction = Contraction(r_summed, l_summed, r_batch, l_batch)
+    out = _product(rhs, lhs, contraction)
+    batch, free = len(r_batch), len(contraction.x_free(rhs.ndim))
+    return jnp.moveaxis(out, range(batch, batch + free), range(out.ndim - free, out.ndim)).astype(out_dtype)
+
+
+def _product(x: jax.Array, q: LeafwiseArray, contraction: Contraction) -> jax.Array:
+    axis, tile = _tiling(q, contraction)
+    rows = math.prod(x.shape[a] for a in contraction.x_free(x.ndim))
+    if not (q.use_kernel and _use_kernel.value) or rows > MAX_ROWS:
+        tile = q.shape[axis] if q.ndim else 1
+    if q.ndim == 0 or tile >= q.shape[axis]:
+        if q.size > TILE_ELEMENTS:
+            note_materialized(q)
+        return _whole(x, q, contraction)
+    return _tiled_on_cpu(x, q, contraction, axis, tile)
+
+
+def _tiling(q: LeafwiseArray, contraction: Contraction) -> tuple[int, int]:
+    """The axis whose parts lie together in memory, and how much of it to decode at once."""
+    axis = next((a for a in range(q.ndim) if a not in contraction.q_batch and q.shape[a] > 1), 0)
+    if not q.ndim or not q.size:
+        return axis, 1
+    step = q.alignment(axis)
+    return axis, max(step, TILE_ELEMENTS * q.shape[axis] // q.size // step * step)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _whole(x: jax.Array, q: LeafwiseArray, contraction: Contraction) -> jax.Array:
+    return contract(x, q, contraction, jnp.promote_types(x.dtype, q.dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _tiled_on_cpu(x: jax.Array, q: LeafwiseArray, contraction: Contraction, axis: int, tile: int) -> jax.Array:
+    tiled = functools.partial(_tiled, contraction=contraction, axis=axis, tile=tile)
+    # Compilers of other devices fuse the decoding into the product by themselves.
+    return lax.platform_dependent(x, q, cpu=tiled, default=lambda x, q: _whole(x, q, contraction))
+
+
+def _tiled(x: jax.Array, q: LeafwiseArray, contraction: Contraction, axis: int, tile: int) -> jax.Array:
+    summed = axis in contraction.q_summed
+    x_axis = contraction.x_summed[contraction.q_summed.index(axis)] if summed else None
+
+    # Differentiation decodes again instead of keeping what was decoded.
+    @functools.partial(jax.checkpoint, static_argnums=3)
+    def part(x: jax.Array, q: LeafwiseArray, start: Any, size: int) -> jax.Array:
+        x = x if x_axis is None else lax.dynamic_slice_in_dim(x, start, size, x_axis)
+        return contract(x, q.slice_leaves(start, size, axis), contraction, jnp.float32)
+
+    whole, rest = divmod(q.shape[axis], tile)
+    starts = jnp.arange(whole) * tile
+    last = [part(x, q, whole * tile, rest)] if rest else []
+    if summed:
+        first = part(x, q, 0, tile)
+        out, _ = lax.scan(lambda total, start: (total + part(x, q, start, tile), None), first, starts[1:])
+        return sum(last, out)
+    out_axis = len(contraction.x_batch) + len(contraction.x_free(x.ndim)) + contraction.q_free(q.ndim).index(axis)
+    parts = jnp.moveaxis(lax.map(lambda start: part(x, q, start, tile), starts), 0, out_axis)
+    merged = parts.reshape(*parts.shape[:out_axis], whole * tile, *parts.shape[out_axis + 2 :])
+    return jnp.concatenate([merged, *last], out_axis)
+
+
+def contract(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: Any) -> jax.Array:
+    """The product in float32, of operands in `dtype`; a scale goes where it costs least.
+
+    One that varies only along axes that are summed over multiplies `x`; one that varies along none of them multiplies
+    the result; any other, the array.
+    """
+    values, scale = q.factors()
+    varies = set() if scale is None else {a for a in range(q.ndim) if scale.shape[a] != 1}
+    if scale is None or (varies <= set(contraction.q_summed) and varies):
+        x = x if scale is None else x.astype(jnp.float32) * _beside_x(scale, x, contraction)
+        return _dot(x.astype(dtype), values.astype(dtype), contraction)
+    if not varies & set(contraction.q_summed):
+        out = _dot(x.astype(dtype), values.astype(dtype), contraction)
+        return out * _beside_result(scale, x, out, contraction)
+    return _dot(x.astype(dtype), cast(q.decode(), q.dtype).astype(dtype), contraction)
+
+
+def _dot(x: jax.Array, values: jax.Array, contraction: Contraction) -> jax.Array:
+    return lax.dot_general(x, values, contraction.numbers, preferred_element_type=jnp.float32)
+
+
+def _beside_x(scale: jax.Array, x: jax.Array, contraction: Contraction) -> jax.Array:
+    at = dict(zip(contraction.q_summed, contraction.x_summed, strict=True))
+    return _aligned(scale, at, x.shape)
+
+
+def _beside_result(scale: jax.Array, x: jax.Array, out: jax.Array, contraction: Contraction) -> jax.Array:
+    first = len(contraction.q_batch) + len(contraction.x_free(x.ndim))
+    at = {a: i for i, a in enumerate(contraction.q_batch)}
+    at |= {a: first + i for i, a in enumerate(contraction.q_free(scale.ndim))}
+    return _aligned(scale, at, out.shape)
+
+
+def _aligned(scale: jax.Array, at: dict[int, int], shape: Sequence[int]) -> jax.Array:
+    """`scale` without the axes that `at` does not place, the others where it says, broadcast to `shape`."""
+    kept = sorted(at)
+    scale = lax.squeeze(scale, [a for a in range(scale.ndim) if a not in at])
+    order = sorted(range(len(kept)), key=lambda i: at[kept[i]])
+    return lax.broadcast_in_dim(lax.transpose(scale, order), shape, sorted(at.values()))

@@ -1,0 +1,249 @@
+"""Binary and ternary: two bits an element, in {-1, 0, 1}, and a scale if asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from eformer.jaximus import aux_field, ste
+from eformer.kernels import reference
+
+from . import _handlers as handlers
+from ._base import checked_array, kept_sharding, normalized_axes, register_format
+from ._leafwise import LeafwiseArray, Leaves
+
+SCALES = ("tensor", "channel", None)
+
+
+class Array1B(LeafwiseArray):
+    """`decode() == value * scale`, with four values of {-1, 0, 1} a byte along `axis`; without a scale, 1.
+
+    The axis is the first of the last two, so the first of a matrix or vector; axes before it stack matrices. Any length
+    works, also where the documentation asks for a multiple of 4: the last byte is filled up (`padding`).
+
+    `Array1B(array)` of a dense array alone quantizes it: integers must be in {-1, 0, 1}, floating point is taken through
+    the ternary rule of `quantize(array, dtype="ternary")`. The documentation's own example does the latter.
+    """
+
+    array_fields = ("weight", "scale")
+
+    weight: jax.Array
+    scale: jax.Array | None = dataclasses.field(default=None, kw_only=True)
+    axis: int = aux_field(default=-2, kw_only=True)
+    padding: int = aux_field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        weight = self.weight
+        if weight.dtype != jnp.uint8:
+            floating = jnp.issubdtype(weight.dtype, jnp.floating)
+            made = quantize_ternary(weight) if floating else self.quantize(weight)
+            for name in ("weight", "scale", "axis", "padding"):
+                object.__setattr__(self, name, getattr(made, name))
+            if self.dtype is None:
+                object.__setattr__(self, "dtype", made.dtype)
+        if self.weight.ndim:
+            object.__setattr__(self, "axis", normalized_axes(max(self.axis, -self.weight.ndim), self.weight.ndim)[0])
+        if self.dtype is None:
+            object.__setattr__(self, "dtype", jnp.dtype(jnp.float32))
+
+    def _settle(self, shape: Sequence[int] | None) -> None:
+        # A documented constructor tells how full the last byte is by the shape alone.
+        if shape is not None and len(shape) == self.weight.ndim > 0:
+            object.__setattr__(self, "padding", self.weight.shape[self.axis] * 4 - shape[self.axis])
+        super()._settle(shape)
+        if not 0 <= self.padding < 4:
+            raise ValueError(
+                f"weight {self.weight.shape} packs four values a byte along axis {self.axis}: "
+                f"that is no array of shape {shape}"
+            )
+
+    @classmethod
+    def quantize(
+        cls,
+        array: jax.Array,
+        dtype: Any = None,
+        axis: int | tuple[int, ...] | None = None,
+        *,
+        scale: jax.Array | None = None,
+        use_kernel: bool = True,
+    ) -> Self:
+        """Pack an array of values in {-1, 0, 1}, which `scale` (of its rank, or None) multiplies.
+
+        Another value raises a ValueError where values can be seen; under tracing it is rounded and clipped. `axis` is
+        documented, checked, and without effect: packing loses nothing along any axis.
+
+        >>> import jax.numpy as jnp
+        >>> weights = jnp.array([[-1, 0, 1, 1], [1, -1, 0, 0]])
+        >>> quantized = Array1B.quantize(weights.astype(jnp.int8))
+        >>> quantized.shape, quantized.dtype, quantized.nbytes
+        ((2, 4), dtype('int8'), 4)
+        """
+        x = checked_array(array)
+        if axis is not None:
+            normalized_axes(axis, x.ndim)
+        _check_values(x)
+        packed, padding = _pack(x)
+        if scale is not None and scale.ndim != x.ndim:
+            raise ValueError(f"scale {scale.shape} must have the {x.ndim} axes of the array {x.shape}")
+        made = cls(
+            packed,
+            scale=scale,
+            axis=_pack_axis(x.ndim),
+            padding=padding,
+            dtype=x.dtype if dtype is None else dtype,
+            use_kernel=use_kernel,
+        )
+        return made.with_sharding(kept_sharding(array))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.weight.shape
+        if not shape:
+            return ()
+        axis = self.axis % len(shape)
+        return (*shape[:axis], shape[axis] * 4 - self.padding, *shape[axis + 1 :])
+
+    def values(self) -> jax.Array:
+        """float32, in {-1, 0, 1}; NaN where there was one."""
+        if not self.weight.ndim:
+            return reference.unpack_ternary(self.weight[None], 0, 1)[0]
+        return reference.unpack_ternary(self.weight, self.axis, self.shape[self.axis])
+
+    def decode(self) -> jax.Array:
+        values = self.values()
+        return values if self.scale is None else values * self.scale
+
+    def factors(self) -> tuple[jax.Array, jax.Array | None]:
+        return self.values(), self.scale
+
+    def requantized(self, array: jax.Array) -> Self:
+        scaled = None if self.scale is None else "tensor"
+        return quantize_ternary(array, scale=scaled, use_kernel=self.use_kernel).with_dtype(self.dtype)
+
+    def _step_bound(self, original: jax.Array) -> jax.Array:
+        # Nothing is known of what made the values, so this is the distance itself, to the nearest the format has.
+        scale = jnp.float32(1) if self.scale is None else self.scale
+        return jnp.abs(jnp.abs(original.astype(jnp.float32)) - scale) + scale
+
+    def _grain(self, name: str, axis: int) -> int:
+        packed = name == "weight" and self.weight.ndim and axis == self.axis % self.weight.ndim
+        return 4 if packed else 1
+
+    def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
+        axis = moved[self.axis % self.ndim] - len(shape) if self.ndim else -1
+        weight = leaves["weight"]
+        return type(self)(
+            weight,
+            scale=leaves.get("scale"),
+            axis=axis,
+            padding=weight.shape[axis] * 4 - shape[axis] if shape else 0,
+            dtype=self.dtype,
+            use_kernel=self.use_kernel,
+        )
+
+
+def _pack_axis(ndim: int) -> int:
+    return -2 if ndim > 1 else -1
+
+
+def _check_values(x: jax.Array) -> None:
+    if isinstance(x, jax.core.Tracer) or not x.size:
+        return
+    wrong = ~jnp.isin(x, jnp.array([-1, 0, 1], x.dtype))
+    if bool(jnp.any(wrong)):
+        example = np.asarray(x)[np.asarray(wrong)][0]
+        raise ValueError(
+            f"Array1B packs values in {{-1, 0, 1}}, got {example}; `quantize(array, dtype='ternary')` or "
+            f"`dtype='binary'` makes such values of any array"
+        )
+
+
+@jax.jit
+def _packed(x: jax.Array) -> jax.Array:
+    if not x.ndim:
+        return reference.pack_ternary(x[None], 0)[0]
+    return reference.pack_ternary(x, _pack_axis(x.ndim))
+
+
+def _pack(x: jax.Array) -> tuple[jax.Array, int]:
+    return _packed(x), -x.shape[_pack_axis(x.ndim)] % 4 if x.ndim else 0
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _rounded(rule: Callable[[jax.Array], jax.Array], x: jax.Array, scale: str | None) -> tuple[Any, Any]:
+    values = rule(x)
+    axes = {"tensor": range(x.ndim), "channel": range(x.ndim)[-2:-1], None: ()}[scale]
+    return _pack(values)[0], None if scale is None else reference.mean_magnitude(x, values, axes)
+
+
+def _quantize(rule: Callable[[jax.Array], jax.Array], array: jax.Array, scale: str | None, use_kernel: bool) -> Array1B:
+    if scale not in SCALES:
+        raise ValueError(f"`scale={scale!r}` must be one of {', '.join(map(repr, SCALES))}")
+    x = checked_array(array)
+    floats = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
+    packed, scales = _rounded(rule, floats, scale)
+    axis = _pack_axis(x.ndim)
+    padding = -x.shape[axis] % 4 if x.ndim else 0
+    made = Array1B(packed, scale=scales, axis=axis, padding=padding, dtype=x.dtype, use_kernel=use_kernel)
+    return made.with_sharding(kept_sharding(array))
+
+
+def quantize_binary(array: jax.Array, scale: str | None = None, *, use_kernel: bool = True) -> Array1B:
+    """The sign of each element, 1 for zero; NaN stays NaN.
+
+    `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude, which is lost without.
+    """
+    return _quantize(reference.signs, array, scale, use_kernel)
+
+
+def quantize_ternary(array: jax.Array, scale: str | None = None, *, use_kernel: bool = True) -> Array1B:
+    """1 above half a standard deviation of the whole array, -1 below minus that, else 0.
+
+    `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude of what is not 0. An array that
+    holds a NaN or an infinity has no standard deviation, and becomes all NaN. On a sharded array the deviation is summed
+    in another order: an element that lies on the threshold to the last bit can fall on its other side.
+    """
+    return _quantize(reference.ternary, array, scale, use_kernel)
+
+
+@ste
+def straight_through_1bit(array: jax.Array, dtype: str = "ternary", scale: str | None = None) -> Any:
+    """`quantize(array, dtype="ternary")` or `"binary"` made dense, with the gradient of the identity."""
+    rules = {"ternary": quantize_ternary, "binary": quantize_binary}
+    if dtype not in rules:
+        raise ValueError(f"`dtype={dtype!r}` must be 'ternary' or 'binary'")
+    return rules[dtype](array, scale)
+
+
+register_format("ternary", Array1B, quantize_ternary)
+register_format("binary", Array1B, quantize_binary)
+
+# The documented handlers, by name.
+add_1bit_xy = handlers.dense(lax.add)
+broadcast_in_dim_1bit_operand = handlers.moved(lax.broadcast_in_dim)
+concatenate_1bit_operands = handlers.dense(lax.concatenate)
+conv_general_dilated_1bit_lhs_rhs = handlers.dense(lax.conv_general_dilated)
+convert_element_type_1bit_operand_kw = handlers.converted
+convert_element_type_1bit_operand_pos = handlers.converted
+div_1bit_xy = handlers.dense(lax.div)
+div_1bit_xy_fallback = handlers.dense(lax.div)
+dot_general_1bit_lhs_rhs = handlers.by_rule(lax.dot_general)
+exp_1bit_x = handlers.dense(lax.exp)
+gather_1bit_operand = handlers.by_rule(lax.gather)
+integer_pow_1bit_x = handlers.dense(handlers.integer_pow)
+integer_pow_1bit_xy = handlers.dense(handlers.integer_pow)
+log_1bit_x = handlers.dense(lax.log)
+lt_1bit_xy = handlers.dense(lax.lt)
+max_1bit_xy = handlers.dense(lax.max)
+mul_1bit_xy = handlers.dense(lax.mul)
+reduce_1bit_operand_init_value = handlers.dense(lax.reduce)
+reshape_1bit_operand = handlers.moved(lax.reshape)
+sqrt_1bit_x = handlers.dense(lax.sqrt)
+transpose_1bit_operand = handlers.moved(lax.transpose)

@@ -1,0 +1,161 @@
+"""INT8: one byte an element and a scale per slice."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import InitVar
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eformer.jaximus import aux_field, ste
+from eformer.kernels import reference
+
+from . import _handlers as handlers
+from ._base import ShardingType, checked_array, kept_sharding, normalized_axes, register_format
+from ._leafwise import LeafwiseArray, Leaves
+
+
+class Array8B(LeafwiseArray):
+    """`decode() == weight * scale`: int8 in [-127, 127], and a scale with length 1 along the axes of `axis`.
+
+    An element is off by at most `scale / 2`. A slice that holds a NaN or an infinity decodes to NaN.
+
+    >>> import jax.numpy as jnp
+    >>> from eformer.ops.quantization import Array8B
+    >>> quantized = Array8B.quantize(jnp.ones((128, 256), jnp.float32), axis=(-1,))
+    >>> inputs = jnp.ones((32, 128), jnp.bfloat16)
+    >>> output = inputs.astype(jnp.float32) @ quantized
+    >>> output.shape, quantized.nbytes
+    ((32, 256), 33280)
+    """
+
+    array_fields = ("weight", "scale")
+
+    scale: jax.Array
+    weight: jax.Array
+    axis: tuple[int, ...] | None = aux_field(default=None)
+    sharding: InitVar[ShardingType] = None
+
+    def __post_init__(self, sharding: ShardingType) -> None:
+        ndim = self.weight.ndim
+        if self.scale.ndim != ndim:
+            raise ValueError(f"scale {self.scale.shape} must have the {ndim} axes of weight {self.weight.shape}")
+        if any(s not in (1, w) for s, w in zip(self.scale.shape, self.weight.shape, strict=True)):
+            raise ValueError(f"scale {self.scale.shape} does not broadcast over weight {self.weight.shape}")
+        axis = self.axis
+        if axis is None:
+            axis = tuple(i - ndim for i in range(ndim) if self.scale.shape[i] == 1)
+        object.__setattr__(self, "axis", normalized_axes(axis, ndim))
+        if self.dtype is None:
+            object.__setattr__(self, "dtype", self.scale.dtype)
+        placed = self.with_sharding(sharding)
+        object.__setattr__(self, "scale", placed.scale)
+        object.__setattr__(self, "weight", placed.weight)
+
+    @classmethod
+    def quantize(
+        cls, array: jax.Array, dtype: Any = None, axis: int | tuple[int, ...] | None = None, *, use_kernel: bool = True
+    ) -> Self:
+        """`array` in INT8, with a scale per slice along `axis`, the last by default; any axes, in any number.
+
+        `dtype` is that of the dense array this stands for, by default `array`'s. The sharding is kept.
+        """
+        x = checked_array(array)
+        axes = normalized_axes((-1,) if axis is None and x.ndim else axis or (), x.ndim)
+        weight, scale = _encode(x, axes)
+        made = cls(scale, weight, axes, dtype=x.dtype if dtype is None else dtype, use_kernel=use_kernel)
+        return made.with_sharding(kept_sharding(array))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def decode(self) -> jax.Array:
+        return reference.decode_int8(self.weight, self.scale)
+
+    def factors(self) -> tuple[jax.Array, jax.Array]:
+        return self.weight, self.scale
+
+    def requantized(self, array: jax.Array) -> Self:
+        return self.quantize(array, dtype=self.dtype, use_kernel=self.use_kernel)
+
+    def _step_bound(self, original: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(self.scale / 2, original.shape)
+
+    def _grain(self, name: str, axis: int) -> int:
+        del name, axis
+        return 1
+
+    def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
+        ndim = len(shape)
+        axis = tuple(moved[a % self.ndim] - ndim for a in self.axis or () if a % self.ndim in moved)
+        return type(self)(
+            leaves["scale"], leaves["weight"], tuple(sorted(axis)), dtype=self.dtype, use_kernel=self.use_kernel
+        )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _encode(x: jax.Array, axis: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    return reference.encode_int8(x, axis)
+
+
+@ste
+def straight_through_8bit(array: jax.Array, axis: int | tuple[int, ...] | None = None) -> Any:
+    """`Array8B.quantize(array, axis=axis)` made dense, with the gradient of the identity."""
+    return Array8B.quantize(array, axis=axis)
+
+
+def matmul_bf16_int8_weight_only(lhs_bf16: jax.Array, rhs_q_int8: jax.Array, rhs_scale: jax.Array) -> jax.Array:
+    """`lhs @ (rhs * scale)` with the scale where it costs least, accumulated in float32, as bfloat16.
+
+    A scale per column, (1, N), multiplies the product; one per row, (K, 1), multiplies `lhs`; one for all (both 1) too;
+    any other first multiplies the weights.
+    """
+    if lhs_bf16.ndim < 1 or rhs_q_int8.ndim != 2 or rhs_scale.ndim != 2:
+        raise ValueError(
+            f"expected lhs (..., M, K), rhs (K, N) and a scale of two axes, got {lhs_bf16.shape}, {rhs_q_int8.shape} "
+            f"and {rhs_scale.shape}"
+        )
+    rows, columns = rhs_q_int8.shape
+    if lhs_bf16.shape[-1] != rows:
+        raise ValueError(f"lhs {lhs_bf16.shape} @ rhs {rhs_q_int8.shape}: {lhs_bf16.shape[-1]} columns, {rows} rows")
+    scale, lhs = rhs_scale.astype(jnp.float32), lhs_bf16.astype(jnp.float32)
+    if scale.shape in ((1, columns), (1, 1)):
+        out = jnp.matmul(lhs, rhs_q_int8.astype(jnp.float32))
+        out = out * lax.broadcast_in_dim(scale[0], out.shape, (out.ndim - 1,))
+    elif scale.shape == (rows, 1):
+        out = jnp.matmul(
+            lhs * lax.broadcast_in_dim(scale[:, 0], lhs.shape, (lhs.ndim - 1,)), rhs_q_int8.astype(jnp.float32)
+        )
+    else:
+        out = jnp.matmul(lhs, rhs_q_int8.astype(jnp.float32) * scale)
+    return out.astype(jnp.bfloat16)
+
+
+register_format("int8", Array8B, Array8B.quantize)
+
+# The documented handlers, by name.
+add_8bit_xy = handlers.dense(lax.add)
+broadcast_in_dim_8bit_operand = handlers.moved(lax.broadcast_in_dim)
+concatenate_8bit_operands = handlers.dense(lax.concatenate)
+conv_general_dilated_8bit_lhs_rhs = handlers.dense(lax.conv_general_dilated)
+convert_element_type_8bit_operand_kw = handlers.converted
+convert_element_type_8bit_operand_pos = handlers.converted
+div_8bit_xy = handlers.dense(lax.div)
+dot_general_8bit_lhs_rhs = handlers.by_rule(lax.dot_general)
+exp_8bit_x = handlers.dense(lax.exp)
+gather_8bit_operand = handlers.by_rule(lax.gather)
+integer_pow_8bit_x = handlers.dense(handlers.integer_pow)
+integer_pow_8bit_xy = handlers.dense(handlers.integer_pow)
+log_8bit_x = handlers.dense(lax.log)
+lt_8bit_xy = handlers.dense(lax.lt)
+max_8bit_xy = handlers.dense(lax.max)
+mul_8bit_xy = handlers.dense(lax.mul)
+reduce_8bit_operand_init_value = handlers.dense(lax.reduce)
+reshape_8bit_operand = handlers.moved(lax.reshape)
+sqrt_8bit_x = handlers.dense(lax.sqrt)
+transpose_8bit_operand = handlers.moved(lax.transpose)

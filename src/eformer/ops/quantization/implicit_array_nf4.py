@@ -1,0 +1,267 @@
+"""NF4: four bits an element, sixteen quantiles of a normal distribution, and the largest magnitude of each block."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from eformer.jaximus import aux_field, ste
+from eformer.kernels import reference
+
+from . import _handlers as handlers
+from ._base import ShardingType, checked_array, kept_sharding, normalized_axes, register_format
+from ._leafwise import LeafwiseArray, Leaves
+
+# Half the distance between neighbouring codes, at most: between -1 and the next.
+_HALF_GAP = float(np.max(np.diff(reference.NF4_CODES))) / 2
+
+
+class ArrayNF4(LeafwiseArray):
+    """`decode() == code * absmax of its block`, with two codes a byte and blocks of `block_size` along `axis`.
+
+    `packed` and `absmax` have the array's axes; along `axis`, `packed` is half as long, and `absmax` has one entry per
+    block. The last block may be short and the last byte half empty (`padding`). An element is off by at most 0.152 of its
+    block's absmax; zero is exact. A block that holds a NaN or an infinity decodes to NaN.
+
+    With `nested` and `offset` the absmax itself is quantized, as bitsandbytes does it: `absmax` holds codes of an 8-bit
+    dynamic map, `nested` a scale per 256 of them and `offset` their mean, per matrix of the last two axes. Moving such
+    an array (transposing, slicing, gathering) first decodes the absmax.
+
+    A dense floating point array given alone is quantized, with blocks along the last axis.
+
+    >>> import jax.numpy as jnp
+    >>> from eformer.ops.quantization import ArrayNF4
+    >>> quantized = ArrayNF4.quantize(jnp.ones((128, 256), jnp.float32), block_size=64)
+    >>> output = jnp.ones((32, 128)) @ quantized
+    >>> output.shape, quantized.nbytes * 8 / quantized.size
+    ((32, 256), 4.5)
+    """
+
+    array_fields = ("packed", "absmax")
+
+    packed: jax.Array
+    absmax: jax.Array = None  # pyright: ignore[reportAssignmentType]  # never None once constructed
+    block_size: int = aux_field(default=64)
+    sharding: InitVar[ShardingType] = None
+    nested: jax.Array | None = None
+    offset: jax.Array | None = None
+    axis: int = aux_field(default=-1, kw_only=True)
+    padding: int = aux_field(default=0, kw_only=True)
+
+    def __post_init__(self, sharding: ShardingType) -> None:
+        check_block_size(self.block_size)
+        if self.absmax is None:
+            made = self.quantize(self.packed, self.block_size, axis=self.axis)
+            for name in ("packed", "absmax", "axis", "padding"):
+                object.__setattr__(self, name, getattr(made, name))
+            if self.dtype is None:
+                object.__setattr__(self, "dtype", made.dtype)
+        if self.packed.dtype != jnp.uint8:
+            raise TypeError(f"packed must be uint8, two codes a byte, got {self.packed.dtype}")
+        if self.packed.ndim:
+            object.__setattr__(self, "axis", normalized_axes(self.axis, self.packed.ndim)[0])
+        if self.dtype is None:
+            object.__setattr__(self, "dtype", jnp.dtype(jnp.float32))
+        placed = self.with_sharding(sharding)
+        for name in self._data_fields:
+            object.__setattr__(self, name, getattr(placed, name))
+
+    def _settle(self, shape: Sequence[int] | None) -> None:
+        # A documented constructor tells how long the last, short block is by the shape alone.
+        if shape is not None and len(shape) == self.packed.ndim > 0:
+            object.__setattr__(self, "padding", self.packed.shape[self.axis] * 2 - shape[self.axis])
+        super()._settle(shape)
+        blocks = -(-self.shape[self.axis] // self.block_size) if self.ndim else 1
+        if self.padding not in (0, 1) or (self.ndim and self.absmax.shape[self.axis] not in (1, blocks)):
+            raise ValueError(
+                f"packed {self.packed.shape} holds {self.packed.size * 2} codes and absmax {self.absmax.shape} its blocks "
+                f"of {self.block_size} along axis {self.axis}: that is no array of shape {self.shape}"
+            )
+
+    @classmethod
+    def quantize(
+        cls,
+        array: jax.Array,
+        block_size: int = 64,
+        *,
+        axis: int = -1,
+        double_quantization: bool = False,
+        verbose: bool = False,
+        use_kernel: bool = True,
+    ) -> Self:
+        """`array` in NF4 with blocks of `block_size`, even, along `axis`; the sharding is kept.
+
+        For a weight (K, N) that is used as `x @ w`, `axis=0` groups what is summed over, as most checkpoints do.
+        `double_quantization` takes 4.127 bits a weight instead of 4.5. `verbose` prints what was made.
+        """
+        check_block_size(block_size)
+        x = checked_array(array)
+        axis = normalized_axes(axis, x.ndim)[0] if x.ndim else -1
+        packed, absmax = _encode(x, block_size, axis)
+        padding = packed.shape[axis] * 2 - x.shape[axis] if x.ndim else 0
+        nested = offset = None
+        if double_quantization:
+            codes, nested, offset = _encode_absmax(absmax)
+            absmax = codes
+        made = cls(
+            packed,
+            absmax,
+            block_size,
+            nested=nested,
+            offset=offset,
+            axis=axis,
+            padding=padding,
+            dtype=x.dtype,
+            use_kernel=use_kernel,
+        ).with_sharding(kept_sharding(array))
+        if verbose:
+            print(made)
+        return made
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.packed.shape
+        if not shape:
+            return ()
+        axis = self.axis % len(shape)
+        return (*shape[:axis], shape[axis] * 2 - self.padding, *shape[axis + 1 :])
+
+    def decode(self) -> jax.Array:
+        absmax = self._plain_absmax()
+        if not self.packed.ndim:
+            return reference.decode_nf4(self.packed[None], absmax[None], self.block_size, 0, 1)[0]
+        return reference.decode_nf4(self.packed, absmax, self.block_size, self.axis, self.shape[self.axis])
+
+    def _plain_absmax(self) -> jax.Array:
+        if self.nested is None or self.offset is None:
+            return self.absmax
+        return _decode_absmax(self.absmax, self.nested, self.offset)
+
+    def _single(self) -> Self:
+        if self.nested is None:
+            return self
+        return type(self)(
+            self.packed,
+            self._plain_absmax(),
+            self.block_size,
+            axis=self.axis,
+            padding=self.padding,
+            dtype=self.dtype,
+            use_kernel=self.use_kernel,
+        )
+
+    def is_stacked(self) -> bool:
+        # The last two axes are one matrix to `nested`; those before are its own.
+        return super().is_stacked() and (self.nested is None or self.ndim > 2)
+
+    def requantized(self, array: jax.Array) -> Self:
+        nested = self.nested is not None
+        made = self.quantize(array, self.block_size, double_quantization=nested, use_kernel=self.use_kernel)
+        return made.with_dtype(self.dtype)
+
+    def _step_bound(self, original: jax.Array) -> jax.Array:
+        absmax = self._plain_absmax()
+        if not self.ndim:
+            return absmax * _HALF_GAP
+        bound = jnp.repeat(absmax, self.block_size, self.axis)
+        bound = lax.slice_in_dim(bound, 0, self.shape[self.axis], axis=self.axis % self.ndim)
+        if self.nested is None or self.offset is None:
+            return bound * _HALF_GAP
+        # The nested absmax is off by half the widest step of the dynamic map, and what it multiplies is 1 at most.
+        width = float(np.max(np.diff(reference.dynamic_map()))) / 2
+        return bound * _HALF_GAP + 2 * width * jnp.max(self.nested, initial=0)
+
+    def _grain(self, name: str, axis: int) -> int:
+        if not self.packed.ndim or axis != self.axis % self.packed.ndim:
+            return 1
+        return 2 if name == "packed" else self.block_size
+
+    def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
+        axis = moved[self.axis % self.ndim] - len(shape) if self.ndim else -1
+        packed = leaves["packed"]
+        return type(self)(
+            packed,
+            leaves["absmax"],
+            self.block_size,
+            axis=axis,
+            padding=packed.shape[axis] * 2 - shape[axis] if shape else 0,
+            dtype=self.dtype,
+            use_kernel=self.use_kernel,
+        )
+
+
+def check_block_size(block_size: Any) -> None:
+    if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer)):
+        raise TypeError(f"`block_size` must be an int, got {type(block_size).__name__} {block_size!r}")
+    if block_size < 2 or block_size % 2:
+        raise ValueError(f"`block_size={block_size}` must be even and at least 2: two 4-bit codes share a byte")
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _encode(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax.Array]:
+    if x.ndim:
+        return reference.encode_nf4(x, block_size, axis)
+    packed, absmax = reference.encode_nf4(x[None], block_size, 0)
+    return packed[0], absmax[0]
+
+
+@jax.jit
+def _encode_absmax(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Codes of the absmax's shape; scales and mean per matrix of its last two axes."""
+    matrix = absmax.reshape(*absmax.shape[:-2], math.prod(absmax.shape[-2:]))
+    codes, nested, offset = reference.encode_dynamic(matrix)
+    return codes.reshape(absmax.shape), nested, offset
+
+
+def _decode_absmax(codes: jax.Array, nested: jax.Array, offset: jax.Array) -> jax.Array:
+    matrix = codes.reshape(*codes.shape[:-2], math.prod(codes.shape[-2:]))
+    return reference.decode_dynamic(matrix, nested, offset).reshape(codes.shape)
+
+
+@ste
+def straight_through_nf4(array: jax.Array, block_size: int = 64, axis: int = -1) -> Any:
+    """`ArrayNF4.quantize(array, block_size, axis=axis)` made dense, with the gradient of the identity."""
+    return ArrayNF4.quantize(array, block_size, axis=axis)
+
+
+def safe_materialize(arr: Any) -> tuple[Any, bool]:
+    """`arr` made dense if it is an `ArrayNF4`, and whether it was."""
+    return (arr.materialize(), True) if isinstance(arr, ArrayNF4) else (arr, False)
+
+
+def safe_delete(arr: Any, materialized: bool) -> None:
+    """Does nothing, as documented: JAX frees an array when the last reference to it goes."""
+    del arr, materialized
+
+
+register_format("nf4", ArrayNF4, ArrayNF4.quantize)
+
+# The documented handlers, by name.
+add_nf4_xy = handlers.dense(lax.add)
+broadcast_in_dim_nf4_operand = handlers.moved(lax.broadcast_in_dim)
+concatenate_nf4_operands = handlers.dense(lax.concatenate)
+conv_general_dilated_nf4_lhs_rhs = handlers.dense(lax.conv_general_dilated)
+convert_element_type_nf4_operand_kw = handlers.converted
+convert_element_type_nf4_operand_pos = handlers.converted
+div_nf4_xy = handlers.dense(lax.div)
+dot_general_nf4_lhs_rhs = handlers.by_rule(lax.dot_general)
+exp_nf4_x = handlers.dense(lax.exp)
+gather_nf4_operand = handlers.by_rule(lax.gather)
+integer_pow_nf4_x = handlers.dense(handlers.integer_pow)
+integer_pow_nf4_xy = handlers.dense(handlers.integer_pow)
+log_nf4_x = handlers.dense(lax.log)
+lt_nf4_xy = handlers.dense(lax.lt)
+max_nf4_xy = handlers.dense(lax.max)
+mul_nf4_xy = handlers.dense(lax.mul)
+reduce_nf4_operand_init_value = handlers.dense(lax.reduce)
+reshape_nf4_operand = handlers.moved(lax.reshape)
+sqrt_nf4_x = handlers.dense(lax.sqrt)
+transpose_nf4_operand = handlers.moved(lax.transpose)
