@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeGuard, dataclass_transform
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax import tree_util as jtu
 from jax.sharding import PartitionSpec
 
@@ -23,9 +24,10 @@ from ._observe import note_materialized, unobserved
 STATIC = "static"  # metadata key of a dataclass field that is part of the tree's structure
 
 
-def aux_field(*, metadata: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+def aux_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False, **kwargs: Any) -> Any:
     """A dataclass field that is static: hashable, part of the tree's structure, never traced."""
-    return dataclasses.field(metadata={**(metadata or {}), STATIC: True}, **kwargs)
+    metadata = {**kwargs.pop("metadata", {}), STATIC: True}
+    return dataclasses.field(default=default, kw_only=kw_only, metadata=metadata, **kwargs)
 
 
 class _ShapeNeeded(Exception):
@@ -66,6 +68,8 @@ def _run(function: Callable[..., Any], *operands: Any) -> Any:
 def _matmul(lhs: Any, rhs: Any) -> Any:
     from ._trace import matmul
 
+    if not (isinstance(lhs, _ARRAYS) and isinstance(rhs, _ARRAYS)):
+        return _run(operator.matmul, lhs, rhs)  # JAX refuses, or the other operand's type knows what to do
     _check_matmul(lhs, rhs)
     return matmul(lhs, rhs)
 
@@ -90,7 +94,7 @@ def _described(x: Any) -> str:
     return f"{name}{list(jnp.shape(x))}"
 
 
-@dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(aux_field,))
+@dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(aux_field, dataclasses.field))
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ImplicitArray(abc.ABC):
     """An array given by a recipe: `materialize()` of its leaves.
@@ -117,7 +121,8 @@ class ImplicitArray(abc.ABC):
     _data_fields: ClassVar[tuple[str, ...]] = ()
     _static_fields: ClassVar[tuple[str, ...]] = ("dtype",)
 
-    dtype: Any = aux_field(default=None, kw_only=True)  # noqa: RUF009  (any dtype-like goes in, an `np.dtype` is stored)
+    # Any dtype-like goes in, an `np.dtype` is stored.
+    dtype: Any = dataclasses.field(default=None, kw_only=True, metadata={STATIC: True})
 
     @abc.abstractmethod
     def materialize(self) -> jax.Array:
@@ -237,7 +242,8 @@ class ImplicitArray(abc.ABC):
     def __repr__(self) -> str:
         try:
             return f"{type(self).__name__}({self.dtype}{list(self.shape)}, {self.nbytes:,} bytes)"
-        except (AttributeError, TypeError):  # leaves that are no arrays, as JAX puts into trees it only restructures
+        # Leaves that are no arrays, as JAX puts into trees it only restructures.
+        except (AttributeError, TypeError, ValueError, IndexError):
             parts = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._data_fields)
             return f"{type(self).__name__}({parts})"
 
@@ -298,9 +304,20 @@ class ImplicitArray(abc.ABC):
     def __index__(self) -> int:
         return operator.index(self.materialize())
 
-    T, mT, at = _attribute("T"), _attribute("mT"), _attribute("at")
+    def item(self, *index: int) -> Any:
+        return self.materialize().item(*index)
+
+    def tolist(self) -> Any:
+        return self.materialize().tolist()
+
+    @property
+    def at(self) -> Any:
+        """As `jax.Array.at`: `q.at[index].set(value)` is a new array."""
+        return _IndexUpdates(self)
+
+    T, mT = _attribute("T"), _attribute("mT")
     real, imag = _attribute("real"), _attribute("imag")
-    astype, item, tolist = _method("astype"), _method("item"), _method("tolist")
+    astype = _method("astype")
     reshape, transpose, swapaxes = _method("reshape"), _method("transpose"), _method("swapaxes")
     ravel, flatten, squeeze = _method("ravel"), _method("flatten"), _method("squeeze")
     dot, take, diagonal, trace = _method("dot"), _method("take"), _method("diagonal"), _method("trace")
@@ -309,6 +326,30 @@ class ImplicitArray(abc.ABC):
     all, any, ptp, clip, round = map(_method, ("all", "any", "ptp", "clip", "round"))
     cumsum, cumprod, sort, argsort = map(_method, ("cumsum", "cumprod", "sort", "argsort"))
     repeat, conj, nonzero = _method("repeat"), _method("conj"), _method("nonzero")
+
+
+class _IndexUpdates:
+    """`q.at`: keeps the array itself, since what it gives is called after `implicit` has returned."""
+
+    def __init__(self, array: ImplicitArray) -> None:
+        self.array = array
+
+    def __getitem__(self, index: Any) -> _IndexUpdate:
+        return _IndexUpdate(self.array, index)
+
+
+class _IndexUpdate:
+    def __init__(self, array: ImplicitArray, index: Any) -> None:
+        self.array, self.index = array, index
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def update(*args: Any, **kwargs: Any) -> Any:
+            return _run(lambda array, args: getattr(array.at[self.index], name)(*args, **kwargs), self.array, args)
+
+        return update
+
+
+_ARRAYS = (ImplicitArray, jax.Array, np.ndarray, np.generic, int, float, complex)
 
 
 def is_implicit(x: Any) -> TypeGuard[ImplicitArray]:
@@ -339,6 +380,8 @@ def _checked_materialize(function: Callable[[Any], jax.Array]) -> Callable[[Any]
     @functools.wraps(function)
     def materialize(self: ImplicitArray) -> jax.Array:
         dense = function(self)
+        if getattr(dense, "weak_type", False):  # the array has a dtype, whatever Python numbers it is made from
+            dense = lax.convert_element_type(dense, dense.dtype)
         # Without a dtype the array is being constructed, and this call is to find it out.
         if _tells_shape(self) and (dense.shape, dense.dtype) != (self.shape, self.dtype or dense.dtype):
             raise TypeError(

@@ -206,7 +206,13 @@ def _known_primitives() -> dict[str, list[Primitive]]:
 
 
 def _rule_of(handler: Handler, primitive: Primitive, order: int) -> _Rule:
-    hints = typing.get_type_hints(handler)
+    try:
+        hints = typing.get_type_hints(handler)
+    except NameError as error:
+        raise TypeError(
+            f"handler {handler.__qualname__} for `{primitive.name}` has an annotation that its module does not define: "
+            f"{error}; define or import the class there, or leave out `from __future__ import annotations`"
+        ) from error
     positional, rest = [], None
     parameters = list(inspect.signature(handler).parameters.values())[1:]  # the first is the primitive
     for parameter in parameters:

@@ -54,13 +54,28 @@ class ImplicitTracer(Tracer):
         with jexc.set_current_trace(self._trace.parent_trace):
             return self.value.materialize()
 
-    # Where JAX itself is only evaluating, so may Python: `float(q[0, 0])`, `np.asarray(q)`.
+    # Where JAX itself is only evaluating, so may Python: `float(q[0, 0])`. JAX asks it of larger arrays too, only to know
+    # whether they are traced: that must not make them dense.
     def to_concrete_value(self) -> Any:
+        if self.size != 1:
+            return None
         dense = self.materialize()
         return None if isinstance(dense, Tracer) else dense
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return np.asarray(self.materialize(), *args, **kwargs)
+
+    def __float__(self) -> float:
+        return float(self.materialize())
+
+    def __complex__(self) -> complex:
+        return complex(self.materialize())
+
+    def item(self, *index: int) -> Any:
+        return self.materialize().item(*index)
+
+    def tolist(self) -> Any:
+        return self.materialize().tolist()
 
     def __repr__(self) -> str:
         return f"ImplicitTracer<{self.value!r}>"

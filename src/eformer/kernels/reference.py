@@ -70,7 +70,7 @@ def absmax(x: jax.Array, axis: Sequence[int]) -> jax.Array:
 
 
 def _divide(x: jax.Array, by: jax.Array) -> jax.Array:
-    """`x / by`, rounded once. XLA takes a product with the inverse where `by` is a broadcast: inexact, and 0 if huge."""
+    """`x / by`, rounded once. XLA multiplies by the inverse of a broadcast `by`: inexact, and 0 where `by` is huge."""
     return x / jnp.where(jnp.isnan(x), x, by)
 
 
@@ -123,7 +123,7 @@ def encode_nf4(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax
     blocks = _split(x, axis, block_size)
     peak = _finite(absmax(blocks, (axis + 1,)))
     unit = _divide(blocks.astype(peak.dtype), jnp.where(peak == 0, 1, peak))
-    codes = sum(((unit > boundary).astype(jnp.uint8) for boundary in NF4_BOUNDARIES), jnp.uint8(0))
+    codes = functools.reduce(jnp.add, [(unit > boundary).astype(jnp.uint8) for boundary in NF4_BOUNDARIES])
     return _pack_nibbles(_merge(codes, axis, length), axis), jnp.squeeze(peak, axis + 1)
 
 
@@ -223,3 +223,20 @@ def mean_magnitude(x: jax.Array, values: jax.Array, axis: Sequence[int]) -> jax.
     axes, kept = tuple(axis), values != 0
     total = jnp.sum(jnp.where(kept, jnp.abs(x.astype(jnp.float32)), 0), axes, keepdims=True)
     return total / jnp.maximum(jnp.sum(kept.astype(jnp.float32), axes, keepdims=True), 1)
+
+
+def encode_rsr(bits: jax.Array, k: int) -> jax.Array:
+    """{0, 1} of shape (..., n, m) as integers of shape (..., ceil(m / k), n), `k` columns each, the first the highest bit.
+
+    The last integer of a row is filled up with zeros, in its lowest bits.
+    """
+    blocks = _split(bits.astype(jnp.uint8 if k <= 8 else jnp.uint16), -1, k)
+    parts = [blocks[..., i] << (k - 1 - i) for i in range(k)]
+    return jnp.swapaxes(functools.reduce(jnp.bitwise_or, parts), -1, -2)
+
+
+def decode_rsr(codes: jax.Array, k: int, length: int) -> jax.Array:
+    """float32, {0, 1}, of shape (..., n, length)."""
+    codes = jnp.swapaxes(codes, -1, -2)
+    bits = jnp.stack([(codes >> (k - 1 - i)) & 1 for i in range(k)], -1)
+    return _merge(bits, codes.ndim - 1, length).astype(jnp.float32)

@@ -17,3 +17,5 @@ from .implicit_array_8bit import Array8B as Array8B
 from .implicit_array_8bit import straight_through_8bit as straight_through_8bit
 from .implicit_array_nf4 import ArrayNF4 as ArrayNF4
 from .implicit_array_nf4 import straight_through_nf4 as straight_through_nf4
+from .implicit_array_rsr import RSROperatorBinary as RSROperatorBinary
+from .implicit_array_rsr import RSROperatorTernary as RSROperatorTernary

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax import tree_util as jtu
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from eformer.jaximus import ImplicitArray, aux_field
@@ -32,7 +33,9 @@ class QuantizedArray(ImplicitArray):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not isinstance(cls.__dict__.get("sharding", property()), property):
-            del cls.sharding  # the default of an argument of the constructor; the attribute is the property below
+            type.__delattr__(
+                cls, "sharding"
+            )  # the default of an argument of the constructor; the attribute is the property below
 
     @abc.abstractmethod
     def decode(self) -> jax.Array:
@@ -62,7 +65,7 @@ class QuantizedArray(ImplicitArray):
         """The dense array, sharded as the leaves are."""
         dense = cast(self.decode(), self.dtype)
         sharding = self.sharding
-        return dense if sharding is None or isinstance(dense, jax.core.Tracer) else jax.device_put(dense, sharding)
+        return dense if sharding is None or isinstance(dense, Tracer) else jax.device_put(dense, sharding)
 
     def with_dtype(self, dtype: Any) -> Self:
         """The same codes and scales, to be decoded to another dtype."""
@@ -96,7 +99,7 @@ class QuantizedArray(ImplicitArray):
         """
         if sharding is None:
             return self
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(self))
+        traced = any(isinstance(leaf, Tracer) for leaf in jtu.tree_leaves(self))
         placed = self._leaf_shardings(_checked_sharding(sharding, self.shape, traced))
         return jtu.tree_map(_place, self, placed)
 
@@ -165,16 +168,16 @@ def shards(mesh: Any, entry: Any) -> int:
 def sharding_of(leaf: Any) -> Any:
     """A leaf's `NamedSharding`; None if it has none, or if JAX decides it at compile time."""
     aval_sharding = getattr(jax.typeof(leaf), "sharding", None) if isinstance(leaf, jax.Array) else None
-    found = aval_sharding if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    found = aval_sharding if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
     if not isinstance(found, NamedSharding) or found.mesh.empty:
         return None
-    if isinstance(leaf, jax.core.Tracer) and not any(t == AxisType.Explicit for t in found.mesh.axis_types):
+    if isinstance(leaf, Tracer) and not any(t == AxisType.Explicit for t in found.mesh.axis_types):
         return None
     return found
 
 
 def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    if not isinstance(leaf, jax.core.Tracer):
+    if not isinstance(leaf, Tracer):
         return jax.device_put(leaf, sharding)
     if any(t == AxisType.Explicit for t in sharding.mesh.axis_types):
         return jax.sharding.reshard(leaf, sharding)
@@ -234,7 +237,7 @@ def checked_array(array: Any) -> jax.Array:
 
 def kept_sharding(array: Any) -> NamedSharding | None:
     """The sharding that a quantized `array` should have too."""
-    return sharding_of(array) if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) else None
+    return sharding_of(array) if isinstance(array, jax.Array) and not isinstance(array, Tracer) else None
 
 
 def normalized_axes(axis: Any, ndim: int) -> tuple[int, ...]:

@@ -69,8 +69,8 @@ def quantize(
     """`array` in a quantized format: "nf4" by default, "int8", "ternary", "binary", or one registered.
 
     A `config` is taken instead of the arguments after it. `options` are the format's own, such as `axis` for "nf4" and
-    "int8" or `scale="channel"` for "ternary". With `simulate`, the result is the dense array of the quantized values, with
-    the gradient of the identity (`straight_through`); otherwise an implicit array, without gradient.
+    "int8" or `scale="channel"` for "ternary". With `simulate`, the result is the dense array of the quantized values,
+    with the gradient of the identity (`straight_through`); otherwise an implicit array, without gradient.
 
     >>> import jax.numpy as jnp
     >>> from eformer.ops.quantization import quantize

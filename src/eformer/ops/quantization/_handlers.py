@@ -15,6 +15,8 @@ from jax import lax
 
 from eformer.jaximus import implicit, is_implicit, materialize
 
+from ._leafwise import LeafwiseArray
+
 Handler = Callable[..., Any]
 
 
@@ -54,7 +56,7 @@ def moved(function: Callable[..., Any]) -> Handler:
     @functools.wraps(function, assigned=("__module__",))
     def handler(primitive: Any, operand: Any, *args: Any, **params: Any) -> Any:
         out = run(primitive, operand, *args, **params)
-        return operand.requantized(out) if is_implicit(operand) and not is_implicit(out) else out
+        return operand.requantized(out) if isinstance(operand, LeafwiseArray) and not is_implicit(out) else out
 
     return handler
 

@@ -44,7 +44,7 @@ class LeafwiseArray(QuantizedArray):
         return self.decode(), None
 
     @abc.abstractmethod
-    def requantized(self, array: jax.Array) -> Self:
+    def requantized(self, array: jax.Array) -> LeafwiseArray:
         """`array`, of any shape, in this format with its default axes."""
 
     def _single(self) -> Self:
@@ -97,7 +97,7 @@ class LeafwiseArray(QuantizedArray):
         def place(name: str, leaf: Any) -> NamedSharding:
             if name not in self.array_fields:
                 return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
-            entries = self._leaf_entries(leaf, sharding.spec)
+            entries = self._leaf_entries(leaf, [*sharding.spec])
             fits = [e if leaf.shape[a] % shards(sharding.mesh, e) == 0 else None for a, e in enumerate(entries)]
             return NamedSharding(sharding.mesh, PartitionSpec(*fits), memory_kind=sharding.memory_kind)
 
@@ -107,19 +107,38 @@ class LeafwiseArray(QuantizedArray):
     def sharding(self) -> NamedSharding | None:
         return sharding_of(getattr(self, self.array_fields[0]))  # the codes have an entry for every element
 
-    def slice_leaves(self, start: Any, size: int, axis: int) -> Self:
-        """The part from `start`, which may be traced, of `size` elements along `axis`: multiples of every grain."""
-        single, axis = self._single(), axis % self.ndim
+    def sliced(self, start: int, size: int, axis: int) -> Self:
+        """The part of `size` elements from `start` along `axis`, where every leaf can be cut."""
+        single = self._single()
         grains = single._grains(axis)
 
         def part(name: str, leaf: jax.Array) -> jax.Array:
             grain = grains[name]
             if grain == ALL:
                 return leaf
-            return lax.dynamic_slice_in_dim(leaf, start // grain, -(-size // grain), axis)
+            return lax.slice_in_dim(leaf, start // grain, -(-(start + size) // grain), axis=axis)
 
         leaves = {name: part(name, leaf) for name, leaf in single._leaves().items()}
         return single._rebuilt(leaves, _unmoved(self.ndim), _replaced(self.shape, axis, size))
+
+    def tiles(self, axis: int, size: int) -> Self:
+        """All whole parts of `size` elements along `axis`, each leaf of each part stacked along a new first axis.
+
+        To scan over: the slices of this tree, not the tree, are arrays. `size` is where every leaf can be cut.
+        """
+        count = self.shape[axis] // size
+        whole = self.sliced(0, count * size, axis) if self.shape[axis] % size else self._single()
+        first = self.sliced(0, size, axis)  # knows the static fields of a part
+        grains = whole._grains(axis)
+
+        def stack(name: str, leaf: jax.Array) -> jax.Array:
+            if grains[name] == ALL:
+                return jnp.broadcast_to(leaf, (count, *leaf.shape))
+            split = leaf.reshape(*leaf.shape[:axis], count, leaf.shape[axis] // count, *leaf.shape[axis + 1 :])
+            return jnp.moveaxis(split, axis, 0)
+
+        stacked = whole._mapped(stack)
+        return jtu.tree_unflatten(jtu.tree_structure(first), jtu.tree_leaves(stacked))
 
     def alignment(self, axis: int) -> int:
         """Positions along `axis` at which every leaf can be cut."""

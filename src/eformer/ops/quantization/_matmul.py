@@ -77,13 +77,17 @@ def dot_general(
     )
     if not half_or_single or any(value is not None for value in params.values()):
         # Other dtypes, or a precision or sharding asked for: as JAX does it.
-        dense = materialize([lhs, rhs])
-        numbers = dict(dimension_numbers=dimension_numbers, preferred_element_type=preferred_element_type)
-        return primitive.bind(*dense, **numbers, **params)
+        return primitive.bind(
+            *materialize([lhs, rhs]),
+            dimension_numbers=dimension_numbers,
+            preferred_element_type=preferred_element_type,
+            **params,
+        )
     (l_summed, r_summed), (l_batch, r_batch) = ((tuple(map(int, a)), tuple(map(int, b))) for a, b in dimension_numbers)
-    if isinstance(rhs, LeafwiseArray):
+    if not isinstance(lhs, LeafwiseArray):
+        assert isinstance(rhs, LeafwiseArray)
         return _product(lhs, rhs, Contraction(l_summed, r_summed, l_batch, r_batch)).astype(out_dtype)
-    assert isinstance(lhs, LeafwiseArray)
+    assert not isinstance(rhs, LeafwiseArray)
     contraction = Contraction(r_summed, l_summed, r_batch, l_batch)
     out = _product(rhs, lhs, contraction)
     batch, free = len(r_batch), len(contraction.x_free(rhs.ndim))
@@ -107,8 +111,11 @@ def _tiling(q: LeafwiseArray, contraction: Contraction) -> tuple[int, int]:
     axis = next((a for a in range(q.ndim) if a not in contraction.q_batch and q.shape[a] > 1), 0)
     if not q.ndim or not q.size:
         return axis, 1
-    step = q.alignment(axis)
-    return axis, max(step, TILE_ELEMENTS * q.shape[axis] // q.size // step * step)
+    step, size = q.alignment(axis), q.shape[axis]
+    most = max(step, TILE_ELEMENTS * size // q.size // step * step)
+    # Without a rest there is no leaf to cut; unless that makes tiles small.
+    even = (tile for tile in range(most, most // 2, -step) if size % tile == 0)
+    return axis, next(even, most)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -128,21 +135,21 @@ def _tiled(x: jax.Array, q: LeafwiseArray, contraction: Contraction, axis: int, 
     x_axis = contraction.x_summed[contraction.q_summed.index(axis)] if summed else None
 
     # Differentiation decodes again instead of keeping what was decoded.
-    @functools.partial(jax.checkpoint, static_argnums=3)
-    def part(x: jax.Array, q: LeafwiseArray, start: Any, size: int) -> jax.Array:
-        x = x if x_axis is None else lax.dynamic_slice_in_dim(x, start, size, x_axis)
-        return contract(x, q.slice_leaves(start, size, axis), contraction, jnp.float32)
+    @jax.checkpoint
+    def part(x: jax.Array, start: Any, piece: LeafwiseArray) -> jax.Array:
+        if x_axis is not None:
+            x = lax.dynamic_slice_in_dim(x, start, piece.shape[axis], x_axis)
+        return contract(x, piece, contraction, jnp.float32)
 
-    whole, rest = divmod(q.shape[axis], tile)
-    starts = jnp.arange(whole) * tile
-    last = [part(x, q, whole * tile, rest)] if rest else []
+    count, rest = divmod(q.shape[axis], tile)
+    tiles = (jnp.arange(count) * tile, q.tiles(axis, tile))
+    parts = lax.map(lambda tile: part(x, *tile), tiles)
+    last = [part(x, count * tile, q.sliced(count * tile, rest, axis))] if rest else []
     if summed:
-        first = part(x, q, 0, tile)
-        out, _ = lax.scan(lambda total, start: (total + part(x, q, start, tile), None), first, starts[1:])
-        return sum(last, out)
+        return sum(last, jnp.sum(parts, 0))
     out_axis = len(contraction.x_batch) + len(contraction.x_free(x.ndim)) + contraction.q_free(q.ndim).index(axis)
-    parts = jnp.moveaxis(lax.map(lambda start: part(x, q, start, tile), starts), 0, out_axis)
-    merged = parts.reshape(*parts.shape[:out_axis], whole * tile, *parts.shape[out_axis + 2 :])
+    parts = jnp.moveaxis(parts, 0, out_axis)
+    merged = parts.reshape(*parts.shape[:out_axis], count * tile, *parts.shape[out_axis + 2 :])
     return jnp.concatenate([merged, *last], out_axis)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from eformer.jaximus import aux_field, ste
 from eformer.kernels import reference
@@ -28,8 +29,8 @@ class Array1B(LeafwiseArray):
     The axis is the first of the last two, so the first of a matrix or vector; axes before it stack matrices. Any length
     works, also where the documentation asks for a multiple of 4: the last byte is filled up (`padding`).
 
-    `Array1B(array)` of a dense array alone quantizes it: integers must be in {-1, 0, 1}, floating point is taken through
-    the ternary rule of `quantize(array, dtype="ternary")`. The documentation's own example does the latter.
+    `Array1B(array)` of a dense array alone quantizes it: integers must be in {-1, 0, 1}, floating point is taken
+    through the ternary rule of `quantize(array, dtype="ternary")`. The documentation's own example does the latter.
     """
 
     array_fields = ("weight", "scale")
@@ -123,7 +124,7 @@ class Array1B(LeafwiseArray):
     def factors(self) -> tuple[jax.Array, jax.Array | None]:
         return self.values(), self.scale
 
-    def requantized(self, array: jax.Array) -> Self:
+    def requantized(self, array: jax.Array) -> Array1B:
         scaled = None if self.scale is None else "tensor"
         return quantize_ternary(array, scale=scaled, use_kernel=self.use_kernel).with_dtype(self.dtype)
 
@@ -154,7 +155,7 @@ def _pack_axis(ndim: int) -> int:
 
 
 def _check_values(x: jax.Array) -> None:
-    if isinstance(x, jax.core.Tracer) or not x.size:
+    if isinstance(x, Tracer) or not x.size:
         return
     wrong = ~jnp.isin(x, jnp.array([-1, 0, 1], x.dtype))
     if bool(jnp.any(wrong)):
@@ -206,9 +207,9 @@ def quantize_binary(array: jax.Array, scale: str | None = None, *, use_kernel: b
 def quantize_ternary(array: jax.Array, scale: str | None = None, *, use_kernel: bool = True) -> Array1B:
     """1 above half a standard deviation of the whole array, -1 below minus that, else 0.
 
-    `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude of what is not 0. An array that
-    holds a NaN or an infinity has no standard deviation, and becomes all NaN. On a sharded array the deviation is summed
-    in another order: an element that lies on the threshold to the last bit can fall on its other side.
+    `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude of what is not 0. An array
+    that holds a NaN or an infinity has no standard deviation, and becomes all NaN. On a sharded array the deviation is
+    summed in another order: an element that lies on the threshold to the last bit can fall on its other side.
     """
     return _quantize(reference.ternary, array, scale, use_kernel)
 

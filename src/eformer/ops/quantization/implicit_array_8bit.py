@@ -38,7 +38,7 @@ class Array8B(LeafwiseArray):
     scale: jax.Array
     weight: jax.Array
     axis: tuple[int, ...] | None = aux_field(default=None)
-    sharding: InitVar[ShardingType] = None
+    sharding: InitVar[ShardingType] = None  # pyright: ignore[reportIncompatibleMethodOverride]  # see QuantizedArray
 
     def __post_init__(self, sharding: ShardingType) -> None:
         ndim = self.weight.ndim
@@ -80,7 +80,7 @@ class Array8B(LeafwiseArray):
     def factors(self) -> tuple[jax.Array, jax.Array]:
         return self.weight, self.scale
 
-    def requantized(self, array: jax.Array) -> Self:
+    def requantized(self, array: jax.Array) -> Array8B:
         return self.quantize(array, dtype=self.dtype, use_kernel=self.use_kernel)
 
     def _step_bound(self, original: jax.Array) -> jax.Array:

@@ -28,8 +28,8 @@ class ArrayNF4(LeafwiseArray):
     """`decode() == code * absmax of its block`, with two codes a byte and blocks of `block_size` along `axis`.
 
     `packed` and `absmax` have the array's axes; along `axis`, `packed` is half as long, and `absmax` has one entry per
-    block. The last block may be short and the last byte half empty (`padding`). An element is off by at most 0.152 of its
-    block's absmax; zero is exact. A block that holds a NaN or an infinity decodes to NaN.
+    block. The last block may be short and the last byte half empty (`padding`). An element is off by at most 0.152 of
+    its block's absmax; zero is exact. A block that holds a NaN or an infinity decodes to NaN.
 
     With `nested` and `offset` the absmax itself is quantized, as bitsandbytes does it: `absmax` holds codes of an 8-bit
     dynamic map, `nested` a scale per 256 of them and `offset` their mean, per matrix of the last two axes. Moving such
@@ -50,7 +50,7 @@ class ArrayNF4(LeafwiseArray):
     packed: jax.Array
     absmax: jax.Array = None  # pyright: ignore[reportAssignmentType]  # never None once constructed
     block_size: int = aux_field(default=64)
-    sharding: InitVar[ShardingType] = None
+    sharding: InitVar[ShardingType] = None  # pyright: ignore[reportIncompatibleMethodOverride]  # see QuantizedArray
     nested: jax.Array | None = None
     offset: jax.Array | None = None
     axis: int = aux_field(default=-1, kw_only=True)
@@ -82,8 +82,8 @@ class ArrayNF4(LeafwiseArray):
         blocks = -(-self.shape[self.axis] // self.block_size) if self.ndim else 1
         if self.padding not in (0, 1) or (self.ndim and self.absmax.shape[self.axis] not in (1, blocks)):
             raise ValueError(
-                f"packed {self.packed.shape} holds {self.packed.size * 2} codes and absmax {self.absmax.shape} its blocks "
-                f"of {self.block_size} along axis {self.axis}: that is no array of shape {self.shape}"
+                f"packed {self.packed.shape} of two codes a byte and absmax {self.absmax.shape} of blocks of "
+                f"{self.block_size} along axis {self.axis}: that is no array of shape {self.shape}"
             )
 
     @classmethod
@@ -162,12 +162,13 @@ class ArrayNF4(LeafwiseArray):
         # The last two axes are one matrix to `nested`; those before are its own.
         return super().is_stacked() and (self.nested is None or self.ndim > 2)
 
-    def requantized(self, array: jax.Array) -> Self:
+    def requantized(self, array: jax.Array) -> ArrayNF4:
         nested = self.nested is not None
         made = self.quantize(array, self.block_size, double_quantization=nested, use_kernel=self.use_kernel)
         return made.with_dtype(self.dtype)
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
+        del original
         absmax = self._plain_absmax()
         if not self.ndim:
             return absmax * _HALF_GAP
