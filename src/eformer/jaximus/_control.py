@@ -110,7 +110,8 @@ def _same_type(x: Any, y: Any) -> bool:
 def _settled_carry(carry: list[Any], step: Callable[[list[Any]], list[Any]]) -> list[Any]:
     """`carry`, with those arrays materialized that `step` does not return in the same form."""
     while any(map(is_implicit, carry)):
-        after = jax.eval_shape(step, carry)
+        with repeated(0):
+            after = jax.eval_shape(step, carry)
         changed = [is_implicit(c) and not _same_type(c, a) for c, a in zip(carry, after, strict=True)]
         if not any(changed):
             break
@@ -173,7 +174,8 @@ def while_rule(
 @register("cond")
 def cond_rule(primitive: Primitive, index: Operand, *operands: Operand, branches: Any, **params: Any) -> list[Any]:
     del primitive, params
-    outs = [jax.eval_shape(functools.partial(_run, jaxpr), list(operands)) for jaxpr in branches]
+    with repeated(0):
+        outs = [jax.eval_shape(functools.partial(_run, jaxpr), list(operands)) for jaxpr in branches]
     keep = [all(is_implicit(o) and _same_type(o, same[0]) for o in same) for same in zip(*outs, strict=True)]
 
     def branch(jaxpr: Any, operands: list[Any]) -> list[Any]:

@@ -40,6 +40,7 @@ class Recorder:
 class _Mode:
     strict: bool = False
     recorder: Recorder | None = None
+    silent: bool = False
 
 
 # A context that `jax.jit` knows of: entering it traces anew, so a cached trace can't hide a materialization.
@@ -61,13 +62,13 @@ def materialization_error() -> Iterator[None]:
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """For evaluations that only ask for a shape: they materialize nothing."""
-    with _mode(_Mode()):
+    with _mode(_Mode(silent=True)):
         yield
 
 
 @contextlib.contextmanager
 def repeated(times: int) -> Iterator[None]:
-    """The code traced inside runs `times` times."""
+    """The code traced inside runs `times` times; 0 if it is traced only for its types, and again to run."""
     recorder = mode().recorder
     if recorder is None:
         yield
@@ -121,6 +122,8 @@ def note_fallback(primitive: Any, classes: tuple[type, ...], warn: Callable[[typ
             f"no rule serves `{primitive.name}` of {names}, so it would be materialized; write one with "
             f'`@register("{primitive.name}")`, or call it outside `materialization_error()`'
         )
+    if mode().silent or mode().recorder is not None:  # nothing is made dense, or whoever asks is told
+        return
     for cls in classes:
         if warn(cls) and (cls, primitive.name) not in _warned:
             warnings.warn(
@@ -166,5 +169,5 @@ def recording() -> Iterator[Recorder]:
 
 
 def explanation(recorder: Recorder) -> Explanation:
-    rows = [(met, count, recorder.dense_bytes.get(met, 0)) for met, count in recorder.counts.items()]
+    rows = [(met, count, recorder.dense_bytes.get(met, 0)) for met, count in recorder.counts.items() if count]
     return Explanation(sorted(rows, key=lambda row: (-row[2], row[0].primitive)))

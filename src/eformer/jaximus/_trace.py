@@ -33,7 +33,7 @@ from jax.interpreters import ad
 
 from ._array import ImplicitArray, is_implicit, materialize
 from ._closure import bind_implicit, implicit_array_p
-from ._observe import mode
+from ._observe import mode, unobserved
 from ._rules import dispatch, on_register
 
 UNSPECIFIED: Any = sharding_impls.UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
@@ -54,8 +54,8 @@ class ImplicitTracer(Tracer):
         with jexc.set_current_trace(self._trace.parent_trace):
             return self.value.materialize()
 
-    # Where JAX itself is only evaluating, so may Python: `float(q[0, 0])`. JAX asks it of larger arrays too, only to know
-    # whether they are traced: that must not make them dense.
+    # Where JAX itself is only evaluating, so may Python: `float(q[0, 0])`. JAX asks it of larger arrays too, only to
+    # know whether they are traced: that must not make them dense.
     def to_concrete_value(self) -> Any:
         if self.size != 1:
             return None
@@ -257,7 +257,8 @@ def abstract_value_of(treedef: Any, avals: tuple[Any, ...]) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _sharded_abstract_value(treedef: Any, avals: tuple[Any, ...], mesh: Any) -> Any:
     del mesh  # part of what the answer depends on
-    (out,) = jax.make_jaxpr(lambda *leaves: jtu.tree_unflatten(treedef, leaves).materialize())(*avals).out_avals
+    with unobserved():
+        (out,) = jax.make_jaxpr(lambda *leaves: jtu.tree_unflatten(treedef, leaves).materialize())(*avals).out_avals
     return out
 
 

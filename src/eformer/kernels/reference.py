@@ -226,7 +226,7 @@ def mean_magnitude(x: jax.Array, values: jax.Array, axis: Sequence[int]) -> jax.
 
 
 def encode_rsr(bits: jax.Array, k: int) -> jax.Array:
-    """{0, 1} of shape (..., n, m) as integers of shape (..., ceil(m / k), n), `k` columns each, the first the highest bit.
+    """{0, 1} of shape (..., n, m) as integers of shape (..., ceil(m / k), n), `k` columns each, the highest bit first.
 
     The last integer of a row is filled up with zeros, in its lowest bits.
     """

@@ -55,7 +55,8 @@ class QuantizedArray(ImplicitArray):
         else:
             info = jnp.finfo(self.dtype)
             relative, absolute = float(info.eps) / 2, float(info.tiny)
-        return step + (x + step) * (3 * float(jnp.finfo(jnp.float32).eps) + relative) + absolute
+        rounding = 3 * float(jnp.finfo(jnp.float32).eps) + relative
+        return step + x * rounding + step * rounding + absolute  # in this order nothing overflows
 
     @abc.abstractmethod
     def _leaf_shardings(self, sharding: NamedSharding) -> Self:

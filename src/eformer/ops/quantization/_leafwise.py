@@ -145,6 +145,16 @@ class LeafwiseArray(QuantizedArray):
         return math.lcm(*(max(grain, 1) for grain in self._single()._grains(axis % self.ndim).values()))
 
 
+def axis_from_start(axis: int, ndim: int) -> int:
+    """The non-negative form of the `axis` that codes are packed along."""
+    if axis < -ndim:
+        raise ValueError(
+            f"codes are packed along axis {axis}, but the leaves have {ndim} axes left: `vmap` and slices of the leaves "
+            f"may take axes before it only; inside `implicit` any axis works"
+        )
+    return axis % ndim
+
+
 def _unmoved(ndim: int) -> dict[int, int]:
     return {axis: axis for axis in range(ndim)}
 

@@ -71,8 +71,9 @@ def dot_general(
 ) -> jax.Array:
     if isinstance(lhs, LeafwiseArray) and isinstance(rhs, LeafwiseArray):
         lhs = lhs.materialize()  # the other stays as it is
-    out_dtype = preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype)
-    half_or_single = all(
+    # Two dtypes without one asked for: JAX chooses the result's by its own rule.
+    out_dtype = preferred_element_type or (lhs.dtype if lhs.dtype == rhs.dtype else None)
+    half_or_single = out_dtype is not None and all(
         jnp.dtype(d) in (jnp.float32, jnp.bfloat16, jnp.float16) for d in (lhs.dtype, rhs.dtype, out_dtype)
     )
     if not half_or_single or any(value is not None for value in params.values()):
@@ -120,7 +121,7 @@ def _tiling(q: LeafwiseArray, contraction: Contraction) -> tuple[int, int]:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _whole(x: jax.Array, q: LeafwiseArray, contraction: Contraction) -> jax.Array:
-    return contract(x, q, contraction, jnp.promote_types(x.dtype, q.dtype))
+    return contract(x, q, contraction, x.dtype if x.dtype == q.dtype else jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -161,8 +162,11 @@ def contract(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: An
     """
     values, scale = q.factors()
     varies = set() if scale is None else {a for a in range(q.ndim) if scale.shape[a] != 1}
-    if scale is None or (varies <= set(contraction.q_summed) and varies):
-        x = x if scale is None else x.astype(jnp.float32) * _beside_x(scale, x, contraction)
+    if scale is None:
+        return _dot(x.astype(dtype), values.astype(dtype), contraction)
+    if varies and varies <= set(contraction.q_summed):
+        x = x.astype(jnp.float32) * _beside_x(scale, x, contraction)
+        dtype = jnp.float32 if dtype == jnp.float16 else dtype  # which would lose the digits of a small scale
         return _dot(x.astype(dtype), values.astype(dtype), contraction)
     if not varies & set(contraction.q_summed):
         out = _dot(x.astype(dtype), values.astype(dtype), contraction)

@@ -18,7 +18,7 @@ from eformer.kernels import reference
 
 from . import _handlers as handlers
 from ._base import checked_array, kept_sharding, normalized_axes, register_format
-from ._leafwise import LeafwiseArray, Leaves
+from ._leafwise import LeafwiseArray, Leaves, axis_from_start
 
 SCALES = ("tensor", "channel", None)
 
@@ -108,7 +108,7 @@ class Array1B(LeafwiseArray):
         shape = self.weight.shape
         if not shape:
             return ()
-        axis = self.axis % len(shape)
+        axis = axis_from_start(self.axis, len(shape))
         return (*shape[:axis], shape[axis] * 4 - self.padding, *shape[axis + 1 :])
 
     def values(self) -> jax.Array:

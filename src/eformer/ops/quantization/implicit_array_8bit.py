@@ -65,7 +65,7 @@ class Array8B(LeafwiseArray):
         `dtype` is that of the dense array this stands for, by default `array`'s. The sharding is kept.
         """
         x = checked_array(array)
-        axes = normalized_axes((-1,) if axis is None and x.ndim else axis or (), x.ndim)
+        axes = normalized_axes(tuple(range(x.ndim))[-1:] if axis is None else axis, x.ndim)
         weight, scale = _encode(x, axes)
         made = cls(scale, weight, axes, dtype=x.dtype if dtype is None else dtype, use_kernel=use_kernel)
         return made.with_sharding(kept_sharding(array))

@@ -18,7 +18,7 @@ from eformer.kernels import reference
 
 from . import _handlers as handlers
 from ._base import ShardingType, checked_array, kept_sharding, normalized_axes, register_format
-from ._leafwise import LeafwiseArray, Leaves
+from ._leafwise import LeafwiseArray, Leaves, axis_from_start
 
 # Half the distance between neighbouring codes, at most: between -1 and the next.
 _HALF_GAP = float(np.max(np.diff(reference.NF4_CODES))) / 2
@@ -79,11 +79,15 @@ class ArrayNF4(LeafwiseArray):
         if shape is not None and len(shape) == self.packed.ndim > 0:
             object.__setattr__(self, "padding", self.packed.shape[self.axis] * 2 - shape[self.axis])
         super()._settle(shape)
+        self._check_leaves()
+
+    def _check_leaves(self) -> None:
         blocks = -(-self.shape[self.axis] // self.block_size) if self.ndim else 1
         if self.padding not in (0, 1) or (self.ndim and self.absmax.shape[self.axis] not in (1, blocks)):
             raise ValueError(
                 f"packed {self.packed.shape} of two codes a byte and absmax {self.absmax.shape} of blocks of "
-                f"{self.block_size} along axis {self.axis}: that is no array of shape {self.shape}"
+                f"{self.block_size} along axis {self.axis}: that is no array of shape {self.shape}. Axes that `vmap` or "
+                f"`scan` takes off the leaves must be in front of that axis"
             )
 
     @classmethod
@@ -131,10 +135,11 @@ class ArrayNF4(LeafwiseArray):
         shape = self.packed.shape
         if not shape:
             return ()
-        axis = self.axis % len(shape)
+        axis = axis_from_start(self.axis, len(shape))
         return (*shape[:axis], shape[axis] * 2 - self.padding, *shape[axis + 1 :])
 
     def decode(self) -> jax.Array:
+        self._check_leaves()  # a tree may have been restructured since it was constructed
         absmax = self._plain_absmax()
         if not self.packed.ndim:
             return reference.decode_nf4(self.packed[None], absmax[None], self.block_size, 0, 1)[0]

@@ -28,7 +28,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -36,9 +36,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax import tree_util as jtu
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer.jaximus import aux_field, materialize, register
+from eformer.jaximus import aux_field, is_implicit, materialize, register
 from eformer.kernels import reference
 
 from ._base import QuantizedArray, checked_array, kept_sharding, sharding_of, shards
@@ -63,11 +64,11 @@ class RSROperator(QuantizedArray):
         """`x` of shape (*stack, rows, n) times this of shape (*stack, n, m), in the dtype of `x`."""
         return functools.reduce(jnp.subtract, (b._product(x) for b in self._binaries()))
 
-    def dot(self, v: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleVariableOverride]  # documented so
+    def dot(self, v: Any) -> Any:  # an implicit array too
         """`v @ A` for `v` of shape (..., n), without `A`: note the order, which is not that of `jax.Array.dot`.
 
         The result has the shape and dtype of the dense product. Half precision is summed in float32 and rounded once;
-        integers wrap as they do in the dense product. With floats the order of the sums differs, so the last digits may.
+        integers wrap as they do in the dense product. Floats are summed in another order, so last digits may differ.
 
         A NaN or an infinity in `v` gives NaN wherever it does in the dense product (that multiplies it by each 0 too).
         It gives NaN also in place of an infinity in a ternary product, and in place of some finite numbers when finite
@@ -75,16 +76,7 @@ class RSROperator(QuantizedArray):
 
         Inside `implicit` an argument is an array among arrays, and has their `dot`: write `v @ operator` there.
         """
-        v = jnp.asarray(materialize(v))
-        if self.ndim != 2:
-            raise ValueError(
-                f"`dot` takes one matrix, this is a stack of them of shape {self.shape}; use `v @ operator`, or vmap"
-            )
-        if v.ndim == 0 or v.shape[-1] != self.shape[0]:
-            raise ValueError(
-                f"the last axis of `v` must be as long as the {self.shape[0]} rows of the matrix, got v {v.shape}"
-            )
-        return _multiply(v, self, jnp.result_type(v, self.dtype))
+        return (v if is_implicit(v) else jnp.asarray(v)) @ self
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,7 +120,7 @@ class RSROperator(QuantizedArray):
 
 
 class RSROperatorBinary(RSROperator):
-    """A matrix of {0, 1} of shape (n, m): `codes[b, i]` has the bits `A[i, b * k : (b + 1) * k]`, the first the highest.
+    """A matrix of {0, 1} of shape (n, m): `codes[b, i]` is `A[i, b * k : (b + 1) * k]` read as bits, the highest first.
 
     `codes` has shape (ceil(m / k), n), one byte each up to `k == 8` and two up to `k == 16`; axes before these stack
     matrices. The last `padding` columns are none of the matrix's. `org_dtype` is the dtype that was asked for first;
@@ -169,9 +161,9 @@ class RSROperatorBinary(RSROperator):
         if padding and not codes.shape[0]:
             raise ValueError(f"`padding={padding}` columns of no block: a matrix without columns has `padding=0`")
         org_dtype = _checked_dtype(org_dtype)
-        values = dict(codes=codes, k=k, padding=padding, org_dtype=org_dtype, use_kernel=use_kernel)
-        values["dtype"] = org_dtype if dtype is None else _checked_dtype(dtype)
-        for name, value in values.items():
+        dtype = org_dtype if dtype is None else _checked_dtype(dtype)
+        static = {"k": k, "padding": padding, "org_dtype": org_dtype, "dtype": dtype, "use_kernel": use_kernel}
+        for name, value in {"codes": codes, **static}.items():
             object.__setattr__(self, name, value)
         self._settle(shape)
 
@@ -196,7 +188,7 @@ class RSROperatorBinary(RSROperator):
         """
         x = _checked_rank(checked_array(A))
         _check_no_nan(x)
-        return cls.from_matrix((x > 0).astype(jnp.int8), k, x.dtype).with_sharding(kept_sharding(A))
+        return cls.from_matrix((x > 0).astype(jnp.int8), k, x.dtype)
 
     @property
     def one_hot_maps(self) -> jax.Array:
@@ -205,6 +197,11 @@ class RSROperatorBinary(RSROperator):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if len(self.codes.shape) < 2:
+            raise ValueError(
+                f"codes of shape {self.codes.shape} are no matrix: `vmap` over an RSR operator takes a stack of them apart, "
+                f"not one matrix into rows; `materialize()` it first"
+            )
         *stack, blocks, rows = self.codes.shape
         return (*stack, rows, blocks * self.k - self.padding)
 
@@ -266,7 +263,7 @@ class RSROperatorTernary(RSROperator):
         matrix is not of an integer dtype.
         """
         check_k(k)
-        return cls._of(_checked_matrix(A, -1), k, jnp.float32).with_sharding(kept_sharding(A))
+        return cls._of(_checked_matrix(A, -1), k, jnp.float32)
 
     @classmethod
     def quantize(cls, A: jax.Array, k: int = 8) -> Self:
@@ -279,7 +276,7 @@ class RSROperatorTernary(RSROperator):
         x = _checked_rank(checked_array(A))
         values = reference.ternary(x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x)
         _check_no_nan(values)
-        return cls._of(values, k, x.dtype).with_sharding(kept_sharding(A))
+        return cls._of(values, k, x.dtype)
 
     @classmethod
     def _of(cls, values: jax.Array, k: int, dtype: Any) -> Self:
@@ -319,28 +316,36 @@ def _checked_matrix(A: Any, smallest: int) -> jax.Array:
     x = _checked_rank(checked_array(A))
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"`from_matrix` takes an integer matrix, int32 or int8, got {x.dtype}; `quantize` takes floats")
-    wrong = (x < smallest) | (x > 1)
-    if not isinstance(x, jax.core.Tracer) and bool(jnp.any(wrong)):
-        example, allowed = np.asarray(x)[np.asarray(wrong)][0], "{0, 1}" if smallest == 0 else "{-1, 0, 1}"
-        raise ValueError(f"the matrix must have values in {allowed}, got {example}")
-    return jnp.clip(x, smallest, 1)
+    allowed = "{0, 1}" if smallest == 0 else "{-1, 0, 1}"
+    smallest = max(smallest, int(jnp.iinfo(x.dtype).min))
+    if _seen(lambda x: jnp.any((x < smallest) | (x > 1)), x):
+        raise ValueError(f"the matrix must have values in {allowed}, got some from {np.min(x)} to {np.max(x)}")
+    return jnp.clip(x, smallest, 1).astype(jnp.int8)
+
+
+def _seen(condition: Callable[[jax.Array], jax.Array], x: jax.Array) -> bool:
+    """Whether the condition is met, as far as the values of `x` can be seen."""
+    if isinstance(x, Tracer):
+        return False
+    with jax.ensure_compile_time_eval():
+        return bool(condition(x))
 
 
 def _check_no_nan(x: jax.Array) -> None:
-    if not isinstance(x, jax.core.Tracer) and bool(jnp.any(jnp.isnan(x))):
+    if _seen(lambda x: jnp.any(jnp.isnan(x)), x):
         raise ValueError("the matrix, or its standard deviation, is NaN: an RSR operator has no code for that")
 
 
 def _checked_codes(given: jax.Array, k: int) -> jax.Array:
     """`given`, codes or one-hot maps, as codes in their dtype."""
     if given.ndim == 3 and given.shape[-1] == 2**k:
-        codes, seen = jnp.argmax(given, axis=-1), not isinstance(given, jax.core.Tracer)
-        if seen and not bool(jnp.all((given == 0) | (given == 1)) & jnp.all(jnp.sum(given == 1, -1) == 1)):
+        codes = jnp.argmax(given, axis=-1)
+        if _seen(lambda maps: ~jnp.all((maps == 0) | (maps == 1)) | jnp.any(jnp.sum(maps == 1, -1) != 1), given):
             raise ValueError("`one_hot_maps` must be one-hot: a single 1 along the last axis, and else 0")
     elif given.ndim == 2 and jnp.issubdtype(given.dtype, jnp.integer):
-        codes, seen = given, not isinstance(given, jax.core.Tracer)
-        if seen and given.size and not 0 <= int(jnp.min(given)) <= int(jnp.max(given)) < 2**k:
-            raise ValueError(f"codes of `k={k}` columns are from 0 to {2**k - 1}, got {jnp.min(given)} to {given.max()}")
+        codes, largest = given, min(2**k - 1, int(jnp.iinfo(given.dtype).max))
+        if _seen(lambda codes: jnp.any((codes < 0) | (codes > largest)), given):
+            raise ValueError(f"codes for `k={k}` are from 0 to {2**k - 1}, got {np.min(given)} to {np.max(given)}")
     else:
         raise ValueError(
             f"`one_hot_maps` must have shape (num_blocks, n, {2**k}) for `k={k}`, or be integers, the codes, of shape "
@@ -360,7 +365,7 @@ def _segment_product(x: jax.Array, codes: jax.Array, k: int) -> jax.Array:
     single scatter into all blocks is 2 to 50 times slower than this.
     """
     if codes.ndim > 2:
-        return lax.map(lambda pair: _segment_product(*pair, k), (x, codes))
+        return lax.map(lambda pair: _segment_product(pair[0], pair[1], k), (x, codes))
     table = reference.decode_rsr(jnp.arange(2**k, dtype=jnp.uint16)[None], k, k).astype(x.dtype).T
 
     def block_product(row_codes: jax.Array) -> jax.Array:
@@ -375,8 +380,7 @@ def _multiply(x: jax.Array, q: RSROperator, dtype: Any) -> jax.Array:
     """`x` (*stack, ..., n) times `q` (*stack, n, m) as `dtype`."""
     stack, free = x.shape[: q.ndim - 2], x.shape[q.ndim - 2 : -1]
     rows = x.reshape(*stack, math.prod(free), x.shape[-1]).astype(_accumulator(dtype))
-    product = jnp.matmul(rows, q.decode().astype(rows.dtype)) if not q.use_kernel else q._product(rows)
-    return product.reshape(*stack, *free, q.shape[-1]).astype(dtype)
+    return q._product(rows).reshape(*stack, *free, q.shape[-1]).astype(dtype)
 
 
 def _accumulator(dtype: Any) -> np.dtype:
@@ -394,21 +398,58 @@ def dot_general(
     rhs: RSROperatorBinary | RSROperatorTernary,
     *,
     dimension_numbers: Any,
-    preferred_element_type: Any,
-    out_sharding: Any = None,
     **params: Any,
 ) -> Any:
-    """`x @ operator`, on whichever axis of `x`, and stacks of both. Any `precision` asked for is met."""
-    del primitive, params
-    (x_summed, q_summed), (x_batch, q_batch) = (tuple(map(tuple, pair)) for pair in dimension_numbers)
-    stack = rhs.ndim - 2
-    dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype))
-    if q_summed != (stack,) or q_batch != tuple(range(stack)) or out_sharding is not None:
+    """`x @ operator`, over any axis of `x`, and of stacks of both. Whatever `precision` is asked for is met."""
+    del primitive
+    (x_summed, q_summed), (x_batch, q_batch) = dimension_numbers
+    return _contract(lhs, rhs, (*x_batch, *x_summed), (*q_batch, *q_summed), **params)
+
+
+@register("dot_general")
+def dot_general_lhs(
+    primitive: Any,
+    lhs: RSROperatorBinary | RSROperatorTernary,
+    rhs: Any,  # another implicit array too
+    *,
+    dimension_numbers: Any,
+    **params: Any,
+) -> Any:
+    """The same, transposed: how `einsum` puts it. Of `operator @ x`, which sums over columns, there is no rule."""
+    del primitive
+    (q_summed, x_summed), (q_batch, x_batch) = dimension_numbers
+    out = _contract(rhs, lhs, (*x_batch, *x_summed), (*q_batch, *q_summed), **params)
+    return out if out is NotImplemented else jnp.moveaxis(out, -1, lhs.ndim - 2)
+
+
+def _contract(
+    x: Any,
+    q: RSROperator,
+    x_axes: Sequence[int],
+    q_axes: Sequence[int],
+    *,
+    preferred_element_type: Any,
+    precision: Any = None,
+    **params: Any,
+) -> Any:
+    """The product over the last of the axes, along the others in parallel; NotImplemented unless these are the rows."""
+    del precision
+    stack = q.ndim - 2
+    dtype = jnp.dtype(preferred_element_type or jnp.result_type(x.dtype, q.dtype))
+    loses = _accumulator(dtype).itemsize < x.dtype.itemsize
+    unknown = any(value is not None for value in params.values())  # a sharding asked for
+    if tuple(q_axes) != tuple(range(stack + 1)) or not q.use_kernel or loses or unknown:
         return NotImplemented
-    if _accumulator(dtype).itemsize < lhs.dtype.itemsize:  # less than the operands have
+    x = materialize(x)
+    # JAX wants to be told how a scatter into typed shardings is laid out; of a dense product it knows.
+    if any(map(_is_split, (x, *jtu.tree_leaves(q)))):
         return NotImplemented
-    x = jnp.moveaxis(materialize(lhs), (*x_batch, *x_summed), (*range(stack), -1))
-    return _multiply(x, rhs, dtype)
+    return _multiply(jnp.moveaxis(x, x_axes, (*range(stack), -1)), q, dtype)
+
+
+def _is_split(x: jax.Array) -> bool:
+    """Whether the type of `x` says that it is spread over devices, as with explicit mesh axes."""
+    return any(entry is not None for entry in jax.typeof(x).sharding.spec)
 
 
 @register("convert_element_type")
@@ -417,7 +458,7 @@ def convert_element_type(
 ) -> Any:
     """Only the dtype on record changes: every dtype has the values of the matrix, but for -1 without a sign."""
     del primitive
-    kinds = (jnp.floating, jnp.signedinteger) if isinstance(q, RSROperatorTernary) else (jnp.floating, jnp.integer)
+    kinds = (jnp.inexact, jnp.signedinteger if isinstance(q, RSROperatorTernary) else jnp.integer)
     if weak_type or any(value is not None for value in params.values()):
         return NotImplemented
     return q.with_dtype(new_dtype) if any(jnp.issubdtype(new_dtype, kind) for kind in kinds) else NotImplemented

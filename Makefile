@@ -1,0 +1,57 @@
+# `make` alone says what there is. Everything is installed into VENV, made with PYTHON, and nowhere else:
+#   make test PYTHON=python3.13 VENV=.venv-newest ARGS="-k scan"
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary  # -qq: errors only
+BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install test lint format demo bench clean
+
+help: ## what there is
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
+		printf '%-14s %s\n' "$$name" "$$what"; done
+
+install: $(VENV)/.tests ## make the environment, with all that the tests need
+
+test: $(VENV)/.tests ## run the tests; ARGS are pytest's
+	$(VENV)/bin/python -m pytest -n auto $(ARGS)
+
+lint: $(VENV)/.linters ## check style, formatting and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+format: $(VENV)/.linters ## format, and mend what can be mended
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+demo: $(VENV)/.tests ## each format on a matrix: size, error and speed
+	$(VENV)/bin/python examples/demo.py
+
+bench: $(VENV)/.tests ## the benchmarks; they want an idle machine
+	@set -e; for each in $(BENCHMARKS); do echo "== $$each"; $(VENV)/bin/python $$each; done
+
+clean: ## remove the environment and what the tools left
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+
+# `--clear` takes away the stamps below too, when an environment is made again because its interpreter is gone.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, and \
+	$(PYTHON) is " + sys.version.split()[0] + ": choose another with `make PYTHON=...`")'
+	@echo "making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv --clear $(VENV) || { rm -f $@; exit 1; }
+
+$(VENV)/.tests: pyproject.toml $(VENV)/bin/python
+	@echo "installing the package and what its tests need into $(VENV)"
+	@$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.linters: pyproject.toml $(VENV)/.tests
+	@echo "installing the linters into $(VENV)"
+	@$(PIP) --editable '.[lint]'
+	@touch $@

@@ -1,0 +1,72 @@
+"""LoRA as an array: a frozen weight plus a trainable update of low rank, never added up.
+
+Run it with `python examples/lora.py`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eformer.jaximus import ImplicitArray, aux_field, explain, implicit, register
+
+
+class LoRA(ImplicitArray):
+    """`w + alpha * (a @ b)`."""
+
+    w: jax.Array
+    a: jax.Array
+    b: jax.Array
+    alpha: float = aux_field(default=1.0)
+
+    def materialize(self) -> jax.Array:
+        return self.w + self.alpha * (self.a @ self.b)
+
+
+@register("dot_general")
+def multiply(primitive: Any, x: jax.Array, q: LoRA, *, dimension_numbers: Any, **params: Any) -> Any:
+    """`x @ q` as `x @ w + alpha * (x @ a) @ b`: two thin products, and no matrix as large as `w`."""
+    (_, contracted), (_, batch) = dimension_numbers
+    if q.ndim != 2 or contracted != (0,) or batch:
+        return NotImplemented  # any other product gets the dense array
+
+    def dot(weight: jax.Array) -> jax.Array:
+        return primitive.bind(x, weight, dimension_numbers=dimension_numbers, **params)
+
+    return dot(q.w) + q.alpha * (dot(q.a) @ q.b)
+
+
+# That is all. From here on it is plain JAX, which has never heard of LoRA.
+
+
+def loss(weight: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.mean((jnp.tanh(x @ weight) - y) ** 2)
+
+
+@jax.jit
+def train(q: LoRA, x: jax.Array, y: jax.Array) -> LoRA:
+    gradient = jax.grad(implicit(loss))(q, x, y)  # a LoRA too: the gradients of w, a and b
+    return dataclasses.replace(q, a=q.a - gradient.a, b=q.b - gradient.b)
+
+
+def main() -> None:
+    keys = jax.random.split(jax.random.key(0), 5)
+    w, u, v, a = (jax.random.normal(key, shape) / 8 for key, shape in zip(keys, [(64, 64), (64, 4), (4, 64), (64, 4)]))
+    x = jax.random.normal(keys[4], (256, 64))
+    y = jnp.tanh(x @ (w + u @ v))  # what to learn: `w`, moved by a matrix of rank 4
+
+    q = LoRA(w, a, jnp.zeros((4, 64)), alpha=2.0)
+    print(q)
+
+    loss_of = jax.jit(implicit(loss))
+    print(f"loss before: {loss_of(q, x, y):.6f}")
+    for _ in range(300):
+        q = train(q, x, y)
+    print(f"loss after:  {loss_of(q, x, y):.6f}")
+
+    print(explain(loss)(q, x, y))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Strict settings for every test. Warnings are errors too: see `filterwarnings` in pyproject.toml."""
+
+import os
+
+# Before JAX is imported: eight devices on the host, so that sharding is real.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import itertools
+from collections.abc import Callable
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def getkey() -> Callable[[], jax.Array]:
+    """A function that gives a new random key at each call, the same ones in every run of the test."""
+    seeds = itertools.count()
+    return lambda: jax.random.key(next(seeds))

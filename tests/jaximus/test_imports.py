@@ -1,0 +1,138 @@
+"""What importing the package does, and which module may import which."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import eformer
+
+ROOT = Path(eformer.__file__).parent
+MODULES = ["eformer", *sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "eformer."))]
+SOURCES = sorted(ROOT.rglob("*.py"))
+
+# Which packages of ours a package may import, besides itself.
+MAY_IMPORT = {
+    "jaximus": set(),
+    "kernels": set(),
+    "ops": {"jaximus", "kernels"},
+    "model": {"ops", "jaximus"},
+    "checkpoint": {"ops", "jaximus"},
+    "cli": {"checkpoint", "model", "ops", "jaximus"},
+}
+
+# Run in a fresh interpreter: what our code does while it is imported, once the packages it stands on are there.
+HYGIENE = """
+import importlib, os, sys
+import jax, ml_dtypes, numpy
+from jax._src import xla_bridge
+
+root, names = sys.argv[1], sys.argv[2:]
+found = []
+
+def ours():
+    frame = sys._getframe(2)
+    while frame is not None and "importlib" not in frame.f_code.co_filename:
+        if frame.f_code.co_filename.startswith(root):
+            return True
+        frame = frame.f_back
+    return False
+
+class Watched(type(os.environ)):
+    def __getitem__(self, key):
+        if ours():
+            found.append(f"reads {key}")
+        return super().__getitem__(key)
+
+    def __contains__(self, key):
+        if ours():
+            found.append(f"looks for {key}")
+        return super().__contains__(key)
+
+    def __iter__(self):
+        if ours():
+            found.append("reads them all")
+        return super().__iter__()
+
+os.environ.__class__ = Watched
+for name in names:
+    importlib.import_module(name)
+    if xla_bridge._backends:
+        found.append(f"{name} starts a backend")
+        break
+for each in dict.fromkeys(found):
+    print(each)
+"""
+
+
+def hygiene(root: Path, *modules: str) -> list[str]:
+    """What the modules do that they should not; code counts as theirs if its file is below `root`."""
+    command = [sys.executable, "-c", HYGIENE, str(root), *modules]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_importing_touches_nothing():
+    assert hygiene(ROOT, *MODULES) == []
+
+
+def test_the_test_above_can_fail(tmp_path, monkeypatch):
+    (tmp_path / "offender.py").write_text(
+        "import os, jax\n"
+        "os.environ.get('A'), os.getenv('B'), 'C' in os.environ, list(os.environ)\n"
+        "jax.numpy.ones(3)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    expected = {"reads A", "reads B", "looks for C", "reads them all", "offender starts a backend"}
+    assert expected <= set(hygiene(tmp_path, "offender"))
+
+
+def imported(source: Path) -> set[str]:
+    """The modules a file imports, by their full names."""
+    package = ["eformer", *source.relative_to(ROOT).parent.parts]
+    names = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def relative(source: Path) -> str:
+    return str(source.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=relative)
+def test_imports_point_one_way(source):
+    package = source.relative_to(ROOT).parts[0].removesuffix(".py")
+    ours = {name.split(".")[1] for name in imported(source) if name.startswith("eformer.")}
+    assert package == "__init__" or ours & MAY_IMPORT.keys() <= MAY_IMPORT[package] | {package}
+
+
+def test_every_package_has_its_place():
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages <= MAY_IMPORT.keys()
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=relative)
+def test_private_names_of_jax_are_in_one_file(source):
+    private = {name for name in imported(source) if name.startswith("jax._") or name.startswith("jaxlib._")}
+    attributes = {
+        ast.unparse(node) for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Attribute)
+    }
+    private |= {name for name in attributes if name.startswith("jax._src")}
+    assert not private or relative(source) == "jaximus/_trace.py"
+
+
+def test_each_private_import_says_what_it_is_for():
+    lines = (ROOT / "jaximus" / "_trace.py").read_text().splitlines()
+    private = [i for i, line in enumerate(lines) if line.startswith("from jax._src")]
+    assert private
+    assert all(lines[i - 1].startswith("#") for i in private)

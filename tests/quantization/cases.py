@@ -1,0 +1,174 @@
+"""Every registered format with its options, and how results are compared with those of dense arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from eformer.jaximus import is_implicit, materialize, tree_flatten_with_implicit
+from eformer.ops.quantization import QuantizedArray, formats, quantize, straight_through
+
+# What is worth trying besides the defaults. A format that is not named here is tested with its defaults.
+OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
+    "int8": ({"axis": 0}, {"axis": (-2, -1)}),
+    "nf4": ({"block_size": 4}, {"block_size": 4, "axis": 0}, {"block_size": 4, "double_quantization": True}),
+    "ternary": ({"scale": "tensor"}, {"scale": "channel"}),
+    "binary": ({"scale": "channel"},),
+}
+
+
+class Case(NamedTuple):
+    """A format and options for it; called with an array, it quantizes that."""
+
+    name: str
+    options: dict[str, Any]
+
+    def __call__(self, array: Any, **more: Any) -> Any:
+        return quantize(array, dtype=self.name, **self.options, **more)
+
+    def straight_through(self, array: Any) -> jax.Array:
+        return straight_through(array, dtype=self.name, **self.options)
+
+    def fits(self, ndim: int) -> bool:
+        """Whether an array of so many axes has the axis that the options name."""
+        axis = self.options.get("axis", ())
+        return all(-ndim <= a < ndim for a in (axis if isinstance(axis, tuple) else (axis,)))
+
+    def __str__(self) -> str:
+        return "-".join([self.name, *(f"{name}={value}" for name, value in self.options.items())])
+
+
+CASES = [Case(form.name, options) for form in formats() for options in ({}, *OPTIONS.get(form.name, ()))]
+DEFAULTS = [case for case in CASES if not case.options]
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_format = pytest.mark.parametrize("case", DEFAULTS, ids=str)
+
+SHAPE = (6, 10)  # of the arrays that most tests share: ragged for every format, so that little is compiled
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def name(x: Any) -> str:
+    """For the `ids` of parametrized tests."""
+    return getattr(x, "__name__", None) or str(x)
+
+
+def normal(shape: Sequence[int] = SHAPE, dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
+    """Normal numbers from NumPy, which has nothing to compile."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(tuple(shape)), dtype)
+
+
+@functools.cache
+def _example(case: str, shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
+    q = next(c for c in CASES if str(c) == case)(normal(shape, dtype, seed))
+    return q, q.materialize()
+
+
+def example(case: Case, shape: tuple[int, ...] = SHAPE, dtype: Any = jnp.float32, seed: int = 0) -> Any:
+    """A quantized array and its dense form, the same objects at each call."""
+    return _example(str(case), shape, dtype, seed)
+
+
+def f64(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def assert_within(actual: Any, expected: Any, bound: Any) -> None:
+    """At most `bound` apart, elementwise; a NaN is never within."""
+    distance = np.abs(f64(actual) - f64(expected))
+    assert np.all(distance <= f64(bound)), f"{np.max(distance - f64(bound))} more than allowed"
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal structure, values, shapes, dtypes and weak types; `actual` may be implicit where `expected` is dense."""
+    actual, actual_structure = tree_flatten_with_implicit(actual)
+    expected, structure = tree_flatten_with_implicit(expected)
+    assert actual_structure == structure
+    for pair in zip(actual, expected, strict=True):
+        assert_same_array(*map(materialize, pair))
+
+
+def assert_same_array(actual: Any, expected: Any) -> None:
+    assert type_of(actual) == type_of(expected)
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+
+
+def assert_same_leaves(actual: Any, expected: Any) -> None:
+    """The same implicit array, bit for bit: class, static fields and leaves."""
+    assert is_implicit(actual)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for pair in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_same_array(*pair)
+
+
+def type_of(x: Any) -> tuple[Any, ...]:
+    return jnp.shape(x), x.dtype, getattr(x, "weak_type", False)
+
+
+# --- products ---
+
+Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+def dot_f64(lhs: Any, rhs: Any, numbers: Numbers) -> np.ndarray:
+    """`lax.dot_general` by its definition, in float64."""
+    (l_summed, r_summed), (l_batch, r_batch) = numbers
+    lhs, rhs = f64(lhs), f64(rhs)
+    letters = iter("abcdefghijklmnop")
+    left = [next(letters) for _ in range(lhs.ndim)]
+    right = [next(letters) for _ in range(rhs.ndim)]
+    for mine, its in (*zip(l_summed, r_summed, strict=True), *zip(l_batch, r_batch, strict=True)):
+        right[its] = left[mine]
+    batch = [left[a] for a in l_batch]
+    free_left = [c for a, c in enumerate(left) if a not in (*l_summed, *l_batch)]
+    free_right = [c for a, c in enumerate(right) if a not in (*r_summed, *r_batch)]
+    out = "".join([*batch, *free_left, *free_right])
+    return np.einsum(f"{''.join(left)},{''.join(right)}->{out}", lhs, rhs)
+
+
+def assert_product(out: Any, lhs: Any, rhs: Any, numbers: Numbers | None = None) -> None:
+    """`out` is `lhs @ rhs`, or the `dot_general` of dense operands, as exactly as its dtype and theirs can tell.
+
+    Rounding moves each of the `K` terms of a sum by half an epsilon of float32 at each of its additions, and by two
+    halves of one of the operands' dtypes (a scale may be rounded into `x` where the dense array rounds it into the
+    weight); the result is rounded once more.
+    """
+    lhs, rhs = materialize((lhs, rhs))
+    numbers = numbers or (((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),)), ((), ()))
+    terms = int(np.prod([lhs.shape[a] for a in numbers[0][0]]))
+    exact, magnitude = dot_f64(lhs, rhs, numbers), dot_f64(np.abs(lhs), np.abs(rhs), numbers)
+    operands = max(float(jnp.finfo(a.dtype).eps) for a in (lhs, rhs))
+    info = jnp.finfo(out.dtype)
+    bound = magnitude * (terms * float(jnp.finfo(jnp.float32).eps) + operands)
+    assert out.shape == exact.shape
+    assert_within(out, exact, bound + (np.abs(exact) + bound) * float(info.eps) / 2 + float(info.tiny))
+
+
+# --- what a program holds ---
+
+
+def eqns(jaxpr: Any) -> list[Any]:
+    """All equations of a jaxpr and of those inside it."""
+    inner = [e for eqn in jaxpr.eqns for j in jaxprs_in_params(eqn.params) for e in eqns(j)]
+    return [*jaxpr.eqns, *inner]
+
+
+def primitives(function: Callable[..., Any], *args: Any) -> set[str]:
+    return {eqn.primitive.name for eqn in eqns(jax.make_jaxpr(function)(*args).jaxpr)}
+
+
+def largest_float(function: Callable[..., Any], *args: Any) -> int:
+    """Elements of the largest floating point array that the program of `function` makes."""
+    avals = [v.aval for eqn in eqns(jax.make_jaxpr(function)(*args).jaxpr) for v in eqn.outvars]
+    sizes = [aval.size for aval in avals if hasattr(aval, "size") and jnp.issubdtype(aval.dtype, jnp.floating)]
+    return max(sizes, default=0)
+
+
+def leaves_of(q: QuantizedArray) -> list[jax.Array]:
+    return jax.tree.leaves(q)

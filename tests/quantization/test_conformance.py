@@ -1,0 +1,313 @@
+"""What every format must do, for all that are registered and the options they have."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from eformer.jaximus import ImplicitArray, explain, implicit, is_implicit, materialization_error, materialize
+from eformer.ops.quantization import QuantizationConfig, QuantizedArray, formats, quantize, straight_through
+
+from .cases import (
+    CASES,
+    DEFAULTS,
+    FLOATS,
+    SHAPE,
+    Case,
+    assert_product,
+    assert_same,
+    assert_same_array,
+    assert_same_leaves,
+    assert_within,
+    every_case,
+    every_format,
+    example,
+    f64,
+    largest_float,
+    name,
+    normal,
+)
+
+# Most primitives have no rule: being made dense is what is tested.
+pytestmark = pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning")
+
+
+def test_documented_formats_are_registered():
+    assert {"nf4", "int8", "ternary", "binary"} <= {form.name for form in formats()}
+
+
+# --- the round trip ---
+
+
+@jax.jit
+def decoded(q: QuantizedArray, w: jax.Array) -> Any:
+    """One program for the dense array and how far it may be from the original."""
+    return q.materialize(), q.error_bound(w)
+
+
+SHAPES = ((), (0,), (5,), (3, 0), (0, 3), (7, 9), (2, 3, 5), (2, 1, 3, 5), (2, 1, 2, 3, 5))
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"), [(c, s) for c in CASES for s in SHAPES if c.fits(len(s))], ids=str
+)
+def test_round_trip_of_any_shape(case, shape):
+    w = normal(shape)
+    q = case(w)
+    assert isinstance(q, ImplicitArray)
+    assert (q.shape, q.ndim, q.size, q.dtype) == (shape, len(shape), w.size, w.dtype)
+    dense, bound = decoded(q, w)
+    assert (dense.shape, dense.dtype) == (shape, w.dtype)
+    assert bound.shape == shape
+    assert_within(dense, w, bound)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.int8, jnp.uint8], ids=name)
+def test_round_trip_of_any_dtype(case, dtype):
+    w = jnp.asarray(np.round(np.abs(normal()) * 9) if dtype == jnp.uint8 else normal() * 9).astype(dtype)
+    q = case(w)
+    dense, bound = decoded(q, w)
+    assert (q.dtype, dense.dtype, dense.shape) == (dtype, dtype, w.shape)
+    assert_within(dense, w, bound)
+
+
+@every_case
+def test_round_trip_of_float64(case):
+    with jax.enable_x64(True):
+        w = jnp.asarray(np.random.default_rng(0).standard_normal(SHAPE))
+        q = case(w)
+        dense, bound = q.materialize(), q.error_bound(w)
+        assert w.dtype == q.dtype == dense.dtype == jnp.float64
+        assert_within(dense, w, bound)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_round_trip_of_drawn_shapes_axes_and_blocks(data):
+    shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4), label="shape"))
+    case = data.draw(st.sampled_from(drawn_cases(len(shape), data)), label="case")
+    w = normal(shape)
+    q = case(w)
+    dense, bound = decoded(q, w)
+    assert q.shape == dense.shape == shape
+    assert_within(dense, w, bound)
+
+
+def drawn_cases(ndim: int, data: Any) -> list[Case]:
+    """Every format, with options drawn where it has some."""
+    axis = data.draw(st.integers(-ndim, ndim - 1), label="axis")
+    axes = data.draw(st.lists(st.integers(0, ndim - 1), unique=True), label="axes")
+    block_size = 2 * data.draw(st.integers(1, 5), label="half a block")
+    values = {"axis": {"int8": tuple(axes), "nf4": axis}, "block_size": {"nf4": block_size}}
+    drawn = [
+        {option: of[form.name] for option, of in values.items() if form.name in of and option in form.options}
+        for form in formats()
+    ]
+    return [Case(form.name, options) for form, options in zip(formats(), drawn, strict=True)]
+
+
+# --- values that break formulas ---
+
+SPECIAL = (3, 70)  # more than one block of 64, and more than one vector register
+PLACES = ((0, 0), (1, 33), (2, 69))
+
+
+@every_case
+@pytest.mark.parametrize("dtype", FLOATS, ids=name)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf], ids=str)
+def test_nan_and_infinity_never_become_a_wrong_number(case, dtype, place, special):
+    """A result that is a number is within the format's bound. A NaN stays one."""
+    w = normal(SPECIAL, dtype).at[place].set(special)
+    dense, bound = map(np.asarray, decoded(case(w), w))
+    numbers = np.isfinite(f64(dense))
+    assert np.isnan(special) <= np.isnan(dense[place])
+    assert_within(dense[numbers], np.asarray(w)[numbers], bound[numbers])
+
+
+# The rule of the binary format is the sign, and the sign of 0 is 1.
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "binary"], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=name)
+def test_zeros_are_exact(case, dtype):
+    w = jnp.zeros(SPECIAL, dtype)
+    assert_same_array(case(w).materialize(), w)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", FLOATS, ids=name)
+@pytest.mark.parametrize("size", ["smallest", "small", "large"])
+def test_magnitudes_at_the_ends_of_the_range(case, dtype, size):
+    info = jnp.finfo(dtype)
+    factor = {"smallest": info.smallest_subnormal, "small": info.tiny, "large": info.max * 0.9}[size]
+    unit = np.clip(np.asarray(normal(SPECIAL)), -1, 1)
+    w = jnp.asarray((f64(unit) * float(factor)).astype(dtype))
+    dense, bound = decoded(case(w), w)
+    assert np.all(np.isfinite(bound))
+    assert_within(dense, w, bound)
+
+
+# --- primitives ---
+
+
+def conv(lhs: Any, rhs: Any) -> Any:
+    return lax.conv_general_dilated(lhs, rhs, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def gather(operand: Any, *indices: int) -> Any:
+    """Whole rows by number."""
+    numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
+    return lax.gather(operand, jnp.array(indices)[:, None], numbers, (1, operand.shape[1]))
+
+
+# Each binds its primitives one by one: JAX compiles what a `jit` holds as a whole, and may fuse a product and a sum
+# into one rounding, so that the last digit differs.
+PRIMITIVES: dict[str, Any] = {
+    # those the documentation names
+    "add": lambda q, x: lax.add(q, x),
+    "add_reversed": lambda q, x: lax.add(x, q),
+    "mul": lambda q, x: lax.mul(x, q),
+    "div": lambda q, x: lax.div(q, x),
+    "div_reversed": lambda q, x: lax.div(x, q),
+    "sub": lambda q, x: lax.sub(x, q),
+    "max": lambda q, x: lax.max(q, x),
+    "lt": lambda q, x: lax.lt(q, x),
+    "exp": lambda q, x: lax.exp(q),
+    "log": lambda q, x: lax.log(q),
+    "sqrt": lambda q, x: lax.sqrt(q),
+    "integer_pow": lambda q, x: lax.integer_pow(q, 3),
+    "reduce": lambda q, x: lax.reduce(q, np.float32(0), lambda a, b: lax.max(a, lax.neg(b)), (1,)),
+    "broadcast_in_dim_rows": lambda q, x: lax.broadcast_in_dim(q, (3, 6, 10), (1, 2)),
+    "broadcast_in_dim_columns": lambda q, x: lax.broadcast_in_dim(q, (6, 3, 10), (0, 2)),
+    "broadcast_in_dim_trailing": lambda q, x: lax.broadcast_in_dim(q, (6, 10, 2), (0, 1)),
+    "broadcast_in_dim_of_one": lambda q, x: lax.broadcast_in_dim(lax.slice(q, (0, 0), (1, 10)), (4, 10), (0, 1)),
+    "reshape_split": lambda q, x: lax.reshape(q, (2, 3, 10)),
+    "reshape_split_last": lambda q, x: lax.reshape(q, (6, 2, 5)),
+    "reshape_merge": lambda q, x: lax.reshape(q, (60,)),
+    "reshape_mix": lambda q, x: lax.reshape(q, (4, 15)),
+    "reshape_ones": lambda q, x: lax.reshape(q, (1, 6, 1, 10, 1)),
+    "reshape_permuted": lambda q, x: lax.reshape(q, (15, 4), dimensions=(1, 0)),
+    "transpose": lambda q, x: lax.transpose(q, (1, 0)),
+    "transpose_3d": lambda q, x: lax.transpose(lax.broadcast_in_dim(q, (2, 6, 10), (1, 2)), (1, 2, 0)),
+    "concatenate_rows": lambda q, x: lax.concatenate([q, q], 0),
+    "concatenate_columns": lambda q, x: lax.concatenate([q, q, q], 1),
+    "concatenate_with_dense": lambda q, x: lax.concatenate([q, x], 0),
+    "gather_rows": lambda q, x: gather(q, 2, 0, 2),
+    "gather_out_of_bounds": lambda q, x: gather(q, 5, 6, -1),
+    "gather_elements": lambda q, x: q[jnp.array([0, 5]), jnp.array([9, 3])],
+    "gather_columns": lambda q, x: q[:, jnp.array([9, 0])],
+    "gather_batch_of_rows": lambda q, x: q[jnp.array([[1, 2], [3, 5]])],
+    "conv_general_dilated_lhs": lambda q, x: conv(q.reshape(1, 6, 5, 2), x.reshape(3, 2, 2, 5)),
+    "conv_general_dilated_rhs": lambda q, x: conv(x.reshape(1, 6, 5, 2), q.reshape(3, 2, 2, 5)),
+    "convert_element_type_bfloat16": lambda q, x: lax.convert_element_type(q, jnp.bfloat16),
+    "convert_element_type_float16": lambda q, x: lax.convert_element_type(q, jnp.float16),
+    "convert_element_type_int32": lambda q, x: lax.convert_element_type(q, jnp.int32),
+    "convert_element_type_bool": lambda q, x: lax.convert_element_type(q, jnp.bool_),
+    "convert_element_type_weak": lambda q, x: lax.convert_element_type(q, float),
+    "dot_general_outer": lambda q, x: lax.dot_general(q, x[0, 0], (((), ()), ((), ()))),
+    # and others
+    "sort": lambda q, x: lax.sort(q, dimension=0),
+    "sort_two_operands": lambda q, x: lax.sort([q, x], dimension=1, num_keys=1),
+    "top_k": lambda q, x: lax.top_k(q, 3),
+    "cumsum": lambda q, x: lax.cumsum(q, axis=1),
+    "cummax": lambda q, x: lax.cummax(q, axis=0),
+    "slice": lambda q, x: lax.slice(q, (1, 2), (6, 9)),
+    "slice_aligned": lambda q, x: lax.slice(q, (4, 4), (6, 8)),
+    "slice_strided": lambda q, x: lax.slice(q, (0, 1), (6, 10), (2, 3)),
+    "slice_empty": lambda q, x: lax.slice(q, (2, 4), (2, 10)),
+    "dynamic_slice": lambda q, x: lax.dynamic_slice(q, (2, 0), (2, 10)),
+    "dynamic_slice_past_the_end": lambda q, x: lax.dynamic_slice(q, (5, 9), (4, 3)),
+    "dynamic_update_slice": lambda q, x: lax.dynamic_update_slice(q, x[:2, :3], (1, 4)),
+    "dynamic_update_slice_with": lambda q, x: lax.dynamic_update_slice(lax.concatenate([x, x], 0), q, (2, 0)),
+    "where": lambda q, x: jnp.where(x > 0, q, x),
+    "select_n": lambda q, x: lax.select_n(lax.gt(x, np.zeros_like(x)), x, q),
+    "select_by_it": lambda q, x: lax.select(lax.gt(q, x), x, q),
+    "pad": lambda q, x: lax.pad(q, np.float32(2), ((1, 0, 2), (-1, 3, 0))),
+    "pad_with_it": lambda q, x: lax.pad(x, lax.squeeze(lax.slice(q, (0, 0), (1, 1)), (0, 1)), ((1, 1, 0), (0, 0, 0))),
+    "rev": lambda q, x: lax.rev(q, (0,)),
+    "clamp": lambda q, x: lax.clamp(np.float32(-0.5), q, np.float32(0.5)),
+    "squeeze": lambda q, x: lax.squeeze(lax.slice(q, (2, 0), (3, 10)), (0,)),
+    "squeeze_column": lambda q, x: lax.squeeze(lax.slice(q, (0, 0), (6, 1)), (1,)),
+    "expand_dims": lambda q, x: lax.expand_dims(q, (1,)),
+    "argmax": lambda q, x: lax.argmax(q, 1, jnp.int32),
+    "argmin": lambda q, x: lax.argmin(q, 0, jnp.int32),
+    "reduce_sum": lambda q, x: lax.reduce(q, np.float32(0), lax.add, (0,)),
+    "reduce_prod": lambda q, x: lax.reduce(q, np.float32(1), lax.mul, (0, 1)),
+    "reduce_max": lambda q, x: lax.reduce(q, np.float32(-np.inf), lax.max, (1,)),
+    "reduce_min": lambda q, x: lax.reduce(q, np.float32(np.inf), lax.min, (0,)),
+    "reduce_window": lambda q, x: lax.reduce_window(q, np.float32(0), lax.add, (2, 2), (1, 2), "VALID"),
+    "scatter_add": lambda q, x: q.at[jnp.array([1, 1])].add(x[:2]),
+    "neg": lambda q, x: lax.neg(q),
+    "abs": lambda q, x: lax.abs(q),
+    "sign": lambda q, x: lax.sign(q),
+    "tanh": lambda q, x: lax.tanh(q),
+    "is_finite": lambda q, x: lax.is_finite(q),
+    "stop_gradient": lambda q, x: lax.stop_gradient(q),
+    "copy": lambda q, x: jnp.copy(q),
+    "bitcast_convert_type": lambda q, x: lax.bitcast_convert_type(q, jnp.int32),
+    "shape_of_it": lambda q, x: jnp.zeros_like(q),
+}
+
+
+@every_case
+@pytest.mark.parametrize("primitive", PRIMITIVES)
+def test_primitive_agrees_with_dense(case, primitive):
+    function = PRIMITIVES[primitive]
+    q, dense = example(case)
+    x = normal(seed=1)
+    assert_same(implicit(function)(q, x), function(dense, x))
+
+
+@every_case
+@pytest.mark.parametrize("dtype", FLOATS, ids=name)
+def test_operators_outside_implicit_agree_with_dense(case, dtype):
+    """`q + 1` and the like; a product and a sum may be rounded once instead of twice."""
+    q, dense = example(case, dtype=dtype)
+    eps = float(jnp.finfo(dtype).eps)
+    assert_within(2 - q, f64(2 - dense), eps * (2 + np.abs(f64(dense))))
+    assert_same(-q, -dense)
+    assert_same(q > 0.5, dense > 0.5)
+    assert_same(q.T, dense.T)
+    assert_same(q[2], dense[2])
+    assert_same(q.astype(jnp.float32), dense.astype(jnp.float32))
+
+
+def drawn_transpose(shape: tuple[int, ...], data: Any) -> Any:
+    return functools.partial(lax.transpose, permutation=data.draw(st.permutations(range(len(shape)))))
+
+
+def drawn_reshape(shape: tuple[int, ...], data: Any) -> Any:
+    """Axes merged, a one put in between, or all rearranged."""
+    at = data.draw(st.integers(0, len(shape) - 1), label="at")
+    merged = (*shape[:at], int(np.prod(shape[at : at + 2])), *shape[at + 2 :])
+    choices = [merged, (*shape[:at], 1, *shape[at:]), shape[::-1], (int(np.prod(shape)),)]
+    return functools.partial(lax.reshape, new_sizes=data.draw(st.sampled_from(choices), label="new shape"))
+
+
+def drawn_slice(shape: tuple[int, ...], data: Any) -> Any:
+    ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)), label="ends")) for n in shape]
+    strides = data.draw(st.tuples(*[st.sampled_from([1, 1, 2])] * len(shape)), label="strides")
+    starts, limits = zip(*ends, strict=True)
+    return functools.partial(lax.slice, start_indices=starts, limit_indices=limits, strides=strides)
+
+
+@pytest.mark.parametrize("move", [drawn_transpose, drawn_reshape, drawn_slice], ids=name)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_moving_drawn_shapes_moves_the_dense_array(move, data):
+    """Bit for bit, whatever the axes and blocks."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3), label="shape"))
+    case = data.draw(st.sampled_from(drawn_cases(len(shape), data)), label="case")
+    function = move(shape, data)
+    q = case(normal(shape))
+    assert_same(implicit(function)(q), function(q.materialize()))

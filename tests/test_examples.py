@@ -1,0 +1,69 @@
+"""The examples run, do what they say, and are what a newcomer should copy."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer.jaximus import explain, implicit, materialization_error
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def lora():
+    """The example's names; a module with rules is run once."""
+    return runpy.run_path(str(EXAMPLES / "lora.py"))
+
+
+def test_lora_runs(lora, capsys):
+    lora["main"]()
+    out = capsys.readouterr().out
+    before, after = (float(number) for number in re.findall(r"loss (?:before|after): +([\d.]+)", out))
+    assert after < before / 4
+    assert "LoRA(float32[64, 64], 18,432 bytes)" in out
+    assert re.search(r"dot_general +LoRA +\S*multiply +1 +0\n", out)
+    assert "materialize" not in out
+
+
+def make(lora, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    w, a, b = (
+        jax.random.randint(key, shape, -2, 3).astype(dtype)
+        for key, shape in zip(keys, [(6, 5), (6, 2), (2, 5)], strict=True)
+    )
+    return lora["LoRA"](w, a, b, alpha=2.0)
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_lora_product(shape, dtype, lora):
+    """Of small integers, so exact in either order."""
+    q, x = make(lora, dtype), jax.random.randint(jax.random.key(1), shape, -1, 2).astype(dtype)
+    with materialization_error():
+        actual = x @ q
+    expected = x @ q.materialize()
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(actual, expected)
+    assert explain(jnp.matmul)(x, q).dense_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning")
+def test_lora_other_layouts_are_materialized(lora):
+    q, x = make(lora), jnp.ones((3, 5))
+    np.testing.assert_array_equal(implicit(lambda x, q: x @ q.T)(x, q), x @ q.materialize().T)
+    np.testing.assert_array_equal(q @ x.T, q.materialize() @ x.T)
+
+
+def test_lora_trains_only_the_adapter(lora):
+    q, x = make(lora), jnp.ones((3, 6))
+    trained = lora["train"](q, x, jnp.zeros((3, 5)))
+    np.testing.assert_array_equal(trained.w, q.w)
+    assert jnp.any(trained.a != q.a)
+    assert jnp.any(trained.b != q.b)
