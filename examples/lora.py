@@ -45,25 +45,28 @@ def loss(weight: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def train(q: LoRA, x: jax.Array, y: jax.Array) -> LoRA:
+def train(q: LoRA, x: jax.Array, y: jax.Array, rate: float) -> LoRA:
     gradient = jax.grad(implicit(loss))(q, x, y)  # a LoRA too: the gradients of w, a and b
-    return dataclasses.replace(q, a=q.a - gradient.a, b=q.b - gradient.b)
+    return dataclasses.replace(q, a=q.a - rate * gradient.a, b=q.b - rate * gradient.b)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def main() -> None:
-    keys = jax.random.split(jax.random.key(0), 5)
-    w, u, v, a = (jax.random.normal(key, shape) / 8 for key, shape in zip(keys, [(64, 64), (64, 4), (4, 64), (64, 4)]))
-    x = jax.random.normal(keys[4], (256, 64))
-    y = jnp.tanh(x @ (w + u @ v))  # what to learn: `w`, moved by a matrix of rank 4
+    w, x = normal(0, 64, 64) / 8, normal(1, 256, 64)
+    target = w + normal(2, 64, 4) @ normal(3, 4, 64) / 64  # the pretrained weight, moved by a matrix of rank 4
+    y = jnp.tanh(x @ target)
 
-    q = LoRA(w, a, jnp.zeros((4, 64)), alpha=2.0)
+    q = LoRA(w, a=normal(4, 64, 4) / 8, b=jnp.zeros((4, 64)), alpha=2.0)
     print(q)
 
     loss_of = jax.jit(implicit(loss))
-    print(f"loss before: {loss_of(q, x, y):.6f}")
+    print(f"loss before: {loss_of(q, x, y):.1e}")
     for _ in range(300):
-        q = train(q, x, y)
-    print(f"loss after:  {loss_of(q, x, y):.6f}")
+        q = train(q, x, y, rate=8.0)
+    print(f"loss after:  {loss_of(q, x, y):.1e}")
 
     print(explain(loss)(q, x, y))
 

@@ -25,8 +25,8 @@ def lora():
 def test_lora_runs(lora, capsys):
     lora["main"]()
     out = capsys.readouterr().out
-    before, after = (float(number) for number in re.findall(r"loss (?:before|after): +([\d.]+)", out))
-    assert after < before / 4
+    before, after = (float(number) for number in re.findall(r"loss (?:before|after): +(\S+)", out))
+    assert after < before / 20
     assert "LoRA(float32[64, 64], 18,432 bytes)" in out
     assert re.search(r"dot_general +LoRA +\S*multiply +1 +0\n", out)
     assert "materialize" not in out
@@ -63,7 +63,7 @@ def test_lora_other_layouts_are_materialized(lora):
 
 def test_lora_trains_only_the_adapter(lora):
     q, x = make(lora), jnp.ones((3, 6))
-    trained = lora["train"](q, x, jnp.zeros((3, 5)))
+    trained = lora["train"](q, x, jnp.zeros((3, 5)), rate=1.0)
     np.testing.assert_array_equal(trained.w, q.w)
     assert jnp.any(trained.a != q.a)
     assert jnp.any(trained.b != q.b)

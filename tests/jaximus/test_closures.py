@@ -168,7 +168,7 @@ CLOSURES = (
 )
 
 
-@pytest.mark.parametrize("jit", (lambda f: f, jax.jit), ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("closure", CLOSURES, ids=name)
 def test_closure(closure, jit, getkey):
     x, q = integers(getkey(), (4, 4)), scaled(getkey(), (4, 4))
@@ -176,7 +176,7 @@ def test_closure(closure, jit, getkey):
 
 
 @arrays
-@pytest.mark.parametrize("closure", (operator_, method, in_jit, in_scan, in_vmap_of_grad), ids=name)
+@pytest.mark.parametrize("closure", [operator_, method, in_jit, in_scan, in_vmap_of_grad], ids=name)
 def test_closure_over_each_array(closure, make, getkey):
     x, q = integers(getkey(), (4, 4)), make(getkey(), (4, 4))
     assert_same(implicit(closure(q))(x), closure(q.materialize())(x))
@@ -185,7 +185,7 @@ def test_closure_over_each_array(closure, make, getkey):
 STAYING = (operator_, function, lax_function, in_jit, jit_used_twice, in_scan, in_cond, in_while, in_checkpoint)
 
 
-@pytest.mark.parametrize("closure", (*STAYING, in_scan_of_jit, in_shard_map, as_tree_partial), ids=name)
+@pytest.mark.parametrize("closure", [*STAYING, in_scan_of_jit, in_shard_map, as_tree_partial], ids=name)
 def test_closure_stays_implicit(closure, getkey):
     x, q = integers(getkey(), (4, 4)), scaled(getkey(), (4, 4))
     assert count_materialized(implicit(closure(q)), x) == 0
@@ -209,7 +209,7 @@ def test_jit_closing_over_it_used_outside_and_then_inside(getkey):
     assert count_materialized(implicit(jitted), x) == 0
 
 
-@pytest.mark.parametrize("outer", (jax.jit, jax.grad, jax.vmap), ids=name)
+@pytest.mark.parametrize("outer", [jax.jit, jax.grad, jax.vmap], ids=name)
 def test_transformation_of_a_jit_traced_inside_before(outer, getkey):
     """The trace that JAX cached inside `implicit` serves transformations outside it too."""
     x, q = integers(getkey(), (4,)), scaled(getkey(), (4, 4))

@@ -79,7 +79,7 @@ def _serializable():
 
 
 @pytest.mark.usefixtures("_serializable")
-@pytest.mark.parametrize("function", (matmul, squares), ids=name)
+@pytest.mark.parametrize("function", [matmul, squares], ids=name)
 def test_export(function, getkey):
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 6))
     exported = jax.export.export(jax.jit(implicit(function)))(*structs((x, q)))
@@ -142,7 +142,7 @@ def test_donate_the_implicit_array(getkey):
     assert_same(negated, expected)
 
 
-@pytest.mark.parametrize("jit", (lambda f: f, jax.jit), ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_donate_the_implicit_array_inside(jit, getkey):
     """Its leaves may be used elsewhere, so they are kept."""
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))

@@ -84,9 +84,7 @@ def custom_vjp(f):
 
 def custom_vjp_optimize_remat(f):
     g = jax.custom_vjp(f)
-    g.defvjp(
-        lambda x, q: (f(x, q), (x, q)), lambda saved, ct: thrice(jax.vjp(f, *saved)[1](ct)), optimize_remat=True
-    )
+    g.defvjp(lambda x, q: (f(x, q), (x, q)), lambda saved, ct: thrice(jax.vjp(f, *saved)[1](ct)), optimize_remat=True)
     return g
 
 
@@ -154,7 +152,7 @@ def custom_vmap(f):
     g = jax.custom_batching.custom_vmap(f)
 
     @g.def_vmap
-    def _(axis_size, in_batched, x, q):
+    def _(_axis_size, in_batched, x, q):
         x_batched, q_batched = (any(jtu.tree_leaves(batched)) for batched in in_batched)
         return 3 * jax.vmap(f, (0 if x_batched else None, 0 if q_batched else None))(x, q), True
 
@@ -224,20 +222,22 @@ USES = (value, grad, grad_x, grad_of_jit, grad_of_vmap, vmap_of_grad, grad_of_ch
 @pytest.mark.parametrize("custom", CUSTOM, ids=name)
 def test_gradient(custom, place, make, getkey):
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 4))
-    actual, expected = (place(wrap, lambda f, x, q: grad(custom(f), x, q), matmul)(x, q) for wrap in (implicit, densely))
+    actual, expected = (
+        place(wrap, lambda f, x, q: grad(custom(f), x, q), matmul)(x, q) for wrap in (implicit, densely)
+    )
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("place", (inside, outside), ids=name)
+@pytest.mark.parametrize("place", [inside, outside], ids=name)
 @pytest.mark.parametrize("use", USES, ids=name)
-@pytest.mark.parametrize("custom", (custom_jvp_of_both, custom_jvp_symbolic_zeros, custom_vjp), ids=name)
+@pytest.mark.parametrize("custom", [custom_jvp_of_both, custom_jvp_symbolic_zeros, custom_vjp], ids=name)
 def test_uses(custom, use, place, getkey):
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))
     actual, expected = (place(wrap, lambda f, x, q: use(custom(f), x, q), matmul)(x, q) for wrap in (implicit, densely))
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("place", (inside, outside), ids=name)
+@pytest.mark.parametrize("place", [inside, outside], ids=name)
 def test_forward_mode(place, getkey):
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))
 
@@ -247,11 +247,13 @@ def test_forward_mode(place, getkey):
     assert_same(place(implicit, push_forward, matmul)(x, q), place(densely, push_forward, matmul)(x, q))
 
 
-@pytest.mark.parametrize("place", (inside, outside), ids=name)
+@pytest.mark.parametrize("place", [inside, outside], ids=name)
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
 def test_custom_vmap(axes, place, getkey):
     x, q = integers(getkey(), (2, 3, 4)), scaled(getkey(), (2, 4, 4))
-    x, q = (tree if axis == 0 else jtu.tree_map(lambda leaf: leaf[0], tree) for tree, axis in zip((x, q), axes))
+    x, q = (
+        tree if axis == 0 else jtu.tree_map(lambda leaf: leaf[0], tree) for tree, axis in zip((x, q), axes, strict=True)
+    )
 
     def batch(f, x, q):
         return jax.vmap(custom_vmap(f), axes)(x, q)
@@ -259,8 +261,8 @@ def test_custom_vmap(axes, place, getkey):
     assert_same(place(implicit, batch, matmul)(x, q), place(densely, batch, matmul)(x, q))
 
 
-@pytest.mark.parametrize("use", (value, grad_x, vmap_of_grad, grad_of_jit), ids=name)
-@pytest.mark.parametrize("custom", (custom_jvp_of_both, custom_vjp), ids=name)
+@pytest.mark.parametrize("use", [value, grad_x, vmap_of_grad, grad_of_jit], ids=name)
+@pytest.mark.parametrize("custom", [custom_jvp_of_both, custom_vjp], ids=name)
 def test_closed_over(custom, use, getkey):
     """The function closes over the array itself, not over something `implicit` was given."""
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))
@@ -272,7 +274,7 @@ def test_closed_over(custom, use, getkey):
     assert_same(implicit(closing_over(q))(x), closing_over(q.materialize())(x))
 
 
-@pytest.mark.parametrize("custom", (custom_jvp, custom_vjp), ids=name)
+@pytest.mark.parametrize("custom", [custom_jvp, custom_vjp], ids=name)
 def test_stays_implicit(custom, getkey):
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))
     assert count_materialized(implicit(custom(matmul)), x, q) == 0

@@ -30,7 +30,7 @@ def call_back_io(x, q):
 
 
 @pytest.mark.parametrize("make", ARRAYS, ids=name)
-@pytest.mark.parametrize("function", (call_back, call_back_io), ids=name)
+@pytest.mark.parametrize("function", [call_back, call_back_io], ids=name)
 def test_callback(function, make, getkey):
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 4))
     assert_same(implicit(function)(x, q), densely(function)(x, q))
@@ -43,7 +43,7 @@ def test_pure_callback(place, getkey):
     assert_same(implicit(place(call_back))(x, q), densely(place(call_back))(x, q))
 
 
-@pytest.mark.parametrize("jit", (lambda f: f, jax.jit), ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_callback_given_a_tree_holding_the_array(jit, getkey):
     """Outside `implicit` the array is a tree, and arrives at the host as one."""
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))

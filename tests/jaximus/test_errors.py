@@ -27,27 +27,25 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("jit", (lambda f: f, jax.jit), ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(("returned", "message"), WRONG.values(), ids=WRONG)
 def test_rule_returning_the_wrong_thing(returned, message, jit):
     New = new_class()
 
     @register("sin")
-    def my_rule(primitive, q: New, **params):
+    def my_rule(_primitive, q: New, **_params):
         return returned(q)
 
     with pytest.raises(TypeError, match=rf"rule .*my_rule for `sin` {message}"):
         jit(implicit(lax.sin))(New(X))
 
 
-@pytest.mark.parametrize(
-    "returned", [None, [X], (X, X, X), X], ids=["none", "too few", "too many", "an array"]
-)
+@pytest.mark.parametrize("returned", [None, [X], (X, X, X), X], ids=["none", "too few", "too many", "an array"])
 def test_rule_returning_the_wrong_number_of_arrays(returned):
     New = new_class()
 
     @register("split")
-    def my_rule(primitive, q: New, **params):
+    def my_rule(_primitive, _q: New, **_params):
         return returned
 
     with pytest.raises(TypeError, match=r"my_rule for `split` must return a list of 2 arrays, got"):
@@ -58,10 +56,12 @@ def test_rule_returning_one_wrong_array_of_several():
     New = new_class()
 
     @register("split")
-    def my_rule(primitive, q: New, **params):
+    def my_rule(_primitive, q: New, **_params):
         return [q.value[:1], q.value]
 
-    with pytest.raises(TypeError, match=r"my_rule for `split` returned float32\[3\], but dense operands give float32\[2\]"):
+    with pytest.raises(
+        TypeError, match=r"my_rule for `split` returned float32\[3\], but dense operands give float32\[2\]"
+    ):
         implicit(lambda q: lax.split(q, [1, 2]))(New(X))
 
 
@@ -70,7 +70,7 @@ def test_rule_that_raises():
     New = new_class()
 
     @register("sin")
-    def my_rule(primitive, q: New, **params):
+    def my_rule(_primitive, _q: New, **_params):
         raise ZeroDivisionError("from the rule")
 
     with pytest.raises(ZeroDivisionError, match="from the rule"):
@@ -132,7 +132,7 @@ def test_handler_without_a_usable_annotation(handler, given):
 
 
 def test_annotation_that_cannot_be_resolved():
-    def my_rule(primitive, q: "Missing", **params):  # noqa: F821
+    def my_rule(_primitive, _q: "Missing", **_params):  # noqa: F821
         return NotImplemented
 
     with pytest.raises(TypeError, match=r"handler .*my_rule for `mul` has an annotation .*'Missing' is not defined"):
@@ -149,7 +149,7 @@ def test_failed_registration_registers_nothing():
 # --- x @ q ---
 
 
-@pytest.mark.parametrize("make", (lambda q: q, lambda q: q.materialize()), ids=["implicit", "dense"])
+@pytest.mark.parametrize("make", [lambda q: q, lambda q: q.materialize()], ids=["implicit", "dense"])
 def test_mismatched_matmul_raises_as_for_dense_arrays(make, getkey):
     x, q = integers(getkey(), (3, 5)), scaled(getkey(), (4, 6))
     with pytest.raises(TypeError):
@@ -231,7 +231,7 @@ def test_class_without_materialize():
     class Unfinished(ImplicitArray):
         w: jax.Array
 
-    with pytest.raises(TypeError, match="abstract.*materialize"):
+    with pytest.raises(TypeError, match=r"abstract.*materialize"):
         Unfinished(X)
 
 

@@ -147,7 +147,7 @@ def test_layers(x, getkey):
     assert rows(explain(function)(x, q)) == {("dot_general", DOT): (3, 0)}
 
 
-def test_layers_that_must_be_made_dense(x, getkey):
+def test_layers_that_must_be_made_dense(x):
     """The whole stack, once, where its slices are no slices of its leaves."""
     q = Filled(jnp.float32(1), shape=(3, 4, 4))
     function = lambda x, q: lax.scan(lambda c, w: (c @ w, None), x, q)  # noqa: E731
@@ -188,7 +188,9 @@ def test_large_numbers_are_readable():
     assert "4,000,000" in str(explain(jnp.sin)(q))
 
 
-@pytest.mark.parametrize("wrap", (lambda f: f, implicit, lambda f: jax.jit(implicit(f)), jax.jit), ids=["", "i", "ji", "j"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, implicit, lambda f: jax.jit(implicit(f)), jax.jit], ids=["", "i", "ji", "j"]
+)
 def test_function_that_was_called_before(wrap, x, q):
     """A trace that JAX has cached hides nothing."""
     function = wrap(lambda x, q: x @ q + jnp.sum(jnp.sin(q)))
@@ -241,11 +243,10 @@ def new_class(base: type[ImplicitArray] = Scaled, warn: bool = True) -> type:
 
 def test_fallback_warns_once_for_each_class_and_primitive(q):
     loud, other = (new_class()(q.w, q.s) for _ in range(2))
-    with pytest.warns(MaterializationWarning, match=r"no rule serves `sin` of Loud.*explain") as caught:
+    with pytest.warns(MaterializationWarning, match=r"no rule serves `sin` of Loud.*explain"):
         implicit(jnp.sin)(loud)
-        implicit(jnp.sin)(loud)
-        jax.jit(implicit(lambda q: jnp.sin(q) * 2))(loud)
-    assert len(caught) == 1
+    implicit(jnp.sin)(loud)  # a second warning would be an error
+    jax.jit(implicit(lambda q: jnp.sin(q) * 2))(loud)
     with pytest.warns(MaterializationWarning, match="`cos` of Loud"):
         implicit(jnp.cos)(loud)
     with pytest.warns(MaterializationWarning, match="`sin` of Loud"):
@@ -318,13 +319,16 @@ def in_cond(f):
     return jax.jit(implicit(lambda x, q: lax.cond(True, f, f, x, q)))
 
 
-STRICT = pytest.mark.parametrize("place", (eager, jit_outside, jit_inside, in_scan, in_cond), ids=name)
+STRICT = pytest.mark.parametrize("place", [eager, jit_outside, jit_inside, in_scan, in_cond], ids=name)
 
 
 @STRICT
 def test_materialization_is_an_error(place, x, q):
     function = place(lambda x, q: x @ jnp.sin(q))
-    with materialization_error(), pytest.raises(MaterializationError, match=r"no rule serves `sin` of Scaled.*@register"):
+    with (
+        materialization_error(),
+        pytest.raises(MaterializationError, match=r"no rule serves `sin` of Scaled.*@register"),
+    ):
         function(x, q)
 
 
@@ -367,7 +371,7 @@ def test_strict_mode_nests(q):
             implicit(jnp.sin)(q)
 
 
-def test_asking_for_the_dense_array_is_no_error(q, getkey):
+def test_asking_for_the_dense_array_is_no_error(q):
     """What a function materializes itself it asked for."""
     with materialization_error():
         assert_same(q.materialize(), q.w * q.s)

@@ -82,9 +82,7 @@ def test_importing_touches_nothing():
 
 def test_the_test_above_can_fail(tmp_path, monkeypatch):
     (tmp_path / "offender.py").write_text(
-        "import os, jax\n"
-        "os.environ.get('A'), os.getenv('B'), 'C' in os.environ, list(os.environ)\n"
-        "jax.numpy.ones(3)\n"
+        "import os, jax\nos.environ.get('A'), os.getenv('B'), 'C' in os.environ, list(os.environ)\njax.numpy.ones(3)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     expected = {"reads A", "reads B", "looks for C", "reads them all", "offender starts a backend"}
@@ -123,7 +121,7 @@ def test_every_package_has_its_place():
 
 @pytest.mark.parametrize("source", SOURCES, ids=relative)
 def test_private_names_of_jax_are_in_one_file(source):
-    private = {name for name in imported(source) if name.startswith("jax._") or name.startswith("jaxlib._")}
+    private = {name for name in imported(source) if name.startswith(("jax._", "jaxlib._"))}
     attributes = {
         ast.unparse(node) for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Attribute)
     }

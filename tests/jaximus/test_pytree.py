@@ -85,7 +85,9 @@ def test_tree_map(make, getkey):
 
 @arrays
 @pytest.mark.parametrize(
-    "leaf", [None, object(), jax.ShapeDtypeStruct((2, 2), jnp.float32), "text", 3], ids=["None", "object", "s", "str", "3"]
+    "leaf",
+    [None, object(), jax.ShapeDtypeStruct((2, 2), jnp.float32), "text", 3],
+    ids=["None", "object", "s", "str", "3"],
 )
 def test_leaves_can_be_anything(leaf, make, getkey):
     q = make(getkey(), (4, 6))
@@ -130,7 +132,9 @@ def test_is_leaf(getkey):
 def test_tree_functions_with_implicit(getkey):
     q, x = scaled(getkey(), (4, 6)), jnp.ones(2)
     tree = {"q": q, "x": [x]}
-    assert [leaf is expected for leaf, expected in zip(tree_leaves_with_implicit(tree), [q, x], strict=True)] == [True] * 2
+    assert [leaf is expected for leaf, expected in zip(tree_leaves_with_implicit(tree), [q, x], strict=True)] == [
+        True
+    ] * 2
     leaves, structure = tree_flatten_with_implicit(tree)
     assert leaves[0] is q
     assert structure == tree_structure_with_implicit(tree) == jtu.tree_structure({"q": 0, "x": [0]})
@@ -179,7 +183,12 @@ def test_block_until_ready_and_device_get(make, getkey):
 @arrays
 @pytest.mark.parametrize(
     "duplicate",
-    [copy.copy, copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q)), lambda q: dataclasses.replace(q, shape=q.shape)],
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda q: pickle.loads(pickle.dumps(q)),
+        lambda q: dataclasses.replace(q, shape=q.shape),
+    ],
     ids=["copy", "deepcopy", "pickle", "replace"],
 )
 def test_copies(duplicate, make, getkey):
@@ -356,7 +365,7 @@ def test_own_constructor(getkey):
 
         half: jax.Array
 
-        def __init__(self, array: jax.Array, *, shape: Any = None, dtype: Any = None):
+        def __init__(self, array: jax.Array, *, dtype: Any = None):
             object.__setattr__(self, "half", array / 2)
             object.__setattr__(self, "dtype", dtype or array.dtype)
 

@@ -82,7 +82,7 @@ SHARD_MAPS = (
 )
 
 
-@pytest.mark.parametrize("place", (inside, outside, jitted), ids=name)
+@pytest.mark.parametrize("place", [inside, outside, jitted], ids=name)
 @pytest.mark.parametrize("transform", SHARD_MAPS, ids=name)
 def test_shard_map(transform, place, getkey):
     x, q = integers(getkey(), (8, 4)), scaled(getkey(), (4, 4))
@@ -111,7 +111,7 @@ def test_shard_map_of_a_sharded_array_inside(getkey):
     assert_same(inside(implicit, sharded, matmul)(x, q), inside(densely, sharded, matmul)(x, q))
 
 
-@pytest.mark.parametrize("transform", (replicated, sharded), ids=name)
+@pytest.mark.parametrize("transform", [replicated, sharded], ids=name)
 def test_shard_map_stays_implicit(transform, getkey):
     x, q = integers(getkey(), (8, 4)), scaled(getkey(), (4, 8))
     assert count_materialized(outside(implicit, transform, matmul), x, q) == 0
@@ -184,7 +184,7 @@ def test_constraint_of_a_sharded_array(getkey):
 
 
 @pytest.mark.parametrize("axis_types", [AUTO, EXPLICIT], ids=str)
-@pytest.mark.parametrize("place", (inside, outside, jitted), ids=name)
+@pytest.mark.parametrize("place", [inside, outside, jitted], ids=name)
 def test_sharded_leaves(place, axis_types, getkey):
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 8))
     columns = NamedSharding(mesh(axis_types), P(None, "i"))
@@ -202,7 +202,9 @@ def test_sharded_leaves(place, axis_types, getkey):
 
 
 @pytest.mark.parametrize("spec", [P("i"), P(None, None)], ids=str)
-@pytest.mark.parametrize("function", [matmul, lambda x, q: x @ (q * 2), lambda x, q: x @ -q.T.T], ids=["dot", "mul", "T"])
+@pytest.mark.parametrize(
+    "function", [matmul, lambda x, q: x @ (q * 2), lambda x, q: x @ -q.T.T], ids=["dot", "mul", "T"]
+)
 def test_explicit_axes_know_the_sharding_of_an_implicit_array(function, spec, getkey):
     """The types agree while tracing, where explicit axes are checked."""
     explicit = mesh(EXPLICIT)

@@ -71,7 +71,7 @@ def test_stack(transform, place, getkey):
     assert count_materialized(place(implicit, transform, t.matmul), x, q) == 0
 
 
-@pytest.mark.parametrize("transform", (t.scan_carry_doubled, t.cond_returning_it, t.switch_returning_it), ids=name)
+@pytest.mark.parametrize("transform", [t.scan_carry_doubled, t.cond_returning_it, t.switch_returning_it], ids=name)
 def test_carried_and_chosen_as_a_tree(transform, getkey):
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))
     assert count_materialized(t.inside(implicit, transform, t.matmul), x, q) == 0
@@ -152,7 +152,7 @@ def test_outside_grad_needs_no_dense_array(getkey):
     assert count_materialized(jax.grad(implicit(t.squares), argnums=(0, 1)), x, q) == 0
 
 
-@pytest.mark.parametrize("transform", (t.scan_layers, t.scan_carry_of_both, t.cond, t.checkpoint, t.jit), ids=name)
+@pytest.mark.parametrize("transform", [t.scan_layers, t.scan_carry_of_both, t.cond, t.checkpoint, t.jit], ids=name)
 def test_strict_mode_agrees(transform, getkey):
     x = integers(getkey(), (3, 4))
     q = scaled(getkey(), (3, 4, 4) if transform is t.scan_layers else (4, 4))
@@ -181,7 +181,7 @@ def asking_for_its_shape(x, q):
     return implicit(lambda x, q: jnp.zeros_like(q) + jnp.ones(jnp.shape(q)) * q.ndim)(x, q)
 
 
-@pytest.mark.parametrize("function", (as_operator, as_function, as_closure, as_array, asking_for_its_shape), ids=name)
+@pytest.mark.parametrize("function", [as_operator, as_function, as_closure, as_array, asking_for_its_shape], ids=name)
 def test_eager(function, getkey, monkeypatch):
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))
     made_dense, materialize = [], Scaled.materialize

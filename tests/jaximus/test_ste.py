@@ -45,7 +45,7 @@ def x(getkey):
 
 
 @functions
-@pytest.mark.parametrize("jit", (lambda f: f, jax.jit), ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_value(function, jit, x):
     assert_same(jit(ste(function))(x), dense(function, x))
 
@@ -119,7 +119,7 @@ def under_implicit(f, x):
 
 @functions
 @pytest.mark.parametrize(
-    "under", (under_jit, under_vmap, under_scan, under_checkpoint, under_cond, under_implicit), ids=name
+    "under", [under_jit, under_vmap, under_scan, under_checkpoint, under_cond, under_implicit], ids=name
 )
 def test_transformations(under, function, x):
     value, gradient = jax.value_and_grad(lambda x: (under(ste(function), x) * x).sum())(x)
@@ -138,10 +138,15 @@ def scaled_round(x, step, *, offset=0.0, mode="nearest"):
 
 @pytest.mark.parametrize(
     ("args", "kwargs"),
-    [((0.5,), {}), ((), {"step": 0.5}), ((0.5,), {"offset": 1.0, "mode": "down"}), ((jnp.float32(0.5),), {"mode": "down"})],
+    [
+        ((0.5,), {}),
+        ((), {"step": 0.5}),
+        ((0.5,), {"offset": 1.0, "mode": "down"}),
+        ((jnp.float32(0.5),), {"mode": "down"}),
+    ],
     ids=["positional", "keyword", "both", "array"],
 )
-@pytest.mark.parametrize("jit", (lambda f: f, jax.jit), ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_extra_arguments(jit, args, kwargs, x):
     function = jit(lambda x: ste(scaled_round)(x, *args, **kwargs))
     assert_same(function(x), scaled_round(x, *args, **kwargs))
@@ -168,7 +173,9 @@ def test_dtypes(dtype):
 
 
 def test_result_of_another_float_dtype(x):
-    value, gradient = jax.value_and_grad(lambda x: ste(lambda x: x.astype(jnp.bfloat16))(x).astype(jnp.float32).sum())(x)
+    value, gradient = jax.value_and_grad(lambda x: ste(lambda x: x.astype(jnp.bfloat16))(x).astype(jnp.float32).sum())(
+        x
+    )
     assert gradient.dtype == jnp.float32
     assert_same_array(gradient, jnp.ones_like(x))
     assert ste(lambda x: x.astype(jnp.bfloat16))(x).dtype == jnp.bfloat16
@@ -190,7 +197,9 @@ def test_wraps_the_function():
 
 
 @pytest.mark.parametrize(
-    "function", (lambda x: x[0], lambda x: x.sum(), lambda x: x[None], lambda x: Scaled(x[:2], x[:1])), ids=["r", "s", "n", "q"]
+    "function",
+    [lambda x: x[0], lambda x: x.sum(), lambda x: x[None], lambda x: Scaled(x[:2], x[:1])],
+    ids=["r", "s", "n", "q"],
 )
 def test_result_of_another_shape(function, x):
     with pytest.raises(ValueError, match=r"`ste\(.*\)` passes the gradient on .* argument's shape \(4, 6\), got \("):

@@ -18,9 +18,7 @@ from jax import tree_util as jtu
 
 from eformer.jaximus import implicit
 
-from .arrays import (
-    ARRAYS, assert_same, densely, filled, integers, low_rank, name, scaled, scaled_int8, shifted
-)
+from .arrays import ARRAYS, assert_same, densely, filled, integers, low_rank, name, scaled, scaled_int8, shifted
 
 
 def inside(wrap: Any, transform: Any, function: Any) -> Any:
@@ -301,7 +299,9 @@ def vmap_nested_x(f, x, q):
 
 
 def vmap_named_axis(f, x, q):
-    return jax.vmap(lambda x, q: lax.psum(f(x, q), "i") - lax.axis_index("i").astype(x.dtype), (0, None), axis_name="i")(x, q)
+    return jax.vmap(
+        lambda x, q: lax.psum(f(x, q), "i") - lax.axis_index("i").astype(x.dtype), (0, None), axis_name="i"
+    )(x, q)
 
 
 def vmap_of_grad(f, x, q):
@@ -523,7 +523,7 @@ def while_condition(f, x, q):
 
 
 def fori_static(f, x, q):
-    return lax.fori_loop(0, 3, lambda i, c: f(c, q) + i.astype(c.dtype), x)
+    return lax.fori_loop(0, 3, lambda i, c: f(c, q) + jnp.asarray(i, c.dtype), x)
 
 
 def fori_traced(f, x, q):

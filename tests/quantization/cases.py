@@ -47,6 +47,8 @@ class Case(NamedTuple):
 
 CASES = [Case(form.name, options) for form in formats() for options in ({}, *OPTIONS.get(form.name, ()))]
 DEFAULTS = [case for case in CASES if not case.options]
+# One of each way to store an array: with and without scales, blocks, and scales of scales.
+LAYOUTS = [*DEFAULTS, *(case for case in CASES if {"double_quantization", "scale"} & case.options.keys())]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_format = pytest.mark.parametrize("case", DEFAULTS, ids=str)
 
@@ -64,10 +66,16 @@ def normal(shape: Sequence[int] = SHAPE, dtype: Any = jnp.float32, seed: int = 0
     return jnp.asarray(np.random.default_rng(seed).standard_normal(tuple(shape)), dtype)
 
 
+@jax.jit
+def dense(q: QuantizedArray) -> jax.Array:
+    """`q.materialize()` as one program: `test_materialize_under_jit` says that it is the same, bit for bit."""
+    return q.materialize()
+
+
 @functools.cache
 def _example(case: str, shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
     q = next(c for c in CASES if str(c) == case)(normal(shape, dtype, seed))
-    return q, q.materialize()
+    return q, dense(q)
 
 
 def example(case: Case, shape: tuple[int, ...] = SHAPE, dtype: Any = jnp.float32, seed: int = 0) -> Any:
@@ -91,7 +99,7 @@ def assert_same(actual: Any, expected: Any) -> None:
     expected, structure = tree_flatten_with_implicit(expected)
     assert actual_structure == structure
     for pair in zip(actual, expected, strict=True):
-        assert_same_array(*map(materialize, pair))
+        assert_same_array(*(dense(x) if is_implicit(x) else x for x in pair))
 
 
 def assert_same_array(actual: Any, expected: Any) -> None:
@@ -168,7 +176,3 @@ def largest_float(function: Callable[..., Any], *args: Any) -> int:
     avals = [v.aval for eqn in eqns(jax.make_jaxpr(function)(*args).jaxpr) for v in eqn.outvars]
     sizes = [aval.size for aval in avals if hasattr(aval, "size") and jnp.issubdtype(aval.dtype, jnp.floating)]
     return max(sizes, default=0)
-
-
-def leaves_of(q: QuantizedArray) -> list[jax.Array]:
-    return jax.tree.leaves(q)

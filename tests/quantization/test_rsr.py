@@ -18,7 +18,17 @@ from eformer.jaximus import MaterializationError, explain, implicit, materializa
 from eformer.ops.quantization import Array8B, RSROperatorBinary, RSROperatorTernary, quantize
 
 OPERATORS = [RSROperatorBinary, RSROperatorTernary]
-SHAPES = [(5, 7), (16, 24), (33, 1), (1, 9), (1, 1), (0, 5), (5, 0), (0, 0)]
+CASES = [  # rows, columns, k
+    (5, 7, 3),
+    (16, 24, 8),
+    (20, 30, 12),
+    (33, 1, 4),
+    (1, 9, 1),
+    (1, 1, 8),
+    (0, 5, 3),
+    (5, 0, 4),
+    (0, 0, 1),
+]
 
 operators = pytest.mark.parametrize("cls", OPERATORS, ids=lambda cls: cls.__name__)
 may_materialize = pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning")
@@ -39,7 +49,7 @@ def normal(shape: tuple[int, ...], seed: int = 2) -> np.ndarray:
 
 
 def assert_sums(result: Any, v: np.ndarray, A: np.ndarray) -> None:
-    """`result` is `v @ A` to what summing `n` terms in any order can lose: a rounding each, eps / 2 of at most sum|v|."""
+    """`result` is `v @ A` to what summing `n` terms in any order can lose: a rounding each, eps / 2 of sum|v| at most."""
     v, A = np.asarray(v, np.float64), np.asarray(A, np.float64)
     own = float(jnp.finfo(result.dtype).eps)  # of the cast at the end
     terms = (v.shape[-1] + 1) * float(np.finfo(np.float32).eps) / 2
@@ -63,21 +73,19 @@ def test_the_documented_examples():
 
 
 @operators
-@pytest.mark.parametrize("k", [1, 3, 4, 8, 12])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_dot_and_materialize_are_exact(cls: Any, k: int, shape: tuple[int, int]):
-    A = matrix(cls, shape)
+@pytest.mark.parametrize(("n", "m", "k"), CASES)
+def test_dot_and_materialize_are_exact(cls: Any, n: int, m: int, k: int):
+    A = matrix(cls, (n, m))
     q = cls.from_matrix(jnp.asarray(A), k=k)
-    v = integers((3, shape[0]))
-    assert (q.shape, q.dtype) == (shape, jnp.float32)
+    v = integers((3, n))
+    assert (q.shape, q.dtype) == ((n, m), jnp.float32)
     np.testing.assert_array_equal(q.materialize(), A)
     result = q.dot(v.astype(np.float32))
     assert result.dtype == jnp.float32
     np.testing.assert_array_equal(result, v @ A)
-    np.testing.assert_array_equal(q.dot(v[0].astype(np.float32)), v[0] @ A)
 
 
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.settings(max_examples=12, deadline=None)
 @hypothesis.given(
     cls=st.sampled_from(OPERATORS),
     n=st.integers(0, 20),
@@ -94,8 +102,9 @@ def test_any_shape(cls: Any, n: int, m: int, k: int, batch: list[int], seed: int
 
 
 @operators
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("batch", [(), (4,), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "batch"), [("float32", ()), ("float32", (2, 3)), ("bfloat16", (4,)), ("float16", ())]
+)
 def test_floats_are_summed_to_the_last_digit(cls: Any, dtype: Any, batch: tuple[int, ...]):
     A = matrix(cls, (300, 20))
     q = cls.from_matrix(jnp.asarray(A)).astype(dtype)
@@ -114,12 +123,22 @@ def test_half_precision_is_summed_in_float32():
 def test_vectors_are_not_truncated_to_integers(cls: Any):
     A = matrix(cls, (6, 5))
     v = np.array([0.25, -0.5, 0.75, 1.5, -2.25, 0.125], np.float32)
-    np.testing.assert_array_equal(cls.from_matrix(A, k=2).dot(v), v @ A.astype(np.float32))
+    np.testing.assert_array_equal(cls.from_matrix(A).dot(v), v @ A.astype(np.float32))
 
 
-@operators
-@pytest.mark.parametrize("v_dtype", ["bool", "int8", "uint8", "int32", "bfloat16", "float16", "float32", "complex64"])
-@pytest.mark.parametrize("dtype", ["int8", "int32", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("cls", "v_dtype", "dtype"),
+    [
+        (RSROperatorBinary, "bool", "float32"),
+        (RSROperatorBinary, "int8", "int8"),
+        (RSROperatorBinary, "float16", "bfloat16"),
+        (RSROperatorBinary, "uint8", "uint8"),
+        (RSROperatorTernary, "uint8", "int8"),
+        (RSROperatorTernary, "int32", "bfloat16"),
+        (RSROperatorTernary, "float32", "int32"),
+        (RSROperatorTernary, "complex64", "float32"),
+    ],
+)
 def test_the_dtype_of_the_result_is_that_of_the_dense_product(cls: Any, v_dtype: str, dtype: str):
     A = matrix(cls, (6, 5))
     v = jnp.asarray(np.abs(integers((2, 6)))).astype(v_dtype)
@@ -137,8 +156,8 @@ def test_integers_wrap_as_in_the_dense_product():
     np.testing.assert_array_equal(q.dot(v), v @ q.materialize())
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("k", [3, 8])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_not_finite_as_in_the_dense_product(bad: float, k: int):
     A = matrix(RSROperatorBinary, (9, 12))
     v = normal((2, 9)).astype(np.float32)
@@ -178,21 +197,17 @@ def test_gradient_is_that_of_the_dense_product(cls: Any):
     primal, tangent = jax.jvp(q.dot, (v,), (v + 1,))
     np.testing.assert_array_equal(primal, v @ A)
     np.testing.assert_array_equal(tangent, (v + 1) @ A)
-    hessian = jax.hessian(lambda v: jnp.sum(q.dot(v) ** 2))(v[0])
-    np.testing.assert_array_equal(hessian, 2 * A.astype(np.float32) @ A.T)
 
 
 @operators
-@pytest.mark.parametrize("k", [3, 8])
-def test_jit_vmap_scan_cond_and_remat(cls: Any, k: int):
+def test_jit_vmap_scan_cond_and_remat(cls: Any):
     A = matrix(cls, (11, 13))
-    q = cls.from_matrix(A, k)
+    q = cls.from_matrix(A, k=4)
     v = integers((3, 11)).astype(np.float32)
     expected = v @ A
     np.testing.assert_array_equal(jax.jit(lambda v, q: q.dot(v))(v, q), expected)
-    np.testing.assert_array_equal(jax.jit(lambda v: cls.from_matrix(A, k).dot(v))(v), expected)
+    np.testing.assert_array_equal(jax.jit(lambda v: cls.from_matrix(A, k=4).dot(v))(v), expected)
     np.testing.assert_array_equal(jax.vmap(q.dot)(v), expected)
-    np.testing.assert_array_equal(jax.vmap(jax.vmap(q.dot))(v[None]), expected[None])
     np.testing.assert_array_equal(jax.lax.map(q.dot, v), expected)
     np.testing.assert_array_equal(jax.lax.cond(True, lambda v: q.dot(v), lambda v: 0 * q.dot(v), v), expected)
     np.testing.assert_array_equal(jax.checkpoint(q.dot)(v), expected)
@@ -309,7 +324,7 @@ def test_without_the_kernel_the_matrix_is_decoded(cls: Any):
 
 
 @operators
-@pytest.mark.parametrize("other", ["int8", "nf4", "ternary", "rsr"])
+@pytest.mark.parametrize("other", ["int8", "rsr"])
 def test_both_operands_quantized(cls: Any, other: str):
     A = matrix(cls, (8, 13))
     q = cls.from_matrix(A)
@@ -401,7 +416,7 @@ def test_delete_frees_all_leaves(cls: Any):
 # Quantizing
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 def test_quantize_binary_is_one_above_zero(dtype: Any):
     x = jnp.asarray(3 * normal((6, 10)), dtype).at[0, 0].set(0)
     q = RSROperatorBinary.quantize(x, k=3)
@@ -411,7 +426,7 @@ def test_quantize_binary_is_one_above_zero(dtype: Any):
     np.testing.assert_array_equal(RSROperatorBinary.quantize(q.materialize()).materialize(), q.materialize())
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 def test_quantize_ternary_is_the_rule_of_the_format(dtype: Any):
     x = jnp.asarray(3 * normal((6, 10)), dtype)
     q = RSROperatorTernary.quantize(x, k=3)
@@ -491,7 +506,8 @@ MAPS = np.eye(4, dtype=np.int8)[None]
         (lambda: RSROperatorBinary(ONES[:0], 2, 1, jnp.float32), ValueError, "columns of no block"),
         (lambda: RSROperatorBinary(ONES, 2, 0, jnp.float32, shape=(4, 5)), ValueError, r"`shape=\(4, 5\)`"),
         (lambda: RSROperatorTernary(ONES, ONES), TypeError, "`rsr_b1` must be an RSROperatorBinary"),
-        (lambda: RSROperatorTernary(_binary(4), _binary(5)), ValueError, "the same shape"),
+        (lambda: RSROperatorTernary(_binary(4), _binary(5)), ValueError, r"the same shape.*\(3, 4\) .*\(3, 5\) "),
+        (lambda: RSROperatorTernary(_binary(4), _binary(4, k=2)), ValueError, "`k=8` and .*`k=2`"),
         (lambda: RSROperatorTernary(_binary(4), _binary(4), dtype=jnp.uint8), ValueError, "can't hold -1"),
         (lambda: RSROperatorTernary.quantize(ONES * np.float32(np.inf)), ValueError, "NaN"),
     ],
@@ -501,8 +517,8 @@ def test_bad_parts(make: Callable[[], Any], error: type[Exception], match: str):
         make()
 
 
-def _binary(m: int) -> RSROperatorBinary:
-    return RSROperatorBinary.from_matrix(matrix(RSROperatorBinary, (3, m)))
+def _binary(m: int, k: int = 8) -> RSROperatorBinary:
+    return RSROperatorBinary.from_matrix(matrix(RSROperatorBinary, (3, m)), k)
 
 
 @may_materialize
@@ -519,7 +535,7 @@ def mesh(kind: AxisType) -> Any:
     return jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
 
 
-SPECS = [PartitionSpec("x"), PartitionSpec(None, "y"), PartitionSpec("x", "y"), PartitionSpec(("x", "y"))]
+SPECS = [PartitionSpec(None, "y"), PartitionSpec("x", "y"), PartitionSpec(("x", "y"))]
 
 
 @operators
@@ -530,7 +546,7 @@ def test_sharding_the_operator_or_the_matrix_is_the_same(cls: Any, spec: Partiti
     rows, columns = (*spec, None)[:2]
     first = cls.from_matrix(jax.device_put(A, sharding), k=4)
     then = cls.from_matrix(A, k=4).with_sharding(sharding)
-    for q in (first, then, cls.quantize(jax.device_put(A.astype(np.float32), sharding), k=4)):
+    for q in (first, then):
         assert q.is_sharded
         assert q.sharding.spec == PartitionSpec(rows, columns)
         assert {leaf.sharding.spec for leaf in jax.tree.leaves(q)} == {PartitionSpec(columns, rows)}
@@ -538,7 +554,14 @@ def test_sharding_the_operator_or_the_matrix_is_the_same(cls: Any, spec: Partiti
         np.testing.assert_array_equal(q.materialize(), A)
     v = integers((3, 16)).astype(np.float32)
     np.testing.assert_array_equal(first.dot(v), v @ A)
-    np.testing.assert_array_equal(jax.jit(lambda v, q: v @ q)(v, then), v @ A)
+
+
+def test_quantize_keeps_the_sharding():
+    x = jnp.asarray(normal((16, 32)), jnp.float32)
+    sharding = NamedSharding(mesh(AxisType.Auto), PartitionSpec("x", "y"))
+    q = RSROperatorBinary.quantize(jax.device_put(x, sharding))
+    assert q.sharding == sharding
+    np.testing.assert_array_equal(q.codes, RSROperatorBinary.quantize(x).codes)
 
 
 @pytest.mark.parametrize(("m", "k"), [(32, 5), (36, 4)], ids=["padded", "blocks"])

@@ -6,6 +6,7 @@ Arithmetic is float32 whatever the input (float64 stays so): half precision can'
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -57,16 +58,12 @@ def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def absmax(x: jax.Array, axis: Sequence[int]) -> jax.Array:
-    """The largest magnitude over `axis`, which stays with length 1; 0 of nothing, NaN if there is a NaN."""
+    """The largest magnitude over `axis`, which stays with length 1; 0 of nothing, infinity if there is a NaN."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if not jnp.issubdtype(x.dtype, jnp.floating) else x
-    axes = tuple(sorted(a % x.ndim for a in axis))
-
-    # Not `jnp.max`: XLA:CPU turns that into vector instructions that drop NaN (JAX 0.10.2 and 0.12).
-    def larger(a: jax.Array, b: jax.Array) -> jax.Array:
-        return lax.max(lax.abs(a), lax.abs(b))
-
-    peak = jnp.abs(lax.reduce(x, np.zeros((), x.dtype), larger, axes))  # `larger` is skipped where there is one element
-    return lax.expand_dims(peak, axes).astype(compute_dtype(x.dtype))
+    # XLA:CPU's maximum drops NaN (JAX 0.10.2 and 0.12); a reduction of our own could not be sharded.
+    magnitude = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+    peak = jnp.max(magnitude, axis=tuple(axis), keepdims=True, initial=0)
+    return peak.astype(compute_dtype(x.dtype))
 
 
 def _divide(x: jax.Array, by: jax.Array) -> jax.Array:
@@ -75,8 +72,24 @@ def _divide(x: jax.Array, by: jax.Array) -> jax.Array:
 
 
 def _finite(peak: jax.Array) -> jax.Array:
-    """A slice that has an infinity has no scale: NaN, like one that has a NaN."""
+    """A slice that has an infinity or a NaN has no scale: NaN."""
     return jnp.where(jnp.isinf(peak), jnp.nan, peak)
+
+
+def _sum_of_magnitudes(x: jax.Array, axis: Sequence[int]) -> jax.Array:
+    """The sum of `x`, none of it negative, over `axis`, which stays: the same to the last bit in whatever order.
+
+    So an array that is spread over devices has the scale it would have on one. Each element is taken to 24 bits of the
+    largest; their digits, as many bits as can't overflow, are summed as integers.
+    """
+    peak = absmax(x, axis)
+    whole = jnp.round(_divide(x.astype(peak.dtype), jnp.where(peak == 0, 1, peak)) * 2.0**24).astype(jnp.int32)
+    bits = 30 - math.prod(x.shape[a] for a in axis).bit_length()
+    total = jnp.zeros_like(peak)
+    for low in range(0, 25, bits):
+        digits = jnp.sum((whole >> low) & (2**bits - 1), tuple(axis), keepdims=True, dtype=jnp.int32)
+        total += digits.astype(peak.dtype) * 2.0 ** (low - 24)
+    return total * _finite(peak)
 
 
 def encode_int8(x: jax.Array, axis: Sequence[int]) -> tuple[jax.Array, jax.Array]:
@@ -166,8 +179,8 @@ def _even_steps(start: np.float32, stop: np.float32, steps: int) -> np.ndarray:
 
 
 def encode_dynamic(x: jax.Array, block_size: int = 256) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`x` of shape (..., n) as codes of `(x - offset) / nested`; `offset` is the mean, `nested` per `block_size`."""
-    offset = jnp.mean(x, axis=-1) if x.shape[-1] else jnp.zeros(x.shape[:-1], x.dtype)
+    """`x` of shape (..., n), not negative, as codes of `(x - offset) / nested`, `offset` its mean, `nested` per block."""
+    offset = _sum_of_magnitudes(x, (-1,))[..., 0] / max(x.shape[-1], 1)
     blocks = _split(x - offset[..., None], -1, block_size)
     nested = absmax(blocks, (-1,))
     unit = _divide(blocks, jnp.where(nested == 0, 1, nested))
@@ -220,9 +233,10 @@ def ternary(x: jax.Array) -> jax.Array:
 
 def mean_magnitude(x: jax.Array, values: jax.Array, axis: Sequence[int]) -> jax.Array:
     """The scale that brings `values` nearest to `x`: the mean of |x| over `axis` where `values` is not 0."""
-    axes, kept = tuple(axis), values != 0
-    total = jnp.sum(jnp.where(kept, jnp.abs(x.astype(jnp.float32)), 0), axes, keepdims=True)
-    return total / jnp.maximum(jnp.sum(kept.astype(jnp.float32), axes, keepdims=True), 1)
+    kept = values != 0
+    count = jnp.sum(kept, tuple(axis), keepdims=True, dtype=jnp.int32)
+    total = _sum_of_magnitudes(jnp.where(kept, jnp.abs(x.astype(jnp.float32)), 0), axis)
+    return total / jnp.maximum(count, 1).astype(total.dtype)
 
 
 def encode_rsr(bits: jax.Array, k: int) -> jax.Array:
@@ -231,12 +245,13 @@ def encode_rsr(bits: jax.Array, k: int) -> jax.Array:
     The last integer of a row is filled up with zeros, in its lowest bits.
     """
     blocks = _split(bits.astype(jnp.uint8 if k <= 8 else jnp.uint16), -1, k)
-    parts = [blocks[..., i] << (k - 1 - i) for i in range(k)]
-    return jnp.swapaxes(functools.reduce(jnp.bitwise_or, parts), -1, -2)
+    place = k - 1 - lax.broadcasted_iota(blocks.dtype, blocks.shape, blocks.ndim - 1)
+    return jnp.swapaxes(jnp.sum(blocks << place, -1, dtype=blocks.dtype), -1, -2)
 
 
 def decode_rsr(codes: jax.Array, k: int, length: int) -> jax.Array:
     """float32, {0, 1}, of shape (..., n, length)."""
     codes = jnp.swapaxes(codes, -1, -2)
-    bits = jnp.stack([(codes >> (k - 1 - i)) & 1 for i in range(k)], -1)
+    place = k - 1 - lax.broadcasted_iota(codes.dtype, (*codes.shape, k), codes.ndim)
+    bits = (jnp.expand_dims(codes, -1) >> place) & 1
     return _merge(bits, codes.ndim - 1, length).astype(jnp.float32)

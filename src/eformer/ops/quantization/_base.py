@@ -47,8 +47,8 @@ class QuantizedArray(ImplicitArray):
 
     def error_bound(self, original: jax.Array) -> jax.Array:
         """The most by which `materialize()` can differ from each element of `original`, the array quantized."""
-        x = jnp.abs(original.astype(jnp.float32))
         step = self._step_bound(original)
+        x = jnp.abs(original.astype(step.dtype))
         # The quotient, the product and the cast each round once; below `tiny` numbers may be flushed to zero.
         if jnp.issubdtype(self.dtype, jnp.integer):
             relative, absolute = 0.0, 0.5
@@ -64,9 +64,11 @@ class QuantizedArray(ImplicitArray):
 
     def materialize(self) -> jax.Array:
         """The dense array, sharded as the leaves are."""
-        dense = cast(self.decode(), self.dtype)
         sharding = self.sharding
-        return dense if sharding is None or isinstance(dense, Tracer) else jax.device_put(dense, sharding)
+        if is_explicit(sharding):
+            return jax.sharding.auto_axes(_decoded, out_sharding=sharding)(self)
+        dense = _decoded(self)
+        return dense if sharding is None else jax.device_put(dense, sharding)
 
     def with_dtype(self, dtype: Any) -> Self:
         """The same codes and scales, to be decoded to another dtype."""
@@ -126,6 +128,27 @@ class QuantizedArray(ImplicitArray):
         return self.with_sharding(named_sharding(mesh, spec))
 
 
+def _decoded(q: QuantizedArray) -> jax.Array:
+    return cast(q.decode(), q.dtype)
+
+
+def laid_out(make: Callable[[jax.Array], QuantizedArray], array: jax.Array) -> Any:
+    """`make(array)`, its leaves laid out over devices as the array is."""
+    sharding = sharding_of(array)
+    if not is_explicit(sharding):
+        return make(array).with_sharding(sharding)
+    # Where shardings are part of types, JAX would ask each step of `make` for one; what matters is the leaves'.
+    leaves = jax.eval_shape(make, jax.ShapeDtypeStruct(array.shape, array.dtype))._leaf_shardings(
+        _checked_sharding(sharding, array.shape, traced=isinstance(array, Tracer))
+    )
+    return jax.sharding.auto_axes(make, out_sharding=leaves)(array)
+
+
+def is_explicit(sharding: ShardingType) -> bool:
+    """Whether the sharding is part of the array's type, as on meshes with explicit axes."""
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+
+
 def named_sharding(mesh: Any, spec: PartitionSpec) -> NamedSharding:
     unknown = [name for entry in spec for name in _names(entry) if name not in mesh.axis_names]
     if unknown:
@@ -172,15 +195,13 @@ def sharding_of(leaf: Any) -> Any:
     found = aval_sharding if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
     if not isinstance(found, NamedSharding) or found.mesh.empty:
         return None
-    if isinstance(leaf, Tracer) and not any(t == AxisType.Explicit for t in found.mesh.axis_types):
-        return None
-    return found
+    return None if isinstance(leaf, Tracer) and not is_explicit(found) else found
 
 
 def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if not isinstance(leaf, Tracer):
         return jax.device_put(leaf, sharding)
-    if any(t == AxisType.Explicit for t in sharding.mesh.axis_types):
+    if is_explicit(sharding):
         return jax.sharding.reshard(leaf, sharding)
     return lax.with_sharding_constraint(leaf, sharding)
 
@@ -234,11 +255,6 @@ def checked_array(array: Any) -> jax.Array:
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(f"only floating point and integer arrays can be quantized, got {array.dtype}")
     return lax.stop_gradient(jnp.asarray(array))
-
-
-def kept_sharding(array: Any) -> NamedSharding | None:
-    """The sharding that a quantized `array` should have too."""
-    return sharding_of(array) if isinstance(array, jax.Array) and not isinstance(array, Tracer) else None
 
 
 def normalized_axes(axis: Any, ndim: int) -> tuple[int, ...]:

@@ -334,6 +334,10 @@ def gather(
             return NotImplemented
         if axis not in indexed and axis not in batched and size != q.shape[axis]:
             return NotImplemented
+
+    def beside_indices(values: Sequence[int]) -> jax.Array:
+        return jnp.array(values, indices.dtype).reshape(*[1] * (indices.ndim - 1), len(values))
+
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP
     inner_mode = lax.GatherScatterMode.CLIP if fills else mode
 
@@ -341,8 +345,7 @@ def gather(
         grains = [q._grains(axis)[name] for axis in range(q.ndim)]
         sizes = [n if grain == 1 else d for grain, n, d in zip(grains, slice_sizes, leaf.shape, strict=True)]
         # A leaf that is broadcast along an indexed axis has its only entry at 0.
-        keep = jnp.array([grains[axis] != ALL for axis in indexed], indices.dtype)
-        at = indices * keep if keep.size else indices
+        at = indices * beside_indices([grains[axis] != ALL for axis in indexed])
         return primitive.bind(
             leaf, at, dimension_numbers=numbers, slice_sizes=tuple(sizes), mode=inner_mode, fill_value=None, **params
         )
@@ -357,7 +360,7 @@ def gather(
     dense = q._rebuilt(leaves, moved, shape).materialize()
     if not fills:
         return dense
-    last = jnp.array([q.shape[a] - slice_sizes[a] for a in indexed], indices.dtype)
+    last = beside_indices([q.shape[a] - slice_sizes[a] for a in indexed])
     inside = jnp.all((indices >= 0) & (indices <= last), axis=-1)
     inside = lax.broadcast_in_dim(inside, shape, [a for a in range(rank) if a not in offset_sizes])
     fill = _fill_value(dense.dtype) if fill_value is None else fill_value

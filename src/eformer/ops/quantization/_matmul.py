@@ -19,6 +19,7 @@ from jax import lax
 from eformer.jaximus import materialize, note_materialized, register
 from eformer.kernels.reference import cast
 
+from ._base import is_explicit, sharding_of
 from ._leafwise import LeafwiseArray
 
 # Measured on 2 cores of an AMD EPYC (AVX2), float32 x of shape (M, 4096), INT8 weights of shape (4096, 4096).
@@ -76,8 +77,9 @@ def dot_general(
     half_or_single = out_dtype is not None and all(
         jnp.dtype(d) in (jnp.float32, jnp.bfloat16, jnp.float16) for d in (lhs.dtype, rhs.dtype, out_dtype)
     )
-    if not half_or_single or any(value is not None for value in params.values()):
-        # Other dtypes, or a precision or sharding asked for: as JAX does it.
+    explicit = any(is_explicit(sharding_of(leaf)) for leaf in jax.tree.leaves((lhs, rhs)))
+    if not half_or_single or explicit or any(value is not None for value in params.values()):
+        # Other dtypes, shardings that are part of types, a precision or sharding asked for: as JAX does it.
         return primitive.bind(
             *materialize([lhs, rhs]),
             dimension_numbers=dimension_numbers,

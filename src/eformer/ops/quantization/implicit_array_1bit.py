@@ -17,7 +17,7 @@ from eformer.jaximus import aux_field, ste
 from eformer.kernels import reference
 
 from . import _handlers as handlers
-from ._base import checked_array, kept_sharding, normalized_axes, register_format
+from ._base import checked_array, laid_out, normalized_axes, register_format
 from ._leafwise import LeafwiseArray, Leaves, axis_from_start
 
 SCALES = ("tensor", "channel", None)
@@ -90,18 +90,11 @@ class Array1B(LeafwiseArray):
         if axis is not None:
             normalized_axes(axis, x.ndim)
         _check_values(x)
-        packed, padding = _pack(x)
         if scale is not None and scale.ndim != x.ndim:
             raise ValueError(f"scale {scale.shape} must have the {x.ndim} axes of the array {x.shape}")
-        made = cls(
-            packed,
-            scale=scale,
-            axis=_pack_axis(x.ndim),
-            padding=padding,
-            dtype=x.dtype if dtype is None else dtype,
-            use_kernel=use_kernel,
-        )
-        return made.with_sharding(kept_sharding(array))
+        static = {"axis": _pack_axis(x.ndim), "padding": _padding(x), "use_kernel": use_kernel}
+        dtype = x.dtype if dtype is None else dtype
+        return laid_out(lambda x: cls(_packed(x), scale=scale, dtype=dtype, **static), x)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -173,27 +166,29 @@ def _packed(x: jax.Array) -> jax.Array:
     return reference.pack_ternary(x, _pack_axis(x.ndim))
 
 
-def _pack(x: jax.Array) -> tuple[jax.Array, int]:
-    return _packed(x), -x.shape[_pack_axis(x.ndim)] % 4 if x.ndim else 0
+def _padding(x: jax.Array) -> int:
+    return -x.shape[_pack_axis(x.ndim)] % 4 if x.ndim else 0
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _rounded(rule: Callable[[jax.Array], jax.Array], x: jax.Array, scale: str | None) -> tuple[Any, Any]:
     values = rule(x)
     axes = {"tensor": range(x.ndim), "channel": range(x.ndim)[-2:-1], None: ()}[scale]
-    return _pack(values)[0], None if scale is None else reference.mean_magnitude(x, values, axes)
+    return _packed(values), None if scale is None else reference.mean_magnitude(x, values, axes)
 
 
 def _quantize(rule: Callable[[jax.Array], jax.Array], array: jax.Array, scale: str | None, use_kernel: bool) -> Array1B:
     if scale not in SCALES:
         raise ValueError(f"`scale={scale!r}` must be one of {', '.join(map(repr, SCALES))}")
     x = checked_array(array)
-    floats = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
-    packed, scales = _rounded(rule, floats, scale)
-    axis = _pack_axis(x.ndim)
-    padding = -x.shape[axis] % 4 if x.ndim else 0
-    made = Array1B(packed, scale=scales, axis=axis, padding=padding, dtype=x.dtype, use_kernel=use_kernel)
-    return made.with_sharding(kept_sharding(array))
+
+    def make(x: jax.Array) -> Array1B:
+        floats = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
+        packed, scales = _rounded(rule, floats, scale)
+        static = {"axis": _pack_axis(x.ndim), "padding": _padding(x), "use_kernel": use_kernel}
+        return Array1B(packed, scale=scales, dtype=x.dtype, **static)
+
+    return laid_out(make, x)
 
 
 def quantize_binary(array: jax.Array, scale: str | None = None, *, use_kernel: bool = True) -> Array1B:

@@ -15,7 +15,7 @@ from eformer.jaximus import aux_field, ste
 from eformer.kernels import reference
 
 from . import _handlers as handlers
-from ._base import ShardingType, checked_array, kept_sharding, normalized_axes, register_format
+from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
 from ._leafwise import LeafwiseArray, Leaves
 
 
@@ -66,9 +66,12 @@ class Array8B(LeafwiseArray):
         """
         x = checked_array(array)
         axes = normalized_axes(tuple(range(x.ndim))[-1:] if axis is None else axis, x.ndim)
-        weight, scale = _encode(x, axes)
-        made = cls(scale, weight, axes, dtype=x.dtype if dtype is None else dtype, use_kernel=use_kernel)
-        return made.with_sharding(kept_sharding(array))
+
+        def make(x: jax.Array) -> Self:
+            weight, scale = _encode(x, axes)
+            return cls(scale, weight, axes, dtype=x.dtype if dtype is None else dtype, use_kernel=use_kernel)
+
+        return laid_out(make, x)
 
     @property
     def shape(self) -> tuple[int, ...]:

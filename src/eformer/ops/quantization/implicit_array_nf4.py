@@ -17,7 +17,7 @@ from eformer.jaximus import aux_field, ste
 from eformer.kernels import reference
 
 from . import _handlers as handlers
-from ._base import ShardingType, checked_array, kept_sharding, normalized_axes, register_format
+from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
 from ._leafwise import LeafwiseArray, Leaves, axis_from_start
 
 # Half the distance between neighbouring codes, at most: between -1 and the next.
@@ -109,23 +109,25 @@ class ArrayNF4(LeafwiseArray):
         check_block_size(block_size)
         x = checked_array(array)
         axis = normalized_axes(axis, x.ndim)[0] if x.ndim else -1
-        packed, absmax = _encode(x, block_size, axis)
-        padding = packed.shape[axis] * 2 - x.shape[axis] if x.ndim else 0
-        nested = offset = None
-        if double_quantization:
-            codes, nested, offset = _encode_absmax(absmax)
-            absmax = codes
-        made = cls(
-            packed,
-            absmax,
-            block_size,
-            nested=nested,
-            offset=offset,
-            axis=axis,
-            padding=padding,
-            dtype=x.dtype,
-            use_kernel=use_kernel,
-        ).with_sharding(kept_sharding(array))
+
+        def make(x: jax.Array) -> Self:
+            packed, absmax = _encode(x, block_size, axis)
+            nested = offset = None
+            if double_quantization:
+                absmax, nested, offset = _encode_absmax(absmax)
+            return cls(
+                packed,
+                absmax,
+                block_size,
+                nested=nested,
+                offset=offset,
+                axis=axis,
+                padding=x.shape[axis] % 2 if x.ndim else 0,
+                dtype=x.dtype,
+                use_kernel=use_kernel,
+            )
+
+        made = laid_out(make, x)
         if verbose:
             print(made)
         return made
