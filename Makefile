@@ -6,7 +6,7 @@ VENV ?= .venv
 ARGS ?=
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary  # -qq: errors only
-BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py
+BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py benchmarks/quantize.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -186,7 +186,7 @@ def call_times(rivals: Sequence[Contender], calls: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7, help="turns of each contender (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=15, help="turns of each contender (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=500, help="calls of each compiled function (default: %(default)s)")
     given = parser.parse_args()
 

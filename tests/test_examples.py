@@ -32,7 +32,7 @@ def test_lora_runs(lora, capsys):
     assert "materialize" not in out
 
 
-def make(lora, dtype=jnp.float32):
+def make(lora, dtype="float32"):
     keys = jax.random.split(jax.random.key(0), 3)
     w, a, b = (
         jax.random.randint(key, shape, -2, 3).astype(dtype)
@@ -41,8 +41,7 @@ def make(lora, dtype=jnp.float32):
     return lora["LoRA"](w, a, b, alpha=2.0)
 
 
-@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)], ids=str)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("shape", "dtype"), [((6,), "float32"), ((2, 3, 6), "float32"), ((3, 6), "bfloat16")], ids=str)
 def test_lora_product(shape, dtype, lora):
     """Of small integers, so exact in either order."""
     q, x = make(lora, dtype), jax.random.randint(jax.random.key(1), shape, -1, 2).astype(dtype)

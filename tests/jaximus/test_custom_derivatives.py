@@ -17,8 +17,19 @@ from jax.custom_derivatives import SymbolicZero
 
 from eformer.jaximus import implicit
 
-from .arrays import assert_same, count_materialized, densely, integers, name, scaled
-from .test_transforms import inside, matmul, outside, ways
+from .arrays import (
+    assert_same,
+    count_materialized,
+    densely,
+    filled,
+    integers,
+    low_rank,
+    name,
+    scaled,
+    scaled_int8,
+    shifted,
+)
+from .test_transforms import inside, matmul, outside, tangent
 
 
 def thrice(tree: Any) -> Any:
@@ -218,33 +229,59 @@ def grad_of_scan(g, x, q):
 USES = (value, grad, grad_x, grad_of_jit, grad_of_vmap, vmap_of_grad, grad_of_checkpoint, grad_of_scan)
 
 
-@ways
+def custom_inside(wrap, use, custom):
+    """The derivative is taken outside `implicit`, of a function that has its own one inside."""
+    return lambda x, q: use(wrap(custom(matmul)), x, q)
+
+
+def both_inside(wrap, use, custom):
+    return wrap(lambda x, q: use(custom(matmul), x, q))
+
+
+def both_outside(wrap, use, custom):
+    return lambda x, q: use(custom(wrap(matmul)), x, q)
+
+
+ORDERS = [custom_inside, both_inside, both_outside]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=name)
 @pytest.mark.parametrize("custom", CUSTOM, ids=name)
-def test_gradient(custom, place, make, getkey):
+def test_gradient(custom, order, getkey):
+    x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))
+    assert_same(order(implicit, grad, custom)(x, q), order(densely, grad, custom)(x, q))
+
+
+@pytest.mark.parametrize("order", [custom_inside, both_inside], ids=name)
+@pytest.mark.parametrize("make", [scaled_int8, low_rank, filled, shifted], ids=name)
+@pytest.mark.parametrize("custom", [custom_jvp_of_both, custom_vjp], ids=name)
+def test_gradient_of_each_array(custom, make, order, getkey):
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 4))
-    actual, expected = (
-        place(wrap, lambda f, x, q: grad(custom(f), x, q), matmul)(x, q) for wrap in (implicit, densely)
-    )
-    assert_same(actual, expected)
+    assert_same(order(implicit, grad, custom)(x, q), order(densely, grad, custom)(x, q))
 
 
-@pytest.mark.parametrize("place", [inside, outside], ids=name)
+@pytest.mark.parametrize("order", [custom_inside, both_inside], ids=name)
 @pytest.mark.parametrize("use", USES, ids=name)
-@pytest.mark.parametrize("custom", [custom_jvp_of_both, custom_jvp_symbolic_zeros, custom_vjp], ids=name)
-def test_uses(custom, use, place, getkey):
+@pytest.mark.parametrize("custom", [custom_jvp_symbolic_zeros, custom_vjp_symbolic_zeros], ids=name)
+def test_uses(custom, use, order, getkey):
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))
-    actual, expected = (place(wrap, lambda f, x, q: use(custom(f), x, q), matmul)(x, q) for wrap in (implicit, densely))
-    assert_same(actual, expected)
+    assert_same(order(implicit, use, custom)(x, q), order(densely, use, custom)(x, q))
 
 
-@pytest.mark.parametrize("place", [inside, outside], ids=name)
-def test_forward_mode(place, getkey):
+def jvp_x(g, x, q):
+    return jax.jvp(lambda x: g(x, q), (x,), (x,))
+
+
+def jvp_both(g, x, q):
+    return jax.jvp(g, (x, q), tangent((x, q)))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=name)
+@pytest.mark.parametrize("use", [jvp_x, jvp_both], ids=name)
+@pytest.mark.parametrize("custom", [custom_jvp_of_both, custom_jvp_symbolic_zeros], ids=name)
+def test_forward_mode(custom, use, order, getkey):
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))
-
-    def push_forward(f, x, q):
-        return jax.jvp(lambda x: custom_jvp(f)(x, q), (x,), (x,))
-
-    assert_same(place(implicit, push_forward, matmul)(x, q), place(densely, push_forward, matmul)(x, q))
+    assert_same(order(implicit, use, custom)(x, q), order(densely, use, custom)(x, q))
 
 
 @pytest.mark.parametrize("place", [inside, outside], ids=name)

@@ -79,7 +79,7 @@ def test_every_operand_may_be_implicit(getkey):
     assert_same(implicit(function)(q, other), densely(function)(q, other))
 
 
-@pytest.mark.parametrize("transform", (*PLAIN, *LOOPS), ids=name)
+@pytest.mark.parametrize("transform", [*PLAIN, *LOOPS], ids=name)
 def test_without_jit(transform, getkey):
     """`jax.disable_jit` runs loops and branches in Python."""
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))

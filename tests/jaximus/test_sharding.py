@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -13,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from eformer.jaximus import implicit
 
-from .arrays import ARRAYS, assert_same, count_materialized, densely, integers, name, scaled
-from .test_transforms import inside, jitted, matmul, outside, tangent, ways
+from .arrays import assert_same, count_materialized, densely, filled, integers, low_rank, name, scaled
+from .test_transforms import inside, jitted, matmul, outer_grad, outer_jvp, outer_vmap, outside, tangent, ways
 
 AUTO, EXPLICIT = (AxisType.Auto,), (AxisType.Explicit,)
 
@@ -69,7 +70,6 @@ def scan_of_shard_map(f, x, q):
 
 
 SHARD_MAPS = (
-    replicated,
     replicated_in_jit,
     replicated_closed_over,
     with_collective,
@@ -82,11 +82,18 @@ SHARD_MAPS = (
 )
 
 
-@pytest.mark.parametrize("place", [inside, outside, jitted], ids=name)
 @pytest.mark.parametrize("transform", SHARD_MAPS, ids=name)
-def test_shard_map(transform, place, getkey):
+def test_shard_map(transform, getkey):
     x, q = integers(getkey(), (8, 4)), scaled(getkey(), (4, 4))
-    assert_same(place(implicit, transform, matmul)(x, q), place(densely, transform, matmul)(x, q))
+    assert_same(jitted(implicit, transform, matmul)(x, q), jitted(densely, transform, matmul)(x, q))
+
+
+@pytest.mark.parametrize("outer", [outer_grad, outer_jvp, outer_vmap], ids=name)
+@pytest.mark.parametrize("inner", [replicated, with_collective, replicated_closed_over], ids=name)
+def test_shard_map_inside_another_transformation(inner, outer, getkey):
+    x, q = integers(getkey(), (8, 4)), scaled(getkey(), (4, 4))
+    inside_of = functools.partial(inner, matmul)
+    assert_same(outer(implicit(inside_of), x, q), outer(densely(inside_of), x, q))
 
 
 @ways
@@ -99,7 +106,7 @@ def sharded(f, x, q):
     return jax.shard_map(f, mesh=mesh(), in_specs=(P(), P(None, "i")), out_specs=P(None, "i"))(x, q)
 
 
-@pytest.mark.parametrize("make", ARRAYS, ids=name)
+@pytest.mark.parametrize("make", [scaled, low_rank], ids=name)
 def test_shard_map_of_a_sharded_array_outside(make, getkey):
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 8))
     assert_same(outside(implicit, sharded, matmul)(x, q), outside(densely, sharded, matmul)(x, q))
@@ -149,7 +156,7 @@ def constrain_q_in_jit(f, x, q):
 
 def shardings_of_jit(f, x, q):
     everywhere, rows = NamedSharding(mesh(), P()), NamedSharding(mesh(), P("i"))
-    return jax.jit(f, in_shardings=(rows, everywhere), out_shardings=rows)(x, q)
+    return jax.jit(f, in_shardings=(rows, everywhere), out_shardings=everywhere)(x, q)
 
 
 def device_put(f, x, q):
@@ -159,7 +166,7 @@ def device_put(f, x, q):
 CONSTRAINTS = (constrain_result, constrain_x, constrain_q, constrain_q_in_jit, shardings_of_jit, device_put)
 
 
-@ways
+@pytest.mark.parametrize(("place", "make"), [(inside, low_rank), (outside, scaled), (jitted, filled)], ids=name)
 @pytest.mark.parametrize("transform", CONSTRAINTS, ids=name)
 def test_constraints(transform, place, make, getkey):
     x, q = integers(getkey(), (8, 4)), make(getkey(), (4, 4))

@@ -1,7 +1,8 @@
 """Every transformation of JAX, around a function of implicit arrays, gives what it gives on dense arrays.
 
 Each entry of the tables is a transformation `transform(function, x, q)`. It is tried with `implicit` inside it,
-around the function, and outside it, around the whole; `densely` at the same place gives the expected answer.
+around the function, outside it, around the whole, and between two of them; `densely` at the same place gives the
+expected answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 from jax import lax
 from jax import tree_util as jtu
 
-from eformer.jaximus import implicit
+from eformer.jaximus import ImplicitArray, implicit, materialize
 
 from .arrays import ARRAYS, assert_same, densely, filled, integers, low_rank, name, scaled, scaled_int8, shifted
 
@@ -33,17 +34,11 @@ def jitted(wrap: Any, transform: Any, function: Any) -> Any:
     return jax.jit(wrap(functools.partial(transform, function)))
 
 
-# Each place and each kind of array, but not each with each: compiling is what the tests spend their time on.
-WAYS = (
-    (inside, scaled),
-    (outside, scaled),
-    (jitted, scaled_int8),
-    (outside, low_rank),
-    (inside, filled),
-    (jitted, filled),
-    (inside, shifted),
-)
-ways = pytest.mark.parametrize(("place", "make"), WAYS, ids=lambda way: way.__name__)
+# Each place and each kind of array, but not each with each: compiling is what these tests spend their time on.
+WAYS = [(inside, scaled), (outside, scaled), (outside, low_rank), (inside, filled), (jitted, filled)]
+MORE_WAYS = [*WAYS, (jitted, scaled_int8), (inside, shifted)]
+ways = pytest.mark.parametrize(("place", "make"), WAYS, ids=name)
+more_ways = pytest.mark.parametrize(("place", "make"), MORE_WAYS, ids=name)
 
 
 def matmul(x, q):
@@ -128,14 +123,14 @@ PLAIN = (
 )
 
 
-@ways
+@more_ways
 @pytest.mark.parametrize("transform", PLAIN, ids=name)
 def test_plain(transform, place, make, getkey):
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 6))
     assert_same(place(implicit, transform, matmul)(x, q), place(densely, transform, matmul)(x, q))
 
 
-@ways
+@more_ways
 @pytest.mark.parametrize("function", FUNCTIONS, ids=name)
 def test_functions(function, place, make, getkey):
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 6))
@@ -272,7 +267,7 @@ DERIVATIVES = (
 )
 
 
-@ways
+@more_ways
 @pytest.mark.parametrize("transform", DERIVATIVES, ids=name)
 def test_derivatives(transform, place, make, getkey):
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 6))
@@ -575,6 +570,44 @@ def test_control_flow(transform, place, make, getkey):
     assert_same(place(implicit, transform, matmul)(x, q), place(densely, transform, matmul)(x, q))
 
 
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("other", ["its transpose", "another class", "a dense array"])
+def test_branches_that_return_different_forms(other, sign, getkey):
+    x, q = sign * jnp.ones((3, 4)), scaled(getkey(), (4, 4))
+    others = {"its transpose": lambda q: q.T, "another class": lambda _: low_rank(getkey(), (4, 4))}
+    choose = lambda x, q, other: x @ lax.cond(x[0, 0] > 0, lambda q, _: q, lambda _, other: other, q, other)  # noqa: E731
+    operands = x, q, others.get(other, lambda q: q.materialize())(q)
+    assert_same(implicit(choose)(*operands), densely(choose)(*operands))
+
+
+@ways
+def test_scan_over_rows(place, make, getkey):
+    """Rows of a matrix, that are no slices of its leaves."""
+    x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 4))
+    rows = lambda _, x, q: lax.scan(lambda c, row: (c + row, row * 2), jnp.zeros(4), q * 1 if place is inside else q)  # noqa: E731
+    assert_same(place(implicit, rows, matmul)(x, q), place(densely, rows, matmul)(x, q))
+
+
+class Turned(ImplicitArray):
+    """`w`, with its axes in reverse order."""
+
+    warn_on_materialize = False
+
+    w: jax.Array
+
+    def materialize(self) -> jax.Array:
+        return self.w.T
+
+
+def test_scan_over_an_array_whose_leaves_are_stacked_otherwise(getkey):
+    """The lengths agree, but a slice of the leaf is not a slice of the array."""
+    x, q = integers(getkey(), (2, 3)), Turned(integers(getkey(), (3, 3, 3)))
+    assert not q.is_stacked()
+    assert scaled(getkey(), (3, 4, 4)).is_stacked()
+    layers = functools.partial(scan_layers, matmul)
+    assert_same(implicit(layers)(x, q), densely(layers)(x, q))
+
+
 def scan_layers(f, x, q):
     return lax.scan(lambda c, w: (f(c, w), c.sum()), x, q)
 
@@ -635,8 +668,87 @@ LAYERS = (
 )
 
 
-@ways
+@more_ways
 @pytest.mark.parametrize("transform", LAYERS, ids=name)
 def test_layers(transform, place, make, getkey):
     x, q = integers(getkey(), (2, 4)), make(getkey(), (3, 4, 4))
     assert_same(place(implicit, transform, matmul)(x, q), place(densely, transform, matmul)(x, q))
+
+
+# --- `implicit` between two transformations ---
+
+
+def as_loss(f):
+    """The sum of squares of all that `f` returns."""
+
+    def loss(x, q):
+        leaves = jtu.tree_leaves(materialize(f(x, q)))
+        return sum(jnp.sum(leaf**2) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+    return loss
+
+
+def outer_grad(f, x, q):
+    return jax.value_and_grad(as_loss(f), argnums=(0, 1), allow_int=True)(x, q)
+
+
+def outer_jvp(f, x, q):
+    return jax.jvp(as_loss(f), (x, q), tangent((x, q)))
+
+
+def outer_vmap(f, x, q):
+    return jax.vmap(as_loss(f), (0, None))(jnp.stack([x, -x]), q)
+
+
+def outer_vmap_q(f, x, q):
+    return jax.vmap(as_loss(f), (None, 0))(x, jtu.tree_map(lambda leaf: jnp.stack([leaf, leaf + leaf]), q))
+
+
+OUTER = [
+    (outer_grad, scaled),
+    (outer_grad, scaled_int8),
+    (outer_jvp, scaled),
+    (outer_vmap, filled),
+    (outer_vmap_q, scaled),
+]
+INNER = [
+    jit,
+    scan_constant,
+    scan_carry,
+    scan_carry_of_both,
+    scan_of_checkpoint,
+    cond,
+    cond_closing_over,
+    switch_returning_it,
+    fori_static,
+    lax_map,
+    checkpoint,
+    vmap_closed_over,
+]
+
+
+@pytest.mark.parametrize(("outer", "make"), OUTER, ids=name)
+@pytest.mark.parametrize("inner", INNER, ids=name)
+def test_between(inner, outer, make, getkey):
+    x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 4))
+    inside_of = functools.partial(inner, matmul)
+    assert_same(outer(implicit(inside_of), x, q), outer(densely(inside_of), x, q))
+
+
+@pytest.mark.parametrize("outer", [outer_jvp, outer_vmap, outer_vmap_q], ids=name)
+@pytest.mark.parametrize("inner", [while_constant, while_carry, while_condition], ids=name)
+def test_between_with_while(inner, outer, getkey):
+    x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))
+    inside_of = functools.partial(inner, matmul)
+    assert_same(outer(implicit(inside_of), x, q), outer(densely(inside_of), x, q))
+
+
+@pytest.mark.parametrize(
+    ("outer", "make"), [(outer_grad, scaled), (outer_grad, filled), (outer_jvp, low_rank)], ids=name
+)
+@pytest.mark.parametrize("inner", [scan_layers, scan_layers_of_checkpoint, vmap_both], ids=name)
+def test_between_with_layers(inner, outer, make, getkey):
+    q = make(getkey(), (3, 4, 4))
+    x = integers(getkey(), (3, 2, 4) if inner is vmap_both else (2, 4))
+    inside_of = functools.partial(inner, matmul)
+    assert_same(outer(implicit(inside_of), x, q), outer(densely(inside_of), x, q))

@@ -25,10 +25,18 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 class Case(NamedTuple):
-    """A format and options for it; called with an array, it quantizes that."""
+    """A format and options for it, hashable; called with an array, it quantizes that."""
 
     name: str
-    options: dict[str, Any]
+    items: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, name: str, **options: Any) -> Case:
+        return cls(name, tuple(options.items()))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.items)
 
     def __call__(self, array: Any, **more: Any) -> Any:
         return quantize(array, dtype=self.name, **self.options, **more)
@@ -36,17 +44,12 @@ class Case(NamedTuple):
     def straight_through(self, array: Any) -> jax.Array:
         return straight_through(array, dtype=self.name, **self.options)
 
-    def fits(self, ndim: int) -> bool:
-        """Whether an array of so many axes has the axis that the options name."""
-        axis = self.options.get("axis", ())
-        return all(-ndim <= a < ndim for a in (axis if isinstance(axis, tuple) else (axis,)))
-
     def __str__(self) -> str:
-        return "-".join([self.name, *(f"{name}={value}" for name, value in self.options.items())])
+        return "-".join([self.name, *(f"{name}={value}" for name, value in self.items)])
 
 
-CASES = [Case(form.name, options) for form in formats() for options in ({}, *OPTIONS.get(form.name, ()))]
-DEFAULTS = [case for case in CASES if not case.options]
+CASES = [Case.of(form.name, **options) for form in formats() for options in ({}, *OPTIONS.get(form.name, ()))]
+DEFAULTS = [case for case in CASES if not case.items]
 # One of each way to store an array: with and without scales, blocks, and scales of scales.
 LAYOUTS = [*DEFAULTS, *(case for case in CASES if {"double_quantization", "scale"} & case.options.keys())]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -73,14 +76,10 @@ def dense(q: QuantizedArray) -> jax.Array:
 
 
 @functools.cache
-def _example(case: str, shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
-    q = next(c for c in CASES if str(c) == case)(normal(shape, dtype, seed))
-    return q, dense(q)
-
-
 def example(case: Case, shape: tuple[int, ...] = SHAPE, dtype: Any = jnp.float32, seed: int = 0) -> Any:
     """A quantized array and its dense form, the same objects at each call."""
-    return _example(str(case), shape, dtype, seed)
+    q = case(normal(shape, dtype, seed))
+    return q, dense(q)
 
 
 def f64(x: Any) -> np.ndarray:
@@ -104,7 +103,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 def assert_same_array(actual: Any, expected: Any) -> None:
     assert type_of(actual) == type_of(expected)
-    np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+    np.testing.assert_array_equal(*(f64(x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in (actual, expected)))
 
 
 def assert_same_leaves(actual: Any, expected: Any) -> None:

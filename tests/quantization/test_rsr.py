@@ -27,7 +27,6 @@ CASES = [  # rows, columns, k
     (1, 1, 8),
     (0, 5, 3),
     (5, 0, 4),
-    (0, 0, 1),
 ]
 
 operators = pytest.mark.parametrize("cls", OPERATORS, ids=lambda cls: cls.__name__)
@@ -49,7 +48,7 @@ def normal(shape: tuple[int, ...], seed: int = 2) -> np.ndarray:
 
 
 def assert_sums(result: Any, v: np.ndarray, A: np.ndarray) -> None:
-    """`result` is `v @ A` to what summing `n` terms in any order can lose: a rounding each, eps / 2 of sum|v| at most."""
+    """`result` is `v @ A` to what summing `n` terms in any order can lose: a rounding each, eps / 2 of sum|v|."""
     v, A = np.asarray(v, np.float64), np.asarray(A, np.float64)
     own = float(jnp.finfo(result.dtype).eps)  # of the cast at the end
     terms = (v.shape[-1] + 1) * float(np.finfo(np.float32).eps) / 2
@@ -85,7 +84,7 @@ def test_dot_and_materialize_are_exact(cls: Any, n: int, m: int, k: int):
     np.testing.assert_array_equal(result, v @ A)
 
 
-@hypothesis.settings(max_examples=12, deadline=None)
+@hypothesis.settings(max_examples=8, deadline=None)
 @hypothesis.given(
     cls=st.sampled_from(OPERATORS),
     n=st.integers(0, 20),
@@ -101,9 +100,14 @@ def test_any_shape(cls: Any, n: int, m: int, k: int, batch: list[int], seed: int
     assert_sums(q.dot(normal((*batch, n), seed).astype(np.float32)), normal((*batch, n), seed).astype(np.float32), A)
 
 
-@operators
 @pytest.mark.parametrize(
-    ("dtype", "batch"), [("float32", ()), ("float32", (2, 3)), ("bfloat16", (4,)), ("float16", ())]
+    ("cls", "dtype", "batch"),
+    [
+        (RSROperatorBinary, "float32", ()),
+        (RSROperatorTernary, "float32", (2, 3)),
+        (RSROperatorBinary, "bfloat16", (4,)),
+        (RSROperatorTernary, "float16", ()),
+    ],
 )
 def test_floats_are_summed_to_the_last_digit(cls: Any, dtype: Any, batch: tuple[int, ...]):
     A = matrix(cls, (300, 20))
@@ -111,6 +115,12 @@ def test_floats_are_summed_to_the_last_digit(cls: Any, dtype: Any, batch: tuple[
     v = jnp.asarray(normal((*batch, 300)), dtype)
     assert q.dot(v).dtype == dtype
     assert_sums(q.dot(v), np.asarray(v, np.float64), A)
+
+
+def test_many_rows_are_taken_in_pieces():
+    A = matrix(RSROperatorTernary, (3, 5))
+    v = integers((257, 2, 3)).astype(np.float32)
+    np.testing.assert_array_equal(RSROperatorTernary.from_matrix(A, k=2).dot(v), v @ A)
 
 
 def test_half_precision_is_summed_in_float32():
@@ -243,7 +253,6 @@ def test_stacks_without_materializing(cls: Any):
 # As an operand
 
 
-@operators
 @pytest.mark.parametrize(
     "product",
     [
@@ -260,26 +269,24 @@ def test_stacks_without_materializing(cls: Any):
     ],
     ids=["@", "dot", "precision", "jit", "matmul", "einsum", "einsum_t", "tensordot", "dot_general", "vmap"],
 )
-def test_operand_of_a_product_without_materializing(cls: Any, product: Callable[..., Any]):
-    A = matrix(cls, (11, 13))
+def test_operand_of_a_product_without_materializing(product: Callable[..., Any]):
+    A = matrix(RSROperatorTernary, (11, 13))
     v = integers((2, 3, 11)).astype(np.float32)
     with materialization_error():
-        result = product(jnp.asarray(v), cls.from_matrix(A, k=4))
+        result = product(jnp.asarray(v), RSROperatorTernary.from_matrix(A, k=4))
     np.testing.assert_array_equal(result, v @ A)
 
 
-@operators
-def test_numpy_and_integers_on_the_left(cls: Any):
-    A = matrix(cls, (11, 13))
+def test_numpy_and_integers_on_the_left():
+    A = matrix(RSROperatorBinary, (11, 13))
     v = integers((2, 11))
-    np.testing.assert_array_equal(v.astype(np.float32) @ cls.from_matrix(A), v @ A)
-    np.testing.assert_array_equal(v.astype(np.int32) @ cls.from_matrix(A).astype(jnp.int32), v @ A)
+    np.testing.assert_array_equal(v.astype(np.float32) @ RSROperatorBinary.from_matrix(A), v @ A)
+    np.testing.assert_array_equal(v.astype(np.int32) @ RSROperatorBinary.from_matrix(A).astype(jnp.int32), v @ A)
 
 
-@operators
-def test_float32_asked_for_is_not_rounded_on_the_way(cls: Any):
-    A = matrix(cls, (300, 20))
-    q = cls.from_matrix(A).astype(jnp.bfloat16)
+def test_float32_asked_for_is_not_rounded_on_the_way():
+    A = matrix(RSROperatorTernary, (300, 20))
+    q = RSROperatorTernary.from_matrix(A).astype(jnp.bfloat16)
     v = jnp.asarray(normal((2, 300)), jnp.bfloat16)
     with materialization_error():
         result = implicit(lambda v, q: jnp.dot(v, q, preferred_element_type=jnp.float32))(v, q)
@@ -287,7 +294,6 @@ def test_float32_asked_for_is_not_rounded_on_the_way(cls: Any):
     assert_sums(result, np.asarray(v, np.float64), A)
 
 
-@operators
 @may_materialize
 @pytest.mark.parametrize(
     ("function", "expected"),
@@ -301,10 +307,10 @@ def test_float32_asked_for_is_not_rounded_on_the_way(cls: Any):
     ],
     ids=["q @ y", "x @ q.T", "add", "slice", "sum", "stacked"],
 )
-def test_all_else_is_materialized(cls: Any, function: Callable[..., Any], expected: Callable[..., Any]):
-    A = matrix(cls, (11, 13))
+def test_all_else_is_materialized(function: Callable[..., Any], expected: Callable[..., Any]):
+    A = matrix(RSROperatorBinary, (11, 13))
     y = integers((13, 2)).astype(np.float32)
-    q = cls.from_matrix(A, k=4)
+    q = RSROperatorBinary.from_matrix(A, k=4)
     np.testing.assert_array_equal(implicit(function)(q, jnp.asarray(y)), expected(A.astype(np.float32), y))
     with materialization_error(), pytest.raises(MaterializationError):
         implicit(function)(q, jnp.asarray(y))
@@ -336,7 +342,16 @@ def test_both_operands_quantized(cls: Any, other: str):
     assert_sums(q.dot(x), np.asarray(x.materialize()), A)
 
 
-def test_moving_an_operator_that_dot_does_not_take():
+@may_materialize
+def test_sums_over_a_stack_are_materialized():
+    stack = np.stack([matrix(RSROperatorBinary, (6, 5), seed) for seed in range(3)])
+    q = jax.vmap(RSROperatorBinary.from_matrix)(stack)
+    v = integers((2, 3, 6)).astype(np.float32)
+    np.testing.assert_array_equal(implicit(jnp.tensordot)(v, q), np.tensordot(v, stack))
+    np.testing.assert_array_equal(v[0, 0] @ q, v[0, 0] @ stack)
+
+
+def test_operands_that_do_not_fit():
     q = RSROperatorBinary.from_matrix(matrix(RSROperatorBinary, (6, 5)))
     with pytest.raises(TypeError, match=r"array\[2, 5\] @ RSROperatorBinary\[6, 5\].* \(5\) .*\(6\)"):
         q.dot(jnp.ones((2, 5)))
@@ -436,10 +451,10 @@ def test_quantize_ternary_is_the_rule_of_the_format(dtype: Any):
     np.testing.assert_array_equal(RSROperatorTernary.quantize(q.materialize()).materialize(), q.materialize())
 
 
-@operators
-def test_quantize_of_a_quantized_array(cls: Any):
+def test_quantize_of_a_quantized_array():
     x = Array8B.quantize(jnp.asarray(normal((6, 10)), jnp.float32))
-    np.testing.assert_array_equal(cls.quantize(x).materialize(), cls.quantize(x.materialize()).materialize())
+    q, of_dense = RSROperatorTernary.quantize(x), RSROperatorTernary.quantize(x.materialize())
+    np.testing.assert_array_equal(q.materialize(), of_dense.materialize())
 
 
 @operators
@@ -501,6 +516,7 @@ MAPS = np.eye(4, dtype=np.int8)[None]
         (lambda: RSROperatorBinary(np.float32(ONES), 2, 0, jnp.float32), ValueError, "or be integers"),
         (lambda: RSROperatorBinary(ONES * 4, 2, 0, jnp.float32), ValueError, "from 0 to 3, got 4 to 4"),
         (lambda: RSROperatorBinary(ONES * -1, 8, 0, jnp.float32), ValueError, "from 0 to 255, got -1 to -1"),
+        (lambda: RSROperatorBinary(ONES, 2, 0.0, jnp.float32), TypeError, "`padding` must be an int, got float"),
         (lambda: RSROperatorBinary(ONES, 2, 2, jnp.float32), ValueError, "`padding=2` must be"),
         (lambda: RSROperatorBinary(ONES, 2, -1, jnp.float32), ValueError, "`padding=-1` must be"),
         (lambda: RSROperatorBinary(ONES[:0], 2, 1, jnp.float32), ValueError, "columns of no block"),
@@ -573,34 +589,31 @@ def test_columns_that_do_not_split_into_blocks_stay_whole(m: int, k: int):
     np.testing.assert_array_equal(q.materialize(), A)
 
 
-@operators
 @may_materialize
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_explicit_mesh_axes_give_the_dense_product(cls: Any, spec: PartitionSpec):
-    A = matrix(cls, (16, 32))
+def test_explicit_mesh_axes_give_the_dense_product(spec: PartitionSpec):
+    A = matrix(RSROperatorTernary, (16, 32))
     v = integers((3, 16)).astype(np.float32)
     with jax.set_mesh(mesh(AxisType.Explicit)):
-        q = cls.from_matrix(A, k=4).with_sharding(spec)
+        q = RSROperatorTernary.from_matrix(A, k=4).with_sharding(spec)
         result = jax.jit(lambda v, q: v @ q)(v, q)
         dense = jax.jit(lambda v, q: v @ q)(v, q.materialize())
     np.testing.assert_array_equal(result, v @ A)
     assert jax.typeof(result).sharding.spec == jax.typeof(dense).sharding.spec
 
 
-@operators
-def test_replicated_on_an_explicit_mesh_stays_implicit(cls: Any):
-    A = matrix(cls, (16, 32))
+def test_replicated_on_an_explicit_mesh_stays_implicit():
+    A = matrix(RSROperatorTernary, (16, 32))
     v = integers((3, 16)).astype(np.float32)
     with jax.set_mesh(mesh(AxisType.Explicit)), materialization_error():
-        q = cls.from_matrix(A, k=4).with_sharding(PartitionSpec())
+        q = RSROperatorTernary.from_matrix(A, k=4).with_sharding(PartitionSpec())
         np.testing.assert_array_equal(jax.jit(lambda v, q: v @ q)(v, q), v @ A)
 
 
-@operators
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_shard_map_hands_every_device_its_part(cls: Any, spec: PartitionSpec):
-    A = matrix(cls, (16, 32))
-    q = cls.from_matrix(A, k=4)
+def test_shard_map_hands_every_device_its_part(spec: PartitionSpec):
+    A = matrix(RSROperatorTernary, (16, 32))
+    q = RSROperatorTernary.from_matrix(A, k=4)
     v = integers((3, 16)).astype(np.float32)
     rows, columns = (*spec, None)[:2]
 

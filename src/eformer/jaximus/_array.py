@@ -139,7 +139,14 @@ class ImplicitArray(abc.ABC):
         fields = dataclasses.fields(cls)
         cls._data_fields = tuple(f.name for f in fields if not f.metadata.get(STATIC))
         cls._static_fields = tuple(f.name for f in fields if f.metadata.get(STATIC))
-        jtu.register_pytree_with_keys(cls, _flatten_with_keys, functools.partial(_unflatten, cls), _flatten)
+        flatten = _flattener(cls)
+        keys = tuple(map(jtu.GetAttrKey, cls._data_fields))
+
+        def flatten_with_keys(array: ImplicitArray) -> tuple[tuple[tuple[Any, Any], ...], Any]:
+            children, aux = flatten(array)
+            return tuple(zip(keys, children, strict=True)), aux
+
+        jtu.register_pytree_with_keys(cls, flatten_with_keys, functools.partial(_unflatten, cls), flatten)
 
     # A shape given to the constructor is kept only where `materialize` itself asks for it (an array of zeros, say),
     # with the ranks the leaves had then: leading axes that leaves gain or lose, the shape gains or loses too.
@@ -244,7 +251,7 @@ class ImplicitArray(abc.ABC):
             return f"{type(self).__name__}({self.dtype}{list(self.shape)}, {self.nbytes:,} bytes)"
         # Leaves that are no arrays, as JAX puts into trees it only restructures.
         except (AttributeError, TypeError, ValueError, IndexError):
-            parts = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._data_fields)
+            parts = ", ".join(f"{name}={type(getattr(self, name)).__name__}" for name in self._data_fields)
             return f"{type(self).__name__}({parts})"
 
     # As for jax.Array: `==` compares elements, so the array can't be hashed.
@@ -453,14 +460,16 @@ def _materialize_commutes_with_vmap(treedef: Any, structs: tuple[jax.ShapeDtypeS
     return str(whole) == str(sliced) and all(same_consts)
 
 
-def _flatten(array: ImplicitArray) -> tuple[tuple[Any, ...], Any]:
-    static = tuple(getattr(array, name) for name in array._static_fields)
-    return tuple(getattr(array, name) for name in array._data_fields), (static, array._given)
+def _flattener(cls: type[ImplicitArray]) -> Callable[[ImplicitArray], tuple[tuple[Any, ...], Any]]:
+    """The leaves and the static part; it runs for each array at each call of a compiled function, so it is short."""
+    leaves, static = _getter(cls._data_fields), _getter(cls._static_fields)
+    return lambda array: (leaves(array), (static(array), vars(array).get("_given_shape")))
 
 
-def _flatten_with_keys(array: ImplicitArray) -> tuple[tuple[tuple[Any, Any], ...], Any]:
-    children, aux = _flatten(array)
-    return tuple((jtu.GetAttrKey(n), c) for n, c in zip(array._data_fields, children, strict=True)), aux
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda array: tuple(getattr(array, name) for name in names)
 
 
 def _unflatten(cls: type[ImplicitArray], aux: Any, children: Iterable[Any]) -> ImplicitArray:

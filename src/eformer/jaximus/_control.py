@@ -50,13 +50,17 @@ _cached_trace = weakref_lru_cache(_trace_leaves)
 on_register.append(_cached_trace.cache_clear)
 
 
-def _per_leaf(values: Sequence[Any], operands: Sequence[Any], unset: Any) -> tuple[Any, ...]:
+def _leaf_counts(operands: Sequence[Any]) -> list[int | None]:
+    """How many leaves each implicit operand has; None for one that is its own."""
+    return [len(jtu.tree_leaves(operand)) if is_implicit(operand) else None for operand in operands]
+
+
+def _per_leaf(values: Sequence[Any], counts: Sequence[int | None], unset: Any) -> tuple[Any, ...]:
     """A parameter given per operand, per leaf: implicit operands' leaves get `unset`."""
-    return tuple(
-        leaf_value
-        for value, operand in zip(values, operands, strict=True)
-        for leaf_value in ([unset] * len(jtu.tree_leaves(operand)) if is_implicit(operand) else [value])
-    )
+    leaves: list[Any] = []
+    for value, count in zip(values, counts, strict=True):
+        leaves += [value] if count is None else [unset] * count
+    return tuple(leaves)
 
 
 @register("jit")
@@ -74,13 +78,14 @@ def jit_rule(
     # An output whose sharding or layout the caller asked for must be an array to have it.
     asked = tuple(s is not UNSPECIFIED or la is not None for s, la in zip(out_shardings, out_layouts, strict=True))
     traced, out_tree = _trace(jaxpr, operands, asked)
-    outs = jtu.tree_unflatten(out_tree, range(out_tree.num_leaves))  # stand-ins, to count leaves with
+    ins = _leaf_counts(operands)
+    outs = _leaf_counts(jtu.tree_unflatten(out_tree, range(out_tree.num_leaves)))  # of stand-ins
     leaves = primitive.bind(
         *jtu.tree_leaves(list(operands)),
         jaxpr=traced,
-        in_shardings=_per_leaf(in_shardings, operands, UNSPECIFIED),
-        in_layouts=_per_leaf(in_layouts, operands, None),
-        donated_invars=_per_leaf(donated_invars, operands, False),
+        in_shardings=_per_leaf(in_shardings, ins, UNSPECIFIED),
+        in_layouts=_per_leaf(in_layouts, ins, None),
+        donated_invars=_per_leaf(donated_invars, ins, False),
         out_shardings=_per_leaf(out_shardings, outs, UNSPECIFIED),
         out_layouts=_per_leaf(out_layouts, outs, None),
         **params,

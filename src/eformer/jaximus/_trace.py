@@ -92,9 +92,8 @@ class ImplicitTrace(Trace):
 
     def wrap_tree(self, tree: Any) -> Any:
         """`tree` itself if it holds no implicit array: containers keep their identity."""
-        if not any(map(is_implicit, jtu.tree_leaves(tree, is_leaf=is_implicit))):
-            return tree
-        return jtu.tree_map(self.wrap, tree, is_leaf=is_implicit)
+        leaves, treedef = jtu.tree_flatten(tree, is_leaf=is_implicit)
+        return jtu.tree_unflatten(treedef, map(self.wrap, leaves)) if any(map(is_implicit, leaves)) else tree
 
     def stage_value(self, val: Any) -> Any:
         return val if isinstance(val, ImplicitTracer) else self.parent_trace.stage_value(val)
@@ -133,7 +132,7 @@ class ImplicitTrace(Trace):
         operands = [unwrap(t) for t in tracers]
         with jexc.set_current_trace(self.parent_trace):
             if any(map(is_implicit, operands)):
-                return _custom_vjp(fun, fwd, bwd, operands, params["out_trees"])
+                return _custom_vjp(fun, fwd, bwd, operands, params["out_trees"], params["symbolic_zeros"])
             return primitive.bind(*operands, subfuns=(_dense_inside(fun), _dense_inside(fwd), bwd), **params)
 
     def process_shard_map(
@@ -296,12 +295,14 @@ def _custom_jvp(fun: Any, jvp: Any, operands: Sequence[Any], symbolic_zeros: boo
     return call(*operands)
 
 
-def _custom_vjp(fun: Any, fwd: Any, bwd: Any, operands: Sequence[Any], out_trees: Callable[[], Any]) -> Any:
+def _custom_vjp(
+    fun: Any, fwd: Any, bwd: Any, operands: Sequence[Any], out_trees: Callable[[], Any], symbolic_zeros: bool
+) -> Any:
     """The same function with the same derivative, of the operands' leaves. Residuals stay implicit."""
 
     @jax.custom_vjp
     def call(*operands: Any) -> Any:
-        return materialize(call_implicit(fun.call_wrapped, operands))
+        return materialize(list(call_implicit(fun.call_wrapped, operands)))
 
     def call_fwd(*marked: Any) -> Any:
         # `marked` leaves say whether they are differentiated; JAX's flat `fwd` takes value, flag, value, flag...
@@ -312,12 +313,12 @@ def _custom_vjp(fun: Any, fwd: Any, bwd: Any, operands: Sequence[Any], out_trees
         returned = residual_tree.num_leaves - sum(index is not None for index in forwarded)
         own = iter(outs[:returned])
         residuals = [next(own) if index is None else operands[index] for index in forwarded]
-        return materialize(outs[returned:]), (residuals, [o if is_implicit(o) else None for o in operands])
+        return materialize(list(outs[returned:])), (residuals, [o if is_implicit(o) else None for o in operands])
 
     def call_bwd(saved: Any, cotangents: Any) -> Any:
         residuals, operands = saved
-        dense = [_instantiate(ct) for ct in cotangents]
-        outs = call_implicit(bwd.call_wrapped, (*residuals, *dense))
+        given = cotangents if symbolic_zeros else [_instantiate(ct) for ct in cotangents]
+        outs = call_implicit(bwd.call_wrapped, (*residuals, *given))
         outs = outs[0] if isinstance(outs, tuple) else outs  # JAX >= 0.12 returns logs beside the cotangents
         outs = materialize([None if isinstance(ct, ad.Zero) else ct for ct in outs])
         pairs = zip(operands, outs, strict=True)

@@ -98,7 +98,7 @@ def encode_int8(x: jax.Array, axis: Sequence[int]) -> tuple[jax.Array, jax.Array
     A slice of zeros has scale 1. A slice with a NaN or an infinity has scale NaN, and decodes to NaN.
     """
     peak = _finite(absmax(x, axis))
-    scale = jnp.where(peak == 0, 1, jnp.maximum(peak / 127, jnp.finfo(peak.dtype).tiny))
+    scale = jnp.where(peak == 0, 1, jnp.maximum(_divide(peak, jnp.full_like(peak, 127)), jnp.finfo(peak.dtype).tiny))
     # Next to the largest float, 127 times the rounded quotient overflows.
     scale = jnp.where(jnp.isinf(scale * 127), jnp.nextafter(scale, jnp.zeros_like(scale)), scale)
     steps = jnp.round(_divide(x.astype(scale.dtype), scale))
@@ -179,7 +179,7 @@ def _even_steps(start: np.float32, stop: np.float32, steps: int) -> np.ndarray:
 
 
 def encode_dynamic(x: jax.Array, block_size: int = 256) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`x` of shape (..., n), not negative, as codes of `(x - offset) / nested`, `offset` its mean, `nested` per block."""
+    """`x` of shape (..., n), not negative, as codes of `(x - offset) / nested`: its mean, and a scale per block."""
     offset = _sum_of_magnitudes(x, (-1,))[..., 0] / max(x.shape[-1], 1)
     blocks = _split(x - offset[..., None], -1, block_size)
     nested = absmax(blocks, (-1,))

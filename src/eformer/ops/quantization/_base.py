@@ -66,7 +66,8 @@ class QuantizedArray(ImplicitArray):
         """The dense array, sharded as the leaves are."""
         sharding = self.sharding
         if is_explicit(sharding):
-            return jax.sharding.auto_axes(_decoded, out_sharding=sharding)(self)
+            decode: Any = jax.sharding.auto_axes(_decoded, out_sharding=sharding)
+            return decode(self)
         dense = _decoded(self)
         return dense if sharding is None else jax.device_put(dense, sharding)
 

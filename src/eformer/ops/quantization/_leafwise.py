@@ -149,8 +149,8 @@ def axis_from_start(axis: int, ndim: int) -> int:
     """The non-negative form of the `axis` that codes are packed along."""
     if axis < -ndim:
         raise ValueError(
-            f"codes are packed along axis {axis}, but the leaves have {ndim} axes left: `vmap` and slices of the leaves "
-            f"may take axes before it only; inside `implicit` any axis works"
+            f"codes are packed along axis {axis}, but the leaves have {ndim} axes left: `vmap` and slices of the "
+            f"leaves may take axes before it only; inside `implicit` any axis works"
         )
     return axis % ndim
 

@@ -22,9 +22,9 @@ from eformer.kernels.reference import cast
 from ._base import is_explicit, sharding_of
 from ._leafwise import LeafwiseArray
 
-# Measured on 2 cores of an AMD EPYC (AVX2), float32 x of shape (M, 4096), INT8 weights of shape (4096, 4096).
-MAX_ROWS = 32  # above, decoding everything once costs less than a loop of short products
-TILE_ELEMENTS = 2**20  # decoded, 4 MB; half and twice as much are up to 1.2 times slower
+# `benchmarks/matmul.py` shows what these do; chosen on 2 cores of an AMD EPYC (AVX2).
+MAX_ROWS = 32  # of x; above, decoding everything once costs less than a loop of short products
+TILE_ELEMENTS = 2**20  # decoded at once: 4 MB
 
 _use_kernel = jax.make_user_context(default_value=True)
 

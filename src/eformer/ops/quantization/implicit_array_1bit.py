@@ -122,9 +122,9 @@ class Array1B(LeafwiseArray):
         return quantize_ternary(array, scale=scaled, use_kernel=self.use_kernel).with_dtype(self.dtype)
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
-        # Nothing is known of what made the values, so this is the distance itself, to the nearest the format has.
-        scale = jnp.float32(1) if self.scale is None else self.scale
-        return jnp.abs(jnp.abs(original.astype(jnp.float32)) - scale) + scale
+        # Nothing is known of what made the values but their sign: an element became 0, or the scale with its sign.
+        x, scale = jnp.abs(original.astype(jnp.float32)), jnp.float32(1) if self.scale is None else self.scale
+        return jnp.maximum(x, jnp.abs(x - scale))
 
     def _grain(self, name: str, axis: int) -> int:
         packed = name == "weight" and self.weight.ndim and axis == self.axis % self.weight.ndim

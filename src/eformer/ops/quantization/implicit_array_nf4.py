@@ -86,8 +86,8 @@ class ArrayNF4(LeafwiseArray):
         if self.padding not in (0, 1) or (self.ndim and self.absmax.shape[self.axis] not in (1, blocks)):
             raise ValueError(
                 f"packed {self.packed.shape} of two codes a byte and absmax {self.absmax.shape} of blocks of "
-                f"{self.block_size} along axis {self.axis}: that is no array of shape {self.shape}. Axes that `vmap` or "
-                f"`scan` takes off the leaves must be in front of that axis"
+                f"{self.block_size} along axis {self.axis}: that is no array of shape {self.shape}. Axes that `vmap` "
+                f"or `scan` takes off the leaves must be in front of that axis"
             )
 
     @classmethod

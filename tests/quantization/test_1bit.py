@@ -1,0 +1,111 @@
+"""Binary and ternary: the documented rules, packing of any shape, scales."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer.jaximus import implicit, materialize
+from eformer.ops.quantization import Array1B, ArrayNF4, quantize, straight_through_1bit
+
+from .cases import FLOATS, assert_same_array, assert_within, f64, name, normal
+
+SHAPES = [(), (1,), (5,), (2, 4), (7, 3), (3, 5, 2), (0, 4), (4, 0)]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, jnp.int32], ids=name)
+@pytest.mark.parametrize("shape", [(7, 9), (8, 8)], ids=str)
+def test_rules_as_documented(shape, dtype):
+    w = jnp.asarray(np.round(normal(shape) * 3), dtype)
+    binary = jnp.where(jnp.sign(w) == 0, jnp.ones_like(w), jnp.sign(w))
+    assert_same_array(quantize(w, dtype="binary").materialize(), binary.astype(dtype))
+    threshold = 0.5 * jnp.std(w.astype(jnp.float32) if dtype == jnp.int32 else w)
+    x = np.asarray(w, np.float32)
+    ternary = np.where(x > np.float32(threshold), 1, np.where(x < -np.float32(threshold), -1, 0))
+    assert_same_array(quantize(w, dtype="ternary").materialize(), jnp.asarray(ternary).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float32, jnp.bfloat16], ids=name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packing_of_any_shape_is_exact(shape, dtype):
+    values = jnp.asarray(np.random.default_rng(0).integers(-1, 2, shape), dtype)
+    q = Array1B.quantize(values)
+    assert_same_array(q.materialize(), values)
+    assert q.weight.dtype == jnp.uint8
+    if shape:
+        rows = shape[max(len(shape) - 2, 0)]
+        assert q.nbytes == -(-rows // 4) * (values.size // max(rows, 1))
+
+
+def test_documented_example():
+    weights = jnp.array([[-1, 0, 1, 1], [1, -1, 0, 0]])
+    quantized = Array1B.quantize(weights.astype(jnp.int8))
+    assert_same_array(quantized.materialize(), weights.astype(jnp.int8))
+
+
+@pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning")
+def test_documented_example_of_arrays_given_alone(capsys):
+    array = jax.random.normal(jax.random.key(0), (256, 64), "f2")
+    qarray = Array1B(array)
+    n4array = ArrayNF4(array)
+
+    def power(x):
+        return x**2
+
+    print(jax.jit(implicit(power))(qarray))
+    print(qarray)
+    print(jax.jit(implicit(power))(n4array))
+    print(n4array)
+    assert "Array1B(float16[256, 64], 4,096 bytes)" in capsys.readouterr().out
+    assert_same_array(qarray.materialize(), quantize(array, dtype="ternary").materialize())
+    assert_same_array(jax.jit(implicit(power))(qarray), power(qarray.materialize()))
+
+
+@pytest.mark.parametrize("value", [2, -3, 0.5, np.nan, np.inf], ids=str)
+def test_other_values_raise_where_they_can_be_seen(value):
+    with pytest.raises(ValueError, match=r"values in \{-1, 0, 1\}.*dtype='ternary'"):
+        Array1B.quantize(jnp.array([[1.0, value], [0.0, 1.0]]))
+
+
+def test_other_values_are_rounded_and_clipped_under_tracing():
+    values = jnp.array([2.0, -300.0, 0.4, 0.6, -0.6, jnp.nan, jnp.inf])
+    packed = jax.jit(lambda x: Array1B.quantize(x).materialize())(values)
+    np.testing.assert_array_equal(packed, np.array([1, -1, 0, 1, -1, np.nan, 1], np.float32))
+    integers = jnp.array([127, -128, 2, 3, 4, -5], jnp.int8)
+    packed = jax.jit(lambda x: Array1B.quantize(x).materialize())(integers)
+    np.testing.assert_array_equal(packed, np.array([1, -1, 1, 1, 1, -1], np.int8))
+
+
+@pytest.mark.parametrize("dtype", ["binary", "ternary"])
+@pytest.mark.parametrize("scale", ["tensor", "channel"])
+def test_scales_are_the_mean_magnitude_of_what_is_kept(dtype, scale):
+    w = normal((9, 7))
+    q = quantize(w, dtype=dtype, scale=scale)
+    values = f64(quantize(w, dtype=dtype).materialize())
+    axis = (0, 1) if scale == "tensor" else (0,)
+    magnitude = np.where(values != 0, np.abs(f64(w)), 0)
+    expected = magnitude.sum(axis, keepdims=True) / np.maximum((values != 0).sum(axis, keepdims=True), 1)
+    np.testing.assert_allclose(q.scale, expected, rtol=2.0**-20)
+    assert_within(q.materialize(), values * expected, np.abs(values * expected) * 2.0**-20)
+    # The best scale for these values, so the error is no larger than without.
+    assert np.sum((f64(q.materialize()) - f64(w)) ** 2) < np.sum((values - f64(w)) ** 2)
+
+
+def test_constructor_as_documented():
+    made = Array1B.quantize(jnp.ones((6, 3), jnp.int8))
+    q = Array1B(made.weight, shape=(6, 3), dtype=jnp.int8)
+    assert_same_array(q.materialize(), made.materialize())
+    assert Array1B(made.weight).shape == (8, 3)  # without a shape, all that is packed
+    with pytest.raises(ValueError, match="packs four values a byte"):
+        Array1B(made.weight, shape=(3, 3))
+
+
+@pytest.mark.parametrize("dtype", ["ternary", "binary"])
+def test_straight_through(dtype):
+    w = normal()
+    assert_same_array(straight_through_1bit(w, dtype), materialize(quantize(w, dtype=dtype)))
+    assert_same_array(jax.grad(lambda w: straight_through_1bit(w, dtype).sum())(w), jnp.ones_like(w))
+    with pytest.raises(ValueError, match="'ternary' or 'binary'"):
+        straight_through_1bit(w, "int8")

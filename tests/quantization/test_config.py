@@ -1,0 +1,204 @@
+"""`quantize`, `straight_through`, their configuration, the registry, and what they say of bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer.ops.quantization import (
+    Array1B,
+    Array8B,
+    ArrayNF4,
+    QuantizationConfig,
+    QuantizationType,
+    QuantizedArray,
+    formats,
+    quantize,
+    register_format,
+    straight_through,
+)
+from eformer.ops.quantization import _base as base
+from eformer.ops.quantization._leafwise import LeafwiseArray
+
+from .cases import assert_same_array, assert_same_leaves, normal
+
+
+def test_documented_types():
+    assert {t.name: t.value for t in QuantizationType} == {
+        "NF4": "nf4",
+        "INT8": "int8",
+        "TERNARY": "ternary",
+        "BINARY": "binary",
+    }
+
+
+def test_config_defaults_and_strings():
+    config = QuantizationConfig()
+    assert (config.dtype, config.block_size, config.simulate, config.use_kernel) == (
+        QuantizationType.NF4,
+        64,
+        False,
+        True,
+    )
+    assert QuantizationConfig(dtype="int8").dtype is QuantizationType.INT8
+    assert QuantizationConfig(QuantizationType.BINARY, 32, True, False).simulate
+
+
+def test_config_is_a_value():
+    config = QuantizationConfig("int8")
+    assert hash(config) == hash(QuantizationConfig(QuantizationType.INT8))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.dtype = "nf4"  # pyright: ignore[reportAttributeAccessIssue]
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def decoded(w: jax.Array, config: QuantizationConfig) -> jax.Array:
+        return quantize(w, config).materialize()
+
+    assert_same_array(decoded(normal(), config), quantize(normal(), config).materialize())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cls"),
+    [("nf4", ArrayNF4), ("int8", Array8B), ("ternary", Array1B), ("binary", Array1B), (None, ArrayNF4)],
+)
+def test_quantize_makes_the_format_asked_for(dtype, cls):
+    q = quantize(normal(), dtype=dtype)
+    assert type(q) is cls
+    if dtype:
+        assert_same_leaves(quantize(normal(), QuantizationConfig(dtype)), q)
+        assert_same_leaves(quantize(normal(), dtype=QuantizationType(dtype)), q)
+
+
+def test_config_is_taken_instead_of_arguments():
+    config = QuantizationConfig("nf4", block_size=4)
+    assert quantize(normal(), config, dtype="int8", block_size=8).block_size == 4
+    assert quantize(normal(), dtype="nf4", block_size=8).block_size == 8
+
+
+def test_use_kernel_reaches_the_array():
+    assert quantize(normal()).use_kernel
+    assert not quantize(normal(), QuantizationConfig("int8", use_kernel=False)).use_kernel
+
+
+def test_simulate_is_dense_and_differentiable():
+    w = normal()
+    simulated = quantize(w, dtype="int8", simulate=True)
+    assert isinstance(simulated, jax.Array)
+    assert_same_array(simulated, quantize(w, dtype="int8").materialize())
+    gradient = jax.grad(lambda w: jnp.sum(3 * quantize(w, dtype="int8", simulate=True)))(w)
+    assert_same_array(gradient, jnp.full_like(w, 3))
+
+
+def test_training_step_of_the_documentation():
+    inputs, targets = normal((4, 6)), normal((4, 10), seed=1)
+
+    @jax.jit
+    def train_step(params, inputs, targets):
+        def loss_fn(params):
+            quant_w = straight_through(params["weight"], dtype=QuantizationType.NF4)
+            return jnp.mean((inputs @ quant_w - targets) ** 2)
+
+        return jax.value_and_grad(loss_fn)(params)
+
+    loss, grads = train_step({"weight": normal()}, inputs, targets)
+    assert np.isfinite(loss)
+    assert np.any(grads["weight"])
+
+
+W = np.ones((6, 10), np.float32)
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "unknown type": (lambda: quantize(W, dtype="int3"), ValueError, "unknown quantization type 'int3'.*'nf4'"),
+    "unknown type of config": (lambda: QuantizationConfig("fp4"), ValueError, "'fp4'.*'int8'"),
+    "type that is no name": (lambda: quantize(W, dtype=4), TypeError, "QuantizationType or a str, got int 4"),
+    "name as config": (lambda: quantize(W, "int8"), TypeError, "QuantizationConfig, got str 'int8'"),
+    "unknown option": (lambda: quantize(W, dtype="int8", group=3), TypeError, "'int8' has no option 'group'.*'axis'"),
+    "block size 0": (lambda: quantize(W, block_size=0), ValueError, "`block_size=0` must be even and at least 2"),
+    "odd block size": (lambda: quantize(W, block_size=7), ValueError, "`block_size=7` must be even"),
+    "negative block size": (lambda: ArrayNF4.quantize(W, -4), ValueError, "`block_size=-4` must be even"),
+    "block size no int": (lambda: quantize(W, block_size=4.0), TypeError, "must be an int, got float 4.0"),
+    "block size a bool": (lambda: QuantizationConfig(block_size=True), TypeError, "must be an int, got bool"),
+    "axis out of range": (lambda: Array8B.quantize(W, axis=2), ValueError, "axis 2 is out of range for .* 2 axes"),
+    "axis of nf4": (lambda: quantize(W, axis=-3), ValueError, "axis -3 is out of range"),
+    "axis repeated": (lambda: Array8B.quantize(W, axis=(0, -2)), ValueError, "names an axis twice"),
+    "axis no int": (lambda: Array8B.quantize(W, axis="rows"), TypeError, "int or a tuple of ints, got 'rows'"),
+    "axis of 1-bit": (lambda: Array1B.quantize(W, axis=5), ValueError, "axis 5 is out of range"),
+    "complex": (lambda: quantize(W.astype(np.complex64)), TypeError, "floating point and integer.* got complex64"),
+    "bool": (lambda: quantize(W > 0, dtype="int8"), TypeError, "got bool"),
+    "no array": (lambda: quantize([1.0, 2.0]), TypeError, "takes an array, got list"),
+    "scale of 1-bit": (lambda: quantize(W, dtype="ternary", scale="row"), ValueError, "`scale='row'` must be one of"),
+    "simulate no bool": (lambda: QuantizationConfig(simulate=1), TypeError, "`simulate` must be True or False, got 1"),
+    "integers to train": (lambda: straight_through(W.astype(np.int32)), TypeError, "floating point.*int32"),
+    "scale of another rank": (lambda: Array8B(W[0], W), ValueError, r"scale \(10,\) must have the 2 axes"),
+    "scale that does not fit": (lambda: Array8B(W[:, :2], W), ValueError, "does not broadcast over"),
+    "packed that is no uint8": (lambda: ArrayNF4(W, W), TypeError, "packed must be uint8.* got float32"),
+    "blocks that do not fit": (
+        lambda: ArrayNF4(W.astype(np.uint8), W, 4),
+        ValueError,
+        r"absmax \(6, 10\) of blocks of 4",
+    ),
+    "shape that does not fit": (
+        lambda: Array8B(W[:, :1], W.astype(np.int8), shape=(10, 6)),
+        ValueError,
+        r"`shape=\(10, 6\)`.*\(6, 10\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_is_named(bad):
+    call, error, message = BAD[bad]
+    with pytest.raises(error, match=f"(?s){message}"):
+        call()
+
+
+@pytest.fixture
+def toy_format():
+    """Half precision as a format: one class and one registration."""
+
+    class Half(LeafwiseArray):
+        array_fields = ("weight",)
+        weight: jax.Array
+
+        @property
+        def shape(self):
+            return self.weight.shape
+
+        def decode(self):
+            return self.weight.astype(jnp.float32)
+
+        def requantized(self, array):
+            return make(array)
+
+        def _step_bound(self, original):
+            return jnp.abs(original) * 2.0**-8
+
+        def _grain(self, *_):
+            return 1
+
+        def _rebuilt(self, leaves, *_):
+            return Half(leaves["weight"], dtype=self.dtype)
+
+    def make(array: Any) -> QuantizedArray:
+        return Half(array.astype(jnp.bfloat16), dtype=array.dtype)
+
+    yield register_format("half", Half, make)
+    del base._formats["half"]
+
+
+def test_a_new_format_is_one_class_and_one_line(toy_format):
+    w, x = normal(), normal((3, 6), seed=1)
+    assert toy_format in formats()
+    q = quantize(w, dtype="half")
+    assert type(q) is toy_format.array_type
+    assert np.all(np.abs(q.materialize() - w) <= q.error_bound(w))
+    assert_same_array(straight_through(w, dtype="half"), q.materialize())
+    assert q.T.shape == (10, 6)
+    assert np.allclose(x @ q, x @ q.materialize(), atol=1e-5)
+    with pytest.raises(ValueError, match="there is a format 'half' already"):
+        register_format("half", toy_format.array_type, toy_format.encode)

@@ -1,0 +1,113 @@
+"""The documented handlers: each is in its module under its name, and does on quantized arrays what `jax.lax` does."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from eformer.jaximus import is_implicit
+from eformer.ops.quantization import quantize
+
+from .cases import assert_same, normal
+
+# What is documented to be made dense is.
+pytestmark = pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning")
+
+FORMATS = {"8bit": "int8", "nf4": "nf4", "1bit": "ternary"}
+X = normal((4, 8), seed=1)
+ROWS = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+NUMBERS = (((1,), (0,)), ((), ()))
+
+# How each is called after the primitive, with `q` of shape (4, 8), and what it means.
+CALLS: dict[str, tuple[Any, Any]] = {
+    "add_{}_xy": (lambda h, q: h(lax.add_p, q, X), lambda d: d + X),
+    "broadcast_in_dim_{}_operand": (
+        lambda h, q: h(lax.broadcast_in_dim_p, q, shape=(2, 4, 8), broadcast_dimensions=(1, 2)),
+        lambda d: jnp.broadcast_to(d, (2, 4, 8)),
+    ),
+    "concatenate_{}_operands": (
+        lambda h, q: h(lax.concatenate_p, [q, X], dimension=0),
+        lambda d: jnp.concatenate([d, X]),
+    ),
+    "conv_general_dilated_{}_lhs_rhs": (
+        lambda h, q: h(lax.conv_general_dilated_p, X[None], q.reshape(2, 4, 4), (1,), "SAME"),
+        lambda d: lax.conv_general_dilated(X[None], d.reshape(2, 4, 4), (1,), "SAME"),
+    ),
+    "convert_element_type_{}_operand_kw": (
+        lambda h, q: h(lax.convert_element_type_p, q, new_dtype=jnp.bfloat16),
+        lambda d: d.astype(jnp.bfloat16),
+    ),
+    "convert_element_type_{}_operand_pos": (
+        lambda h, q: h(lax.convert_element_type_p, q, jnp.bfloat16),
+        lambda d: d.astype(jnp.bfloat16),
+    ),
+    "div_{}_xy": (lambda h, q: h(lax.div_p, q, X), lambda d: lax.div(d, X)),
+    "dot_general_{}_lhs_rhs": (
+        lambda h, q: h(lax.dot_general_p, jnp.eye(4), q, dimension_numbers=NUMBERS),
+        lambda d: d,
+    ),
+    "exp_{}_x": (lambda h, q: h(lax.exp_p, q), lax.exp),
+    "gather_{}_operand": (
+        lambda h, q: h(lax.gather_p, q, jnp.array([[2], [0]]), dimension_numbers=ROWS, slice_sizes=(1, 8)),
+        lambda d: d[jnp.array([2, 0])],
+    ),
+    "integer_pow_{}_x": (lambda h, q: h(lax.integer_pow_p, q), lambda d: d**2),
+    "integer_pow_{}_xy": (lambda h, q: h(lax.integer_pow_p, q, 3), lambda d: d**3),
+    "log_{}_x": (lambda h, q: h(lax.log_p, q), lax.log),
+    "lt_{}_xy": (lambda h, q: h(lax.lt_p, q, X), lambda d: d < X),
+    "max_{}_xy": (lambda h, q: h(lax.max_p, X, q), lambda d: jnp.maximum(X, d)),
+    "mul_{}_xy": (lambda h, q: h(lax.mul_p, q, q), lambda d: d * d),
+    "reduce_{}_operand_init_value": (
+        lambda h, q: h(lax.reduce_p, q, jnp.float32(0), lax.max, (0,)),
+        lambda d: jnp.maximum(jnp.max(d, 0), 0),
+    ),
+    "reshape_{}_operand": (
+        lambda h, q: h(lax.reshape_p, q, new_sizes=(1, 4, 8), dimensions=None, sharding=None),
+        lambda d: d.reshape(1, 4, 8),
+    ),
+    "sqrt_{}_x": (lambda h, q: h(lax.sqrt_p, q), lax.sqrt),
+    "transpose_{}_operand": (lambda h, q: h(lax.transpose_p, q, permutation=(1, 0)), lambda d: d.T),
+}
+KEPT = {"broadcast_in_dim_{}_operand", "reshape_{}_operand", "transpose_{}_operand"}
+KEPT |= {"convert_element_type_{}_operand_kw", "convert_element_type_{}_operand_pos"}
+
+
+@pytest.mark.parametrize("tag", FORMATS)
+@pytest.mark.parametrize("call", CALLS)
+def test_handler_does_what_is_documented(call, tag):
+    module: Any = importlib.import_module(f"eformer.ops.quantization.implicit_array_{tag}")
+    q = quantize(normal((4, 8)), dtype=FORMATS[tag])
+    run, meaning = CALLS[call]
+    out = run(getattr(module, call.format(tag)), q)
+    assert is_implicit(out) == (call in KEPT)
+    assert_same(out, meaning(q.materialize()))
+
+
+@pytest.mark.parametrize("tag", FORMATS)
+def test_reshaping_across_blocks_requantizes(tag):
+    module: Any = importlib.import_module(f"eformer.ops.quantization.implicit_array_{tag}")
+    q = quantize(normal((4, 8)), dtype=FORMATS[tag])
+    out = getattr(module, f"reshape_{tag}_operand")(lax.reshape_p, q, (8, 4))
+    assert type(out) is type(q)
+    assert out.shape == (8, 4)
+
+
+def test_documented_duplicate_of_division():
+    from eformer.ops.quantization.implicit_array_1bit import div_1bit_xy_fallback
+
+    q = quantize(normal((4, 8)), dtype="binary")
+    assert_same(div_1bit_xy_fallback(lax.div_p, X, q), lax.div(X, q.materialize()))
+
+
+def test_handlers_run_under_jit():
+    from eformer.ops.quantization.implicit_array_8bit import add_8bit_xy, dot_general_8bit_lhs_rhs
+
+    q = quantize(normal((4, 8)), dtype="int8")
+    assert_same(jax.jit(lambda q: add_8bit_xy(lax.add_p, q, X))(q), jax.jit(lambda q: q.materialize() + X)(q))
+    out = jax.jit(lambda q: dot_general_8bit_lhs_rhs(lax.dot_general_p, jnp.eye(4), q, NUMBERS))(q)
+    assert_same(out, q.materialize())

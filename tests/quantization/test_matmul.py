@@ -1,0 +1,393 @@
+"""Products with quantized arrays: every layout, either side, tiled and whole, and what the programs hold."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from eformer.jaximus import explain, implicit, materialization_error
+from eformer.ops.quantization import Array8B, ArrayNF4, _matmul, is_kernel_available, nf4_use_kernel, quantize
+from eformer.ops.quantization.implicit_array_8bit import matmul_bf16_int8_weight_only
+
+from .cases import (
+    CASES,
+    Case,
+    Numbers,
+    assert_product,
+    assert_same_array,
+    assert_within,
+    dot_f64,
+    example,
+    f64,
+    name,
+    normal,
+    primitives,
+)
+
+# Binary arrays are stored as ternary ones are; a scale per element multiplies neither `x` nor the result.
+WEIGHTS = [*(case for case in CASES if case.name != "binary"), Case.of("int8", axis=())]
+every_weight = pytest.mark.parametrize("case", WEIGHTS, ids=str)
+SIZES = {"b": 3, "m": 5, "k": 10, "l": 4, "n": 6}
+
+# The axes of `x` and of the weight, and those of both that run in parallel. Shared axes are else summed over.
+LAYOUTS = [
+    ("mk", "kn", ""),
+    ("mk", "nk", ""),
+    ("km", "kn", ""),
+    ("k", "kn", ""),
+    ("k", "nk", ""),
+    ("bmk", "kn", ""),
+    ("bmk", "bkn", "b"),
+    ("mkb", "knb", "b"),
+    ("mbk", "nbk", "b"),
+    ("bk", "bk", "b"),
+    ("bmk", "lbkn", "b"),
+    ("mbl", "lkbn", "bl"),
+    ("mkl", "kln", ""),
+    ("mlk", "kln", ""),
+    ("mkl", "nlk", ""),
+    ("kn", "kn", ""),
+    ("m", "kn", ""),
+]
+
+
+def numbers_of(x: str, q: str, batch: str) -> Numbers:
+    summed = [axis for axis in x if axis in q and axis not in batch]
+    places = [tuple(axes.index(axis) for axis in which) for which in (summed, batch) for axes in (x, q)]
+    return (places[0], places[1]), (places[2], places[3])
+
+
+def sizes_of(axes: str, **sizes: int) -> tuple[int, ...]:
+    return tuple((SIZES | sizes)[axis] for axis in axes)
+
+
+def dot(lhs: Any, rhs: Any, numbers: Numbers, **params: Any) -> Any:
+    """`lax.dot_general` by the rules; nothing may fall back."""
+    with materialization_error():
+        return implicit(functools.partial(lax.dot_general, dimension_numbers=numbers, **params))(lhs, rhs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(filter(None, layout)))
+@every_weight
+def test_every_layout_on_either_side(case, layout):
+    numbers = numbers_of(*layout)
+    (summed_x, summed_q), (batch_x, batch_q) = numbers
+    x = normal(sizes_of(layout[0]), seed=1)
+    q, dense = example(case, sizes_of(layout[1]))
+    assert_product(dot(x, q, numbers), x, dense, numbers)
+    swapped = ((summed_q, summed_x), (batch_q, batch_x))
+    assert_product(dot(q, x, swapped), dense, x, swapped)
+
+
+# dtypes of x, of the weight, asked of the result, and given
+TYPES = [
+    (jnp.bfloat16, jnp.bfloat16, None, jnp.bfloat16),
+    (jnp.float16, jnp.float16, None, jnp.float16),
+    (jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32),
+    (jnp.float32, jnp.float32, jnp.bfloat16, jnp.bfloat16),
+    (jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32),
+    (jnp.float32, jnp.float16, jnp.float32, jnp.float32),
+    (jnp.float16, jnp.bfloat16, jnp.float16, jnp.float16),
+    (jnp.bfloat16, jnp.float32, None, jnp.float32),
+    (jnp.float16, jnp.bfloat16, None, jnp.bfloat16),
+]
+TYPED = [
+    Case.of("int8"),
+    Case.of("int8", axis=0),
+    Case.of("nf4", block_size=4, axis=0),
+    Case.of("ternary", scale="channel"),
+]
+
+
+@pytest.mark.parametrize("types", TYPES, ids=lambda types: "-".join(map(name, types)))
+@pytest.mark.parametrize("case", TYPED, ids=str)
+def test_every_float_dtype(case, types):
+    x_dtype, q_dtype, asked, given = types
+    numbers = numbers_of("mk", "kn", "")
+    x, (q, dense) = normal((5, 10), x_dtype, seed=1), example(case, (10, 6), q_dtype)
+    out = dot(x, q, numbers, preferred_element_type=asked)
+    assert out.dtype == given == lax.dot_general(x, dense, numbers, preferred_element_type=asked).dtype
+    assert_product(out, x, dense, numbers)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_half_precision_keeps_the_digits_of_a_small_scale(axis):
+    """The scale of these weights is below what float16 holds to all its digits."""
+    q = Array8B.quantize(normal((64, 6), seed=1).astype(jnp.float16) * np.float16(1e-4), axis=axis)
+    x = normal((5, 64), jnp.float16)
+    assert_product(dot(x, q, numbers_of("mk", "kn", "")), x, q.materialize())
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8], ids=name)
+@pytest.mark.parametrize("case", TYPED, ids=str)
+def test_integers_multiply_as_dense(case, dtype):
+    q, dense = example(case, (10, 6))
+    x = jnp.asarray(np.arange(-25, 25).reshape(5, 10), dtype)
+    numbers = numbers_of("mk", "kn", "")
+    assert_same_array(dot(x, q, numbers), lax.dot_general(x, dense, numbers))
+
+
+@pytest.mark.parametrize("case", TYPED, ids=str)
+def test_a_precision_asked_for_is_passed_on(case):
+    q, dense = example(case, (10, 6))
+    x, numbers = normal((5, 10), seed=1), numbers_of("mk", "kn", "")
+    params = dict(dimension_numbers=numbers, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    jaxpr = jax.make_jaxpr(lambda x, q: implicit(functools.partial(lax.dot_general, **params))(x, q))(x, q).jaxpr
+    dots = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert [eqn.params["precision"] for eqn in dots] == [(lax.Precision.HIGHEST, lax.Precision.HIGHEST)]
+    assert_same_array(dot(x, q, **params), lax.dot_general(x, dense, **params))
+
+
+@pytest.mark.parametrize(("x_shape", "q_shape"), [((5, 0), (0, 6)), ((0, 10), (10, 6)), ((5, 10), (10, 0))], ids=str)
+@pytest.mark.parametrize("case", TYPED, ids=str)
+def test_empty_axes(case, x_shape, q_shape):
+    x, (q, dense) = normal(x_shape), example(case, q_shape)
+    numbers = numbers_of("mk", "kn", "")
+    assert_same_array(dot(x, q, numbers), lax.dot_general(x, dense, numbers))
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4", "ternary", "binary"])
+def test_product_with_a_scalar(form):
+    q, x, numbers = quantize(jnp.float32(2), dtype=form), normal((5,)), (((), ()), ((), ()))
+    assert_product(dot(x, q, numbers), x, q.materialize(), numbers)
+    assert_product(dot(q, x, numbers), q.materialize(), x, numbers)
+
+
+@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("numbers", [numbers_of("mk", "kn", ""), numbers_of("mk", "nk", "")], ids=str)
+@every_weight
+def test_nan_and_infinity_in_x_go_where_they_go_in_the_dense_product(case, numbers, special):
+    """All that a float can say of an element: NaN, infinite with a sign, or a number."""
+    q, dense = example(case, (10, 10))
+    x = normal((5, 10), seed=1).at[2, 3].set(special)
+    out, expected = f64(dot(x, q, numbers)), f64(lax.dot_general(x, dense, numbers))
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.where(finite, 0, out), np.where(finite, 0, expected))
+    assert np.all(np.isfinite(out[finite]))
+
+
+@pytest.mark.parametrize("numbers", [numbers_of("mk", "kn", ""), numbers_of("mk", "nk", "")], ids=str)
+@every_weight
+def test_nan_in_the_weight_goes_where_it_goes_in_the_dense_product(case, numbers):
+    q, x = case(normal((10, 10)).at[2, 3].set(np.nan)), normal((5, 10), seed=1)
+    np.testing.assert_array_equal(np.isnan(dot(x, q, numbers)), np.isnan(lax.dot_general(x, q.materialize(), numbers)))
+
+
+# --- tiles ---
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of so few elements that small arrays have several. Shapes that only these tests use keep `jit` from
+    finding programs of whole products."""
+    monkeypatch.setattr(_matmul, "TILE_ELEMENTS", 64)
+    assert is_kernel_available()
+
+
+# With tiles that divide the axis, and with a rest; the first axis of the weight is summed over, free, or parallel.
+TILED = [
+    ("mk", "kn", "", 22),
+    ("mk", "kn", "", 24),
+    ("mk", "nk", "", 22),
+    ("mk", "nk", "", 24),
+    ("bmk", "bkn", "b", 22),
+    ("mbk", "nbk", "b", 22),
+    ("mkl", "lkn", "", 22),
+]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("layout", TILED, ids=lambda layout: "-".join(filter(None, map(str, layout))))
+@every_weight
+def test_tiled_products_and_their_gradients(case, layout):
+    *axes, length = layout
+    sizes = {axes[1].replace(axes[2], "", 1)[0]: length}  # of the axis that is cut into tiles
+    numbers = numbers_of(*axes)
+    x = normal(sizes_of(axes[0], **sizes), seed=1)
+    q, dense = example(case, sizes_of(axes[1], **sizes))
+    cotangent = normal(dot_f64(x, dense, numbers).shape, seed=2)
+    product = functools.partial(dot, numbers=numbers)
+    assert "scan" in primitives(product, x, q)
+
+    @jax.jit
+    def run(x: Any, q: Any) -> Any:
+        out, pull_back = jax.vjp(lambda x: product(x, q), x)
+        return out, pull_back(cotangent)[0], jax.jvp(lambda x: product(x, q), (x,), (x,))[1]
+
+    out, gradient, tangent = run(x, q)
+    assert_product(out, x, dense, numbers)
+    assert_product(tangent, x, dense, numbers)
+    _, pull_back = jax.vjp(lambda x: lax.dot_general(x, dense, numbers), x)
+    _, pull_back_magnitude = jax.vjp(lambda x: lax.dot_general(x, jnp.abs(dense), numbers), x)
+    terms = cotangent.size // x.size * length + length  # no fewer than are summed
+    eps = float(jnp.finfo(jnp.float32).eps)
+    assert_within(gradient, pull_back(cotangent)[0], 2 * terms * eps * f64(pull_back_magnitude(jnp.abs(cotangent))[0]))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=name)
+@pytest.mark.parametrize("case", TYPED, ids=str)
+def test_tiled_products_of_half_precision(case, dtype):
+    x, (q, dense) = normal((5, 22), dtype, seed=1), example(case, (22, 6), dtype)
+    out = dot(x, q, numbers_of("mk", "kn", ""))
+    assert out.dtype == dtype
+    assert_product(out, x, dense)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_many_rows_are_multiplied_whole():
+    q, _ = example(Case.of("int8"), (22, 6))
+    product = functools.partial(dot, numbers=numbers_of("mk", "kn", ""))
+    assert "scan" in primitives(product, normal((_matmul.MAX_ROWS, 22)), q)
+    assert "scan" not in primitives(product, normal((_matmul.MAX_ROWS + 1, 22)), q)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@every_weight
+def test_tiled_products_under_vmap_and_scan(case):
+    """A stack of weights: batched tiles, and tiles inside a loop over the stack."""
+    qs, arrays = zip(*(example(case, (22, 6), seed=seed) for seed in range(2)), strict=True)
+    q, dense = jax.tree.map(lambda *leaves: jnp.stack(leaves), *qs), jnp.stack(arrays)
+    x = normal((2, 5, 22), seed=1)
+
+    @jax.jit
+    def run(x: Any, q: Any) -> Any:
+        each = functools.partial(dot, numbers=numbers_of("mk", "kn", ""))
+        return jax.vmap(each)(x, q), lax.scan(lambda _, xq: (None, each(*xq)), None, (x, q))[1]
+
+    numbers = numbers_of("bmk", "bkn", "b")
+    mapped, scanned = run(x, q)
+    assert_product(mapped, x, dense, numbers)
+    assert_product(scanned, x, dense, numbers)
+
+
+# --- what the programs hold ---
+
+LARGE = (2048, 2048)
+TILE_BYTES = 4 * _matmul.TILE_ELEMENTS  # a decoded tile, in float32
+
+
+def matmul(x: Any, q: Any) -> Any:
+    return x @ q
+
+
+def gradient(x: Any, q: Any) -> Any:
+    return jax.grad(lambda x: jnp.sum(x @ q))(x)
+
+
+@functools.cache
+def large(form: str) -> Any:
+    """As shapes only: nothing is run."""
+    w = jax.ShapeDtypeStruct(LARGE, jnp.float32)
+    return jax.ShapeDtypeStruct((1, LARGE[0]), jnp.float32), jax.eval_shape(lambda w: quantize(w, dtype=form), w)
+
+
+def temporary_bytes(function: Any, *args: Any) -> int:
+    return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("function", [matmul, gradient], ids=name)
+@pytest.mark.parametrize("form", ["int8", "nf4", "ternary"])
+def test_a_product_of_one_row_never_holds_the_dense_weight(form, function):
+    """But for a tile of it, and what its decoding takes."""
+    x, q = large(form)
+    dense_bytes = 4 * q.size
+    assert dense_bytes == 4 * TILE_BYTES
+    assert temporary_bytes(function, x, q) < 2 * TILE_BYTES
+    assert explain(matmul)(x, q).dense_bytes == 0
+
+
+def test_without_the_kernel_the_weight_is_decoded_whole():
+    x, q = large("int8")
+    whole = jax.eval_shape(
+        lambda w: quantize(w, dtype="int8", use_kernel=False), jax.ShapeDtypeStruct(LARGE, jnp.float32)
+    )
+    assert "scan" in primitives(matmul, x, q)
+    assert "scan" not in primitives(matmul, x, whole)
+    assert temporary_bytes(matmul, x, whole) >= 4 * whole.size
+    assert explain(matmul)(x, whole).dense_bytes == 4 * whole.size
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4", "ternary"])
+def test_nf4_use_kernel_changes_programs_that_are_cached(form):
+    x, q = large(form)
+    function = jax.jit(matmul)
+
+    def loops() -> bool:
+        return "stablehlo.while" in function.lower(x, q).as_text()
+
+    assert loops()
+    with nf4_use_kernel(False):
+        assert not loops()
+        with nf4_use_kernel(True):
+            assert loops()
+    assert loops()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_nf4_use_kernel_changes_operators_that_ran_before():
+    """`x @ q` is compiled and kept; the switch is part of what it is kept under."""
+    q = ArrayNF4.quantize(normal((26, 6)), block_size=2, axis=0)
+    x = normal((5, 26), seed=1)
+    tiled = x @ q
+    with nf4_use_kernel(False):
+        whole = x @ q
+        assert "scan" not in primitives(matmul, x, q)
+    assert "scan" in primitives(matmul, x, q)
+    assert_product(tiled, x, q.materialize())
+    assert_product(whole, x, q.materialize())
+
+
+@pytest.mark.parametrize("value", [None, 1, "no"])
+def test_nf4_use_kernel_takes_a_bool(value):
+    with pytest.raises(TypeError, match=r"takes True or False, got "):
+        nf4_use_kernel(value)
+
+
+# --- the documented function ---
+
+
+@pytest.mark.parametrize("leading", [(), (4,), (2, 4)], ids=str)
+@pytest.mark.parametrize("axis", [0, 1, (0, 1), ()], ids=str)  # per column, per row, one for all, one for each
+def test_matmul_bf16_int8_weight_only(axis, leading):
+    q = Array8B.quantize(normal((10, 6)), axis=axis)
+    x = normal((*leading, 10), jnp.bfloat16, seed=1)
+    out = matmul_bf16_int8_weight_only(x, q.weight, q.scale)
+    assert (out.shape, out.dtype) == ((*leading, 6), jnp.bfloat16)
+    assert_product(out, x, q.materialize())
+
+
+def test_matmul_bf16_int8_weight_only_puts_the_scale_where_it_costs_least():
+    """Per column and per row no product has the weight's size, but for a scale per element."""
+    x = normal((4, 10), jnp.bfloat16)
+
+    def products(axis: Any) -> list[tuple[int, ...]]:
+        q = Array8B.quantize(normal((10, 6)), axis=axis)
+        jaxpr = jax.make_jaxpr(matmul_bf16_int8_weight_only)(x, q.weight, q.scale).jaxpr
+        return [eqn.outvars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "mul"]
+
+    assert products(0) == [(4, 6)]
+    assert products(1) == [(4, 10)]
+    assert products(()) == [(10, 6)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((4, 9), (10, 6), (1, 6)), r"\(4, 9\) @ rhs \(10, 6\)"),
+        (((4, 10), (10, 6), (6,)), r"scale of two axes, got .*\(6,\)"),
+        (((4, 10), (2, 10, 6), (1, 6)), r"rhs \(K, N\).* got .*\(2, 10, 6\)"),
+        (((4, 10), (10, 6), (5, 6)), r"\(5, 6\)"),
+    ],
+    ids=str,
+)
+def test_matmul_bf16_int8_weight_only_says_what_does_not_fit(shapes, message):
+    x, weight, scale = shapes
+    with pytest.raises(ValueError, match=message):
+        matmul_bf16_int8_weight_only(jnp.ones(x, jnp.bfloat16), jnp.ones(weight, jnp.int8), jnp.ones(scale))
