@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from eformer.ops.quantization import quantize
+from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, quantize
 
 
 class Contender(NamedTuple):
@@ -47,6 +47,8 @@ def contenders(rows: int, shape: tuple[int, int], ring_bytes: int, transposed: b
     }
     for name, options in FORMATS.items():
         made[name] = Contender(jax.jit(dense), x, [quantize(w, **options) for w in weights])
+    for operator in (RSROperatorBinary, RSROperatorTernary):
+        made[f"{operator.__name__}, k=8"] = Contender(jax.jit(dense), x, [operator.quantize(w) for w in weights])
     return made
 
 

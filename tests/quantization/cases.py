@@ -166,12 +166,16 @@ def eqns(jaxpr: Any) -> list[Any]:
     return [*jaxpr.eqns, *inner]
 
 
+def eqns_of(function: Callable[..., Any], *args: Any) -> list[Any]:
+    return eqns(jax.make_jaxpr(function)(*args).jaxpr)
+
+
 def primitives(function: Callable[..., Any], *args: Any) -> set[str]:
-    return {eqn.primitive.name for eqn in eqns(jax.make_jaxpr(function)(*args).jaxpr)}
+    return {eqn.primitive.name for eqn in eqns_of(function, *args)}
 
 
 def largest_float(function: Callable[..., Any], *args: Any) -> int:
     """Elements of the largest floating point array that the program of `function` makes."""
-    avals = [v.aval for eqn in eqns(jax.make_jaxpr(function)(*args).jaxpr) for v in eqn.outvars]
+    avals = [v.aval for eqn in eqns_of(function, *args) for v in eqn.outvars]
     sizes = [aval.size for aval in avals if hasattr(aval, "size") and jnp.issubdtype(aval.dtype, jnp.floating)]
     return max(sizes, default=0)

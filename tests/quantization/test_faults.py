@@ -80,3 +80,26 @@ def test_cond_and_vmap_over_a_quantized_array(case):
 def test_straight_through_is_what_quantize_gives(case):
     w = normal((9, 11))
     assert_same_array(case.straight_through(w), case(w).materialize())
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("int8", 8.5), ("nf4", 4.5), ("ternary", 2), ("binary", 2)])
+def test_codes_are_packed_on_the_device(dtype, bits):
+    """JAX's own sub-byte dtypes take a byte for each element on CPU."""
+    q = quantize(normal((64, 64)), dtype=dtype)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(q))
+    assert (q.nbytes, held) == (bits * q.size / 8,) * 2
+
+
+@every_format
+def test_a_nan_is_not_dropped(case):
+    """JAX's maximum on CPU loses one in some places of a vector register."""
+    w = normal((2, 64))
+    seen = [np.isnan(np.asarray(case(w.at[1, place].set(np.nan)).materialize())[1, place]) for place in (0, 7, 31, 63)]
+    assert all(seen)
+
+
+@every_format
+def test_deleting_needs_no_scale(case):
+    q = case(normal())
+    q.delete()
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(q))

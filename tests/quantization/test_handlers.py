@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import jax
@@ -111,3 +112,25 @@ def test_handlers_run_under_jit():
     assert_same(jax.jit(lambda q: add_8bit_xy(lax.add_p, q, X))(q), jax.jit(lambda q: q.materialize() + X)(q))
     out = jax.jit(lambda q: dot_general_8bit_lhs_rhs(lax.dot_general_p, jnp.eye(4), q, NUMBERS))(q)
     assert_same(out, q.materialize())
+
+
+# The documented parameters of the constructors, in order; those that follow `*` by keyword only.
+CONSTRUCTORS = {
+    "1bit": ("Array1B", ["weight"]),
+    "8bit": ("Array8B", ["scale", "weight", "axis", "sharding"]),
+    "nf4": ("ArrayNF4", ["packed", "absmax", "block_size", "sharding"]),
+}
+METHODS = ["quantize", "materialize", "delete", "with_sharding", "reshard", "with_mesh_and_axis", "is_sharded"]
+
+
+@pytest.mark.parametrize("tag", CONSTRUCTORS)
+def test_classes_have_what_is_documented(tag):
+    name, fields = CONSTRUCTORS[tag]
+    cls = getattr(importlib.import_module(f"eformer.ops.quantization.implicit_array_{tag}"), name)
+    parameters = inspect.signature(cls).parameters
+    assert list(parameters)[: len(fields)] == fields
+    assert all(parameters[field].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for field in fields)
+    assert all(parameters[field].kind is inspect.Parameter.KEYWORD_ONLY for field in ("shape", "dtype"))
+    assert all(hasattr(cls, method) for method in METHODS)
+    assert cls.commute_ops is True
+    assert cls.warn_on_materialize is True

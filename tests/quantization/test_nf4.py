@@ -152,3 +152,18 @@ def test_safe_materialize_and_delete():
     assert safe_materialize(x) == (x, False)
     safe_delete(q, True)
     assert_same_array(jax.block_until_ready(q).materialize(), dense)
+
+
+def test_documented_example():
+    weights = jnp.ones((128, 256), dtype=jnp.float32)
+    quantized = ArrayNF4.quantize(weights, block_size=64)
+    inputs = jnp.ones((32, 128))
+    output = inputs @ quantized
+    assert_same_array(output, inputs @ weights)  # ones are exact, and so are their sums
+
+
+def test_quantizing_takes_less_than_twice_the_input():
+    """Sixteen distances for each element would take sixteen times as much."""
+    w = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    memory = jax.jit(quantize).lower(w).compile().memory_analysis()
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2 * memory.argument_size_in_bytes

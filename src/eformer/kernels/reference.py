@@ -224,7 +224,7 @@ def ternary(x: jax.Array) -> jax.Array:
     """1 above half a standard deviation, -1 below minus that, else 0; all NaN if it has none, for a NaN or infinity."""
     # By a power of two, which changes no digit, to where squares neither overflow nor vanish.
     peak = absmax(x, range(x.ndim))
-    power = jnp.where(peak > 2.0**50, 2.0**-64, jnp.where(peak < 2.0**-50, 2.0**64, 1)).astype(x.dtype)
+    power = jnp.where(peak > 2.0**50, 2.0**-64, jnp.where((peak < 2.0**-50) & (peak > 0), 2.0**64, 1)).astype(x.dtype)
     x = x * power
     threshold = 0.5 * jnp.std(x)
     values = jnp.where(x > threshold, 1.0, jnp.where(x < -threshold, -1.0, 0.0))

@@ -112,8 +112,10 @@ def _product(x: jax.Array, q: LeafwiseArray, contraction: Contraction) -> jax.Ar
 def _tiling(q: LeafwiseArray, contraction: Contraction) -> tuple[int, int]:
     """The axis whose parts lie together in memory, and how much of it to decode at once."""
     axis = next((a for a in range(q.ndim) if a not in contraction.q_batch and q.shape[a] > 1), 0)
-    if not q.ndim or not q.size:
+    if not q.ndim:
         return axis, 1
+    if not q.size or axis in contraction.q_batch:  # nothing to cut
+        return axis, q.shape[axis]
     step, size = q.alignment(axis), q.shape[axis]
     most = max(step, TILE_ELEMENTS * size // q.size // step * step)
     # Without a rest there is no leaf to cut; unless that makes tiles small.

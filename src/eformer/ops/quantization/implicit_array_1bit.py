@@ -148,13 +148,13 @@ def _pack_axis(ndim: int) -> int:
 
 
 def _check_values(x: jax.Array) -> None:
-    if isinstance(x, Tracer) or not x.size:
+    if isinstance(x, Tracer):
         return
-    wrong = ~jnp.isin(x, jnp.array([-1, 0, 1], x.dtype))
-    if bool(jnp.any(wrong)):
-        example = np.asarray(x)[np.asarray(wrong)][0]
+    values = np.asarray(x)
+    wrong = values[(values != -1) & (values != 0) & (values != 1)]
+    if wrong.size:
         raise ValueError(
-            f"Array1B packs values in {{-1, 0, 1}}, got {example}; `quantize(array, dtype='ternary')` or "
+            f"Array1B packs values in {{-1, 0, 1}}, got {wrong[0]}; `quantize(array, dtype='ternary')` or "
             f"`dtype='binary'` makes such values of any array"
         )
 

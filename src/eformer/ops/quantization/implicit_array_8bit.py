@@ -126,6 +126,8 @@ def matmul_bf16_int8_weight_only(lhs_bf16: jax.Array, rhs_q_int8: jax.Array, rhs
     rows, columns = rhs_q_int8.shape
     if lhs_bf16.shape[-1] != rows:
         raise ValueError(f"lhs {lhs_bf16.shape} @ rhs {rhs_q_int8.shape}: {lhs_bf16.shape[-1]} columns, {rows} rows")
+    if any(s not in (1, n) for s, n in zip(rhs_scale.shape, rhs_q_int8.shape, strict=True)):
+        raise ValueError(f"scale {rhs_scale.shape} does not broadcast over rhs {rhs_q_int8.shape}")
     scale, lhs = rhs_scale.astype(jnp.float32), lhs_bf16.astype(jnp.float32)
     if scale.shape in ((1, columns), (1, 1)):
         out = jnp.matmul(lhs, rhs_q_int8.astype(jnp.float32))

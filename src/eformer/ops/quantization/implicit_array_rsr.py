@@ -45,8 +45,7 @@ from eformer.kernels import reference
 from ._base import QuantizedArray, checked_array, laid_out, sharding_of, shards
 
 MAX_K = 16  # the table of `2**k` sums of a block outgrows every cache soon after
-# The sums of this many rows of x stay in cache: 512 at once take three times as long as 256 twice. 2 cores of an
-# AMD EPYC, float32, n = m = 4096, k = 8.
+# The sums of this many rows of x stay in cache (2 cores of an AMD EPYC; `benchmarks/matmul.py` shows the effect).
 MAX_ROWS = 256
 
 
@@ -386,9 +385,7 @@ _ternary = jax.jit(reference.ternary)
 def _segment_product(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.Array:
     """`x` (*stack, rows, n) times the bits of `codes[0]` (*stack, blocks, n), less those of `codes[1]` if there is one.
 
-    Block by block: the sums of all blocks at once would be `2**k / k` times as large as the result, and the scatter into
-    them 2 to 50 times slower. Against XLA's product with the dense float32 matrix, on the machine above: 1 row of x
-    1.4 to 1.7 times as fast, ternary 0.6; 8 rows 11 to 15 times, ternary 3 to 5; 64 rows 1.5 times, ternary 1.
+    Block by block: the sums of all blocks at once would be `2**k / k` times as large as the result.
     """
     rows, n = x.shape[-2:]
     if codes[0].ndim > 2:
