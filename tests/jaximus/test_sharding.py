@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from eformer.jaximus import implicit
 
 from .arrays import assert_same, count_materialized, densely, filled, integers, low_rank, name, scaled
-from .test_transforms import inside, jitted, matmul, outer_grad, outer_jvp, outer_vmap, outside, tangent, ways
+from .test_transforms import compiled, inside, jitted, matmul, outer_grad, outer_jvp, outer_vmap, outside, tangent, ways
 
 AUTO, EXPLICIT = (AxisType.Auto,), (AxisType.Explicit,)
 
@@ -85,7 +85,7 @@ SHARD_MAPS = (
 @pytest.mark.parametrize("transform", SHARD_MAPS, ids=name)
 def test_shard_map(transform, getkey):
     x, q = integers(getkey(), (8, 4)), scaled(getkey(), (4, 4))
-    assert_same(jitted(implicit, transform, matmul)(x, q), jitted(densely, transform, matmul)(x, q))
+    assert_same(*compiled(outside(implicit, transform, matmul), outside(densely, transform, matmul), x, q))
 
 
 @pytest.mark.parametrize("outer", [outer_grad, outer_jvp, outer_vmap], ids=name)
@@ -93,13 +93,14 @@ def test_shard_map(transform, getkey):
 def test_shard_map_inside_another_transformation(inner, outer, getkey):
     x, q = integers(getkey(), (8, 4)), scaled(getkey(), (4, 4))
     inside_of = functools.partial(inner, matmul)
-    assert_same(outer(implicit(inside_of), x, q), outer(densely(inside_of), x, q))
+    actual, expected = (functools.partial(outer, wrap(inside_of)) for wrap in (implicit, densely))
+    assert_same(*compiled(actual, expected, x, q))
 
 
 @ways
-def test_shard_map_of_each_array(place, make, getkey):
+def test_shard_map_of_each_array(place, make, run, getkey):
     x, q = integers(getkey(), (8, 4)), make(getkey(), (4, 4))
-    assert_same(place(implicit, replicated, matmul)(x, q), place(densely, replicated, matmul)(x, q))
+    assert_same(*run(place(implicit, replicated, matmul), place(densely, replicated, matmul), x, q))
 
 
 def sharded(f, x, q):

@@ -34,11 +34,26 @@ def jitted(wrap: Any, transform: Any, function: Any) -> Any:
     return jax.jit(wrap(functools.partial(transform, function)))
 
 
-# Each place and each kind of array, but not each with each: compiling is what these tests spend their time on.
-WAYS = [(inside, scaled), (outside, scaled), (outside, low_rank), (inside, filled), (jitted, filled)]
-MORE_WAYS = [*WAYS, (jitted, scaled_int8), (inside, shifted)]
-ways = pytest.mark.parametrize(("place", "make"), WAYS, ids=name)
-more_ways = pytest.mark.parametrize(("place", "make"), MORE_WAYS, ids=name)
+def eagerly(actual: Any, expected: Any, x: Any, q: Any) -> Any:
+    return actual(x, q), jax.jit(expected)(x, q)
+
+
+def compiled(actual: Any, expected: Any, x: Any, q: Any) -> Any:
+    """In one program: compiling is what these tests spend their time on."""
+    return jax.jit(lambda x, q: (actual(x, q), expected(x, q)))(x, q)
+
+
+# Each place and each kind of array, but for that reason not each with each.
+WAYS = [
+    (inside, scaled, eagerly),
+    (outside, scaled, eagerly),
+    (outside, low_rank, compiled),
+    (inside, filled, compiled),
+    (outside, filled, compiled),
+]
+ways = pytest.mark.parametrize(("place", "make", "run"), WAYS, ids=name)
+with_integers = pytest.mark.parametrize(("place", "make", "run"), [*WAYS, (outside, scaled_int8, compiled)], ids=name)
+with_nested = pytest.mark.parametrize(("place", "make", "run"), [*WAYS, (inside, shifted, eagerly)], ids=name)
 
 
 def matmul(x, q):
@@ -123,18 +138,18 @@ PLAIN = (
 )
 
 
-@more_ways
+@ways
 @pytest.mark.parametrize("transform", PLAIN, ids=name)
-def test_plain(transform, place, make, getkey):
+def test_plain(transform, place, make, run, getkey):
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 6))
-    assert_same(place(implicit, transform, matmul)(x, q), place(densely, transform, matmul)(x, q))
+    assert_same(*run(place(implicit, transform, matmul), place(densely, transform, matmul), x, q))
 
 
-@more_ways
+@with_nested
 @pytest.mark.parametrize("function", FUNCTIONS, ids=name)
-def test_functions(function, place, make, getkey):
+def test_functions(function, place, make, run, getkey):
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 6))
-    assert_same(place(implicit, eager, function)(x, q), place(densely, eager, function)(x, q))
+    assert_same(*run(place(implicit, eager, function), place(densely, eager, function), x, q))
 
 
 # --- derivatives ---
@@ -267,11 +282,11 @@ DERIVATIVES = (
 )
 
 
-@more_ways
+@with_integers
 @pytest.mark.parametrize("transform", DERIVATIVES, ids=name)
-def test_derivatives(transform, place, make, getkey):
+def test_derivatives(transform, place, make, run, getkey):
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 6))
-    assert_same(place(implicit, transform, squares)(x, q), place(densely, transform, squares)(x, q))
+    assert_same(*run(place(implicit, transform, squares), place(densely, transform, squares), x, q))
 
 
 # --- vmap ---
@@ -358,9 +373,9 @@ BATCHES_OF_X = (
 
 @ways
 @pytest.mark.parametrize("transform", BATCHES_OF_X, ids=name)
-def test_vmap_over_the_dense_operand(transform, place, make, getkey):
+def test_vmap_over_the_dense_operand(transform, place, make, run, getkey):
     x, q = integers(getkey(), (2, 3, 4)), make(getkey(), (4, 6))
-    assert_same(place(implicit, transform, matmul)(x, q), place(densely, transform, matmul)(x, q))
+    assert_same(*run(place(implicit, transform, matmul), place(densely, transform, matmul), x, q))
 
 
 def vmap_q(f, x, q):
@@ -416,9 +431,9 @@ BATCHES_OF_BOTH = (
 
 @ways
 @pytest.mark.parametrize("transform", BATCHES_OF_BOTH, ids=name)
-def test_vmap_over_a_stacked_array(transform, place, make, getkey):
+def test_vmap_over_a_stacked_array(transform, place, make, run, getkey):
     x, q = integers(getkey(), (3, 2, 4)), make(getkey(), (3, 4, 6))
-    assert_same(place(implicit, transform, matmul)(x, q), place(densely, transform, matmul)(x, q))
+    assert_same(*run(place(implicit, transform, matmul), place(densely, transform, matmul), x, q))
 
 
 def vmap_last_axis(f, x, q):
@@ -565,9 +580,9 @@ LOOPS = (
 
 @ways
 @pytest.mark.parametrize("transform", LOOPS, ids=name)
-def test_control_flow(transform, place, make, getkey):
+def test_control_flow(transform, place, make, run, getkey):
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 4))
-    assert_same(place(implicit, transform, matmul)(x, q), place(densely, transform, matmul)(x, q))
+    assert_same(*run(place(implicit, transform, matmul), place(densely, transform, matmul), x, q))
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
@@ -581,11 +596,11 @@ def test_branches_that_return_different_forms(other, sign, getkey):
 
 
 @ways
-def test_scan_over_rows(place, make, getkey):
+def test_scan_over_rows(place, make, run, getkey):
     """Rows of a matrix, that are no slices of its leaves."""
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 4))
     rows = lambda _, x, q: lax.scan(lambda c, row: (c + row, row * 2), jnp.zeros(4), q * 1 if place is inside else q)  # noqa: E731
-    assert_same(place(implicit, rows, matmul)(x, q), place(densely, rows, matmul)(x, q))
+    assert_same(*run(place(implicit, rows, matmul), place(densely, rows, matmul), x, q))
 
 
 class Turned(ImplicitArray):
@@ -668,11 +683,11 @@ LAYERS = (
 )
 
 
-@more_ways
+@with_integers
 @pytest.mark.parametrize("transform", LAYERS, ids=name)
-def test_layers(transform, place, make, getkey):
+def test_layers(transform, place, make, run, getkey):
     x, q = integers(getkey(), (2, 4)), make(getkey(), (3, 4, 4))
-    assert_same(place(implicit, transform, matmul)(x, q), place(densely, transform, matmul)(x, q))
+    assert_same(*run(place(implicit, transform, matmul), place(densely, transform, matmul), x, q))
 
 
 # --- `implicit` between two transformations ---
@@ -704,6 +719,10 @@ def outer_vmap_q(f, x, q):
     return jax.vmap(as_loss(f), (None, 0))(x, jtu.tree_map(lambda leaf: jnp.stack([leaf, leaf + leaf]), q))
 
 
+def between(outer, inner):
+    return tuple(functools.partial(outer, wrap(functools.partial(inner, matmul))) for wrap in (implicit, densely))
+
+
 OUTER = [
     (outer_grad, scaled),
     (outer_grad, scaled_int8),
@@ -731,16 +750,14 @@ INNER = [
 @pytest.mark.parametrize("inner", INNER, ids=name)
 def test_between(inner, outer, make, getkey):
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 4))
-    inside_of = functools.partial(inner, matmul)
-    assert_same(outer(implicit(inside_of), x, q), outer(densely(inside_of), x, q))
+    assert_same(*compiled(*between(outer, inner), x, q))
 
 
 @pytest.mark.parametrize("outer", [outer_jvp, outer_vmap, outer_vmap_q], ids=name)
 @pytest.mark.parametrize("inner", [while_constant, while_carry, while_condition], ids=name)
 def test_between_with_while(inner, outer, getkey):
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 4))
-    inside_of = functools.partial(inner, matmul)
-    assert_same(outer(implicit(inside_of), x, q), outer(densely(inside_of), x, q))
+    assert_same(*compiled(*between(outer, inner), x, q))
 
 
 @pytest.mark.parametrize(
@@ -750,5 +767,4 @@ def test_between_with_while(inner, outer, getkey):
 def test_between_with_layers(inner, outer, make, getkey):
     q = make(getkey(), (3, 4, 4))
     x = integers(getkey(), (3, 2, 4) if inner is vmap_both else (2, 4))
-    inside_of = functools.partial(inner, matmul)
-    assert_same(outer(implicit(inside_of), x, q), outer(densely(inside_of), x, q))
+    assert_same(*compiled(*between(outer, inner), x, q))

@@ -59,7 +59,7 @@ def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 def absmax(x: jax.Array, axis: Sequence[int]) -> jax.Array:
     """The largest magnitude over `axis`, which stays with length 1; 0 of nothing, infinity if there is a NaN."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if not jnp.issubdtype(x.dtype, jnp.floating) else x
+    x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
     # XLA:CPU's maximum drops NaN (JAX 0.10.2 and 0.12); a reduction of our own could not be sharded.
     magnitude = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
     peak = jnp.max(magnitude, axis=tuple(axis), keepdims=True, initial=0)
@@ -76,8 +76,8 @@ def _finite(peak: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(peak), jnp.nan, peak)
 
 
-def _sum_of_magnitudes(x: jax.Array, axis: Sequence[int]) -> jax.Array:
-    """The sum of `x`, none of it negative, over `axis`, which stays: the same to the last bit in whatever order.
+def _mean_of_magnitudes(x: jax.Array, axis: Sequence[int], count: jax.Array | int) -> jax.Array:
+    """The sum of `x`, none of it negative, over `axis`, which stays, by `count`: the same in whatever order.
 
     So an array that is spread over devices has the scale it would have on one. Each element is taken to 24 bits of the
     largest; their digits, as many bits as can't overflow, are summed as integers.
@@ -89,7 +89,7 @@ def _sum_of_magnitudes(x: jax.Array, axis: Sequence[int]) -> jax.Array:
     for low in range(0, 25, bits):
         digits = jnp.sum((whole >> low) & (2**bits - 1), tuple(axis), keepdims=True, dtype=jnp.int32)
         total += digits.astype(peak.dtype) * 2.0 ** (low - 24)
-    return total * _finite(peak)
+    return total / count * _finite(peak)
 
 
 def encode_int8(x: jax.Array, axis: Sequence[int]) -> tuple[jax.Array, jax.Array]:
@@ -180,7 +180,7 @@ def _even_steps(start: np.float32, stop: np.float32, steps: int) -> np.ndarray:
 
 def encode_dynamic(x: jax.Array, block_size: int = 256) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`x` of shape (..., n), not negative, as codes of `(x - offset) / nested`: its mean, and a scale per block."""
-    offset = _sum_of_magnitudes(x, (-1,))[..., 0] / max(x.shape[-1], 1)
+    offset = _mean_of_magnitudes(x, (-1,), max(x.shape[-1], 1))[..., 0]
     blocks = _split(x - offset[..., None], -1, block_size)
     nested = absmax(blocks, (-1,))
     unit = _divide(blocks, jnp.where(nested == 0, 1, nested))
@@ -190,7 +190,12 @@ def encode_dynamic(x: jax.Array, block_size: int = 256) -> tuple[jax.Array, jax.
 
 def decode_dynamic(codes: jax.Array, nested: jax.Array, offset: jax.Array, block_size: int = 256) -> jax.Array:
     blocks = _split(jnp.asarray(dynamic_map())[codes], -1, block_size) * nested[..., None]
-    return _merge(blocks, codes.ndim - 1, codes.shape[-1]) + offset[..., None]
+    # For the last bit: some programs multiply and add in one instruction that rounds once, and some do not. No such
+    # instruction fits with integers in between; what is added to them is 0, or changes the digits of a NaN.
+    integer = jnp.dtype(f"int{8 * blocks.dtype.itemsize}")
+    zero = jnp.isnan(nested)[..., None].astype(integer)
+    product = lax.bitcast_convert_type(lax.bitcast_convert_type(blocks, integer) + zero, blocks.dtype)
+    return _merge(product, codes.ndim - 1, codes.shape[-1]) + offset[..., None]
 
 
 def pack_ternary(values: jax.Array, axis: int) -> jax.Array:
@@ -234,9 +239,8 @@ def ternary(x: jax.Array) -> jax.Array:
 def mean_magnitude(x: jax.Array, values: jax.Array, axis: Sequence[int]) -> jax.Array:
     """The scale that brings `values` nearest to `x`: the mean of |x| over `axis` where `values` is not 0."""
     kept = values != 0
-    count = jnp.sum(kept, tuple(axis), keepdims=True, dtype=jnp.int32)
-    total = _sum_of_magnitudes(jnp.where(kept, jnp.abs(x.astype(jnp.float32)), 0), axis)
-    return total / jnp.maximum(count, 1).astype(total.dtype)
+    count = jnp.maximum(jnp.sum(kept, tuple(axis), keepdims=True, dtype=jnp.int32), 1)
+    return _mean_of_magnitudes(jnp.where(kept, jnp.abs(x.astype(jnp.float32)), 0), axis, count.astype(jnp.float32))
 
 
 def encode_rsr(bits: jax.Array, k: int) -> jax.Array:

@@ -129,6 +129,7 @@ class QuantizedArray(ImplicitArray):
         return self.with_sharding(named_sharding(mesh, spec))
 
 
+@jax.jit  # one program: a product and a sum that are compiled together round once, so they must be everywhere
 def _decoded(q: QuantizedArray) -> jax.Array:
     return cast(q.decode(), q.dtype)
 
