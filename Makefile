@@ -6,6 +6,9 @@ VENV ?= .venv
 ARGS ?=
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary  # -qq: errors only
+# Most of a test run is XLA compiling; what one process compiled, the others and the next run take from here.
+COMPILED_ONCE := JAX_COMPILATION_CACHE_DIR=$(VENV)/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py benchmarks/quantize.py
 
 .DEFAULT_GOAL := help
@@ -19,7 +22,7 @@ help: ## what there is
 install: $(VENV)/.tests ## make the environment, with all that the tests need
 
 test: $(VENV)/.tests ## run the tests; ARGS are pytest's
-	$(VENV)/bin/python -m pytest -n auto $(ARGS)
+	$(COMPILED_ONCE) $(VENV)/bin/python -m pytest -n auto $(ARGS)
 
 lint: $(VENV)/.linters ## check style, formatting and types
 	$(VENV)/bin/ruff check .
