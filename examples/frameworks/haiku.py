@@ -1,0 +1,35 @@
+"""Haiku: parameters are a dict of dicts of arrays.
+
+Run it with `python -P examples/frameworks/haiku.py`: this file has the name of the package, and with `-P` Python does
+not look beside the script for it.
+"""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from eformer.jaximus import implicit
+from eformer.model import dequantize_model, quantize_model, stored_bytes
+
+
+def block(tokens: jax.Array) -> jax.Array:
+    """Knows nothing of quantization."""
+    x = hk.Embed(512, 128)(tokens)
+    normed = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+    init = hk.initializers.VarianceScaling()
+    x = x + hk.MultiHeadAttention(4, 32, model_size=128, w_init=init)(normed, normed, normed)
+    return x + hk.Linear(128)(jax.nn.gelu(hk.Linear(512)(x)))
+
+
+def main() -> None:
+    model, tokens = hk.without_apply_rng(hk.transform(block)), jnp.arange(12)
+    params = jax.jit(model.init)(jax.random.key(0), tokens)
+    quantized = quantize_model(params)
+    y = jax.jit(implicit(model.apply))(quantized, tokens)
+    dense = jax.jit(model.apply)(dequantize_model(quantized), tokens)
+    sizes = f"{stored_bytes(params):,} -> {stored_bytes(quantized):,} bytes"
+    print(f"haiku: {sizes}, max error {jnp.max(jnp.abs(y - dense)):.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Whole models: rules say which leaf takes which format, and a report tells what became of size and values."""
+
+from ._defaults import contracted_axis as contracted_axis
+from ._defaults import default_rules as default_rules
+from ._measure import report as report
+from ._paths import named_leaves as named_leaves
+from ._paths import stored_bytes as stored_bytes
+from ._quantize import UnusedRuleWarning as UnusedRuleWarning
+from ._quantize import dequantize_model as dequantize_model
+from ._quantize import quantize_model as quantize_model
+from ._report import Leaf as Leaf
+from ._report import Report as Report
+from ._rules import Rule as Rule
+from ._rules import apply_rule as apply_rule
+from ._rules import find_rule as find_rule
+from ._rules import parse_rule as parse_rule

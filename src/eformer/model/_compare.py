@@ -1,0 +1,161 @@
+"""How far a weight is from what it was, with little memory and without overflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ._paths import is_array, is_quantized
+
+_ROW = 4096  # elements added up in float32, before float64 takes over on the host
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Sums over the elements that are finite in both arrays.
+
+    `signal` is the sum of squares of the array before, `result` of that after, `noise` of their difference, and
+    `product` the sum of their products. A float64 holds them, whatever the arrays hold.
+    """
+
+    signal: float = 0.0
+    result: float = 0.0
+    noise: float = 0.0
+    product: float = 0.0
+    max_error: float = 0.0
+    nonfinite_before: int = 0
+    nonfinite_after: int = 0
+
+    def __add__(self, other: Distance) -> Distance:
+        return Distance(
+            self.signal + other.signal,
+            self.result + other.result,
+            self.noise + other.noise,
+            self.product + other.product,
+            max(self.max_error, other.max_error),
+            self.nonfinite_before + other.nonfinite_before,
+            self.nonfinite_after + other.nonfinite_after,
+        )
+
+    @property
+    def relative_error(self) -> float:
+        """`|after - before| / |before|` in the 2-norm; 0 for equal arrays, also of zeros, or of no elements."""
+        if not self.noise:
+            return 0.0
+        return math.sqrt(self.noise) / math.sqrt(self.signal) if self.signal else math.inf
+
+    @property
+    def snr(self) -> float:
+        """Signal to noise in decibels: `-20 log10(relative_error)`."""
+        error = self.relative_error
+        if not error:
+            return math.inf
+        return 0.0 - 20 * math.log10(error) if math.isfinite(error) else -math.inf
+
+    @property
+    def cosine(self) -> float:
+        """Of the angle between the arrays; 1 for equal ones, NaN where only one of them is all zero."""
+        if not self.noise:
+            return 1.0
+        lengths = math.sqrt(self.signal) * math.sqrt(self.result)
+        return max(-1.0, min(1.0, self.product / lengths)) if lengths else math.nan
+
+
+def distance(before: Any, after: Any) -> Distance | None:
+    """Between an array and what became of it, one matrix at a time; None where values can't be compared.
+
+    That is where `before` has no values (any more), or is not floating point and not the same object as `after`.
+    """
+    if before is after:
+        return _unchanged(after)
+    if not has_values(before) or not has_values(after) or not jnp.issubdtype(before.dtype, jnp.floating):
+        return None
+    return sum((_of_pair(*pair) for pair in pairs(before, after)), Distance())
+
+
+def _unchanged(leaf: Any) -> Distance | None:
+    if not has_values(leaf):
+        return None
+    if is_quantized(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return Distance()
+    found = _of_pair(leaf, leaf)
+    return Distance(found.signal, found.result, 0.0, found.product, 0.0, found.nonfinite_before, found.nonfinite_after)
+
+
+def has_values(leaf: Any) -> bool:
+    """False for abstract arrays, and for those whose buffers were freed."""
+    if not is_array(leaf) or isinstance(leaf, Tracer):
+        return False
+    return not any(isinstance(part, jax.Array) and part.is_deleted() for part in jax.tree.leaves(leaf))
+
+
+def pairs(before: Any, after: Any) -> Iterator[tuple[Any, jax.Array]]:
+    """Both as dense arrays; of a stack, one matrix after the other, so that only one is made dense at a time."""
+    if is_quantized(after) and after.ndim > 2 and after.is_stacked():
+        for i in range(len(after)):
+            # By leaves, as `is_stacked` promises: not every format has a rule for an index.
+            yield from pairs(_dense(before[i]), jax.tree.map(lambda leaf, i=i: leaf[i], after))
+    else:
+        yield _dense(before), _dense(after)
+
+
+def _dense(leaf: Any) -> Any:
+    return leaf.materialize() if is_quantized(leaf) else leaf
+
+
+def _of_pair(before: Any, after: Any) -> Distance:
+    if not before.size:
+        return Distance()
+    found = jax.device_get(_moments(before, after))
+    peak, gap = float(found["peak"]), 2 * float(found["half_gap"])
+    sums = {name: float(np.sum(found[name], dtype=np.float64)) for name in ("signal", "result", "noise", "product")}
+    return Distance(
+        sums["signal"] * peak**2,
+        sums["result"] * peak**2,
+        sums["noise"] * gap**2,
+        sums["product"] * peak**2,
+        gap,
+        int(np.sum(found["nonfinite_before"], dtype=np.int64)),
+        int(np.sum(found["nonfinite_after"], dtype=np.int64)),
+    )
+
+
+@jax.jit
+def _moments(before: jax.Array, after: jax.Array) -> dict[str, jax.Array]:
+    """Sums by rows of 4096 elements; products are of the arrays over `peak`, those of the difference over the gap."""
+    wide = np.promote_types(before.dtype, np.float32)
+    x, y = (jnp.ravel(a).astype(wide) for a in (before, after))
+    finite_x, finite_y = jnp.isfinite(x), jnp.isfinite(y)
+    both, zero = finite_x & finite_y, jnp.zeros((), wide)
+    x, y = jnp.where(both, x, zero), jnp.where(both, y, zero)
+    peak = jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(y)))
+    half = x / 2 - y / 2  # a difference of large numbers of two signs may overflow
+    largest = jnp.max(jnp.abs(half))
+    x, y, d = _over(x, peak), _over(y, peak), _over(half, largest)
+
+    def rows(a: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.pad(a, (0, -a.size % _ROW)).reshape(-1, _ROW), axis=1, dtype=a.dtype)
+
+    return {
+        "peak": peak,
+        "half_gap": largest,
+        "signal": rows(x * x),
+        "result": rows(y * y),
+        "noise": rows(d * d),
+        "product": rows(x * y),
+        "nonfinite_before": rows((~finite_x).astype(jnp.int32)),
+        "nonfinite_after": rows((~finite_y).astype(jnp.int32)),
+    }
+
+
+def _over(x: jax.Array, largest: jax.Array) -> jax.Array:
+    # XLA multiplies by the reciprocal, which must be no subnormal number: that would be flushed to zero.
+    shrunk = jnp.where(largest > 1, 1 / 16, 1.0).astype(x.dtype)
+    return x * shrunk / jnp.where(largest > 0, largest * shrunk, jnp.ones_like(largest))

@@ -1,0 +1,110 @@
+"""The rules that suit most models: large matrices are quantized along the axis that is summed over."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ._rules import Rule, find_format
+
+MIN_SIZE = 4096  # elements; smaller leaves are not worth an error
+MIN_LENGTH = 32  # along the blocks; a float32 scale for fewer elements takes more than a bit of each
+
+# A part of the path ends where a dot, a slash (Haiku) or the path itself does.
+_START, _END = r"(^|[./])", r"([./]|$)"
+NORMS_AND_BIASES = rf"(?i)norm|{_START}ln(_?\d+|_\w)?{_END}|{_START}(bias\w*|b|scale|offset|gamma|beta)$"
+EMBEDDINGS = rf"(?i)embed|{_START}(wte|wpe){_END}"
+
+# How a leaf is used, by its path; the first that matches and fits the shape wins.
+_HEADS = (rf"{_START}(query|key|value)[./]kernel$", -3)  # Flax attention: (features, heads, features of a head)
+AXES: tuple[tuple[str, int], ...] = (
+    _HEADS,
+    (rf"{_START}weight(_\w+)?$", -1),  # torch and Equinox: (out, in)
+    ("", -2),  # `x @ w` of Flax, Haiku and plain JAX: (in, out)
+)
+
+# What a model needs of a format beyond its defaults: without a scale the magnitude of a weight is lost.
+_MODEL_OPTIONS: Mapping[str, dict[str, Any]] = {"ternary": {"scale": "channel"}, "binary": {"scale": "channel"}}
+
+
+def contracted_axis(path: str, shape: Sequence[int], axes: Sequence[tuple[str, int]] = AXES) -> int:
+    """The axis, counted from the end, that a product with the weight sums over; of several, the one to put blocks on.
+
+    >>> from eformer.model import contracted_axis
+    >>> contracted_axis("mlp.kernel", (64, 256)), contracted_axis("mlp.weight", (256, 64))
+    (-2, -1)
+    """
+    for pattern, axis in axes:
+        fits = len(shape) >= -axis
+        if fits and (pattern, axis) == _HEADS:
+            fits = shape[-3] > shape[-2]  # more features than heads; a stack of matrices has fewer matrices than rows
+        if fits and re.search(pattern, path):
+            return axis
+    return -1
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The pattern of large floating point matrices, and stacks of them, that a product sums over along `axis`."""
+
+    axis: int
+    axes: tuple[tuple[str, int], ...]
+    min_size: int
+    path: str = ""
+
+    def __call__(self, path: str, leaf: Any) -> bool:
+        shape = leaf.shape
+        return (
+            len(shape) >= 2
+            and jnp.issubdtype(leaf.dtype, jnp.floating)
+            and math.prod(shape) >= max(self.min_size, 1)
+            and re.search(self.path, path) is not None
+            and contracted_axis(path, shape, self.axes) == self.axis
+            and shape[self.axis] >= MIN_LENGTH
+        )
+
+
+def default_rules(
+    format: str = "nf4",
+    *,
+    embeddings: str | None = None,
+    min_size: int = MIN_SIZE,
+    axes: Sequence[tuple[str, int]] = (),
+    **options: Any,
+) -> tuple[Rule, ...]:
+    """Rules that give `format` to the matrices of a model, and to stacks of them, and keep the rest.
+
+    Kept are norms and biases, by their names; embeddings, unless `embeddings` names a format for them ("int8"); and
+    leaves of fewer than `min_size` elements, or fewer than 32 along the axis that is summed over. A format with an
+    `axis` gets that axis: -2 for a weight (in, out), -1 for one called "weight" (out, in), the last for embeddings.
+    `axes` says otherwise, by pairs of a regular expression and an axis counted from the end; the first that matches
+    wins. `options` go to `format`. Ternary and binary weights get a scale per column.
+
+    >>> from eformer.model import Rule, default_rules, quantize_model
+    >>> rules = (Rule("lm_head", "int8", {"axis": -2}), *default_rules("nf4", block_size=32))
+    """
+    layouts = (*axes, *AXES)
+    for pattern, axis in layouts:
+        if not (isinstance(axis, int) and axis < 0):
+            raise ValueError(
+                f"the axis of {pattern!r} must count from the end (-2, say): stacks add axes; got {axis!r}"
+            )
+    found = [Rule(NORMS_AND_BIASES, None, optional=True)]
+    if embeddings is not None:
+        pattern = Matrices(-1, (("", -1),), min_size, EMBEDDINGS)
+        found.append(Rule(pattern, embeddings, _options(embeddings, -1, {}), optional=True))
+    found.append(Rule(EMBEDDINGS, None, optional=True))
+    for axis in sorted({axis for _, axis in layouts}):
+        pattern = Matrices(axis, layouts, min_size)
+        found.append(Rule(pattern, format, _options(format, axis, options), optional=True))
+    return tuple(found)
+
+
+def _options(format: str, axis: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    blocks = {"axis": axis} if "axis" in find_format(format).options else {}
+    return {**blocks, **_MODEL_OPTIONS.get(format, {}), **given}

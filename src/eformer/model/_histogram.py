@@ -1,0 +1,68 @@
+"""The values of a weight, counted before and after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ._compare import has_values, pairs
+
+BINS = 64
+REACH = 6  # standard deviations to each side of the mean; a few outliers must not squeeze the rest into one bin
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of finite values in bins of equal width; `edges` has one number more than there are bins.
+
+    `beyond` counts the values before and after that lie outside the bins.
+    """
+
+    path: str
+    edges: tuple[float, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    beyond: tuple[int, int] = (0, 0)
+
+
+def histogram_of(path: str, before: Any, after: Any) -> Histogram | None:
+    """Over the range of both arrays, but for outliers; None where there is no value to count."""
+    if not has_values(before) or not has_values(after):
+        return None
+    parts = [x for pair in pairs(before, after) for x in map(_summary, pair) if x is not None]
+    if not parts:
+        return None
+    low, high = _range(np.array(parts))
+    edges = np.linspace(low, high, BINS + 1)
+    counts, sizes = np.zeros((2, BINS), np.int64), np.zeros(2, np.int64)
+    for pair in pairs(before, after):
+        values = [_values(x) for x in pair]
+        counts += [np.histogram(x, edges)[0] for x in values]
+        sizes += [x.size for x in values]
+    beyond = sizes - counts.sum(axis=1)
+    rows = (tuple(row.tolist()) for row in counts)
+    return Histogram(path, tuple(edges.tolist()), *rows, beyond=(int(beyond[0]), int(beyond[1])))
+
+
+def _values(x: Any) -> np.ndarray:
+    found = np.asarray(x)
+    found = found.astype(np.promote_types(found.dtype, np.float32)).ravel()
+    return found[np.isfinite(found)]
+
+
+def _summary(x: Any) -> tuple[float, ...] | None:
+    """Smallest, largest, count, sum and sum of squares."""
+    values = _values(x).astype(np.float64)
+    if not values.size:
+        return None
+    return np.min(values), np.max(values), values.size, np.sum(values), np.sum(values * values)
+
+
+def _range(parts: np.ndarray) -> tuple[float, float]:
+    count, total, squares = parts[:, 2:].sum(axis=0)
+    mean = total / count
+    reach = REACH * np.sqrt(max(squares / count - mean * mean, 0.0))
+    low, high = max(parts[:, 0].min(), mean - reach), min(parts[:, 1].max(), mean + reach)
+    return (low, high) if low < high else (mean - 0.5, mean + 0.5)

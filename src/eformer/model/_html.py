@@ -1,0 +1,189 @@
+"""A report as one web page that asks for nothing: style, plots and script are in it."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from ._plots import MARKS, error_plot, histogram_plot, mark, size_plot
+from ._svg import element
+from ._text import as_bits, as_cosine, as_nonfinite, as_shape, in_bytes, in_decibels, in_percent, sorted_leaves
+
+if TYPE_CHECKING:
+    from ._report import Leaf, Report
+
+# Even if a name in the model were markup, nothing could be fetched.
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_COLUMNS = ("array", "shape", "format", "before", "after", "bits a weight", "error", "SNR, dB", "cosine", "NaN or inf")
+_WORDS = 3  # the first columns are sorted as words
+
+
+def page(report: Report, title: str) -> str:
+    name = html.escape(title)
+    styles, script = (
+        resources.files("eformer.model").joinpath(file).read_text("utf-8") for file in ("_page.css", "_page.js")
+    )
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<link rel="icon" href="data:,">',
+            f"<title>{name}</title>",
+            f"<style>\n{styles}</style>",
+            "</head>",
+            "<body>",
+            f'<header><h1>{name}</h1><p class="muted">{_described(report)}</p></header>',
+            _summary(report),
+            *_notices(report),
+            _plots(report),
+            _table(report),
+            f"<script>\n{script}</script>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def _described(report: Report) -> str:
+    names = ", ".join(_formats(report)) or "nothing"
+    return (
+        f"{len(report.quantized):,} of {_counted(len(report.leaves), 'array')} quantized to {html.escape(names)}. "
+        "Errors are those of the quantized arrays, in the 2-norm, relative to the array before."
+    )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _formats(report: Report) -> list[str]:
+    return list(dict.fromkeys(leaf.format for leaf in report.quantized))
+
+
+def _summary(report: Report) -> str:
+    before, after, distance, worst = report.bytes_before, report.bytes_after, report.distance, report.worst
+    ratio = f", {before / after:.2f} times smaller" if after else ""
+    tiles = [
+        ("Size", in_bytes(after), f"from {in_bytes(before)}{ratio}"),
+        ("Bits a weight", as_bits(report.bits) or "none", _counted(report.size, "weight")),
+    ]
+    if distance is not None:
+        tiles += [
+            ("Relative error", in_percent(distance.relative_error), "all quantized arrays together"),
+            ("Signal to noise", f"{in_decibels(distance.snr)} dB", f"cosine {as_cosine(distance.cosine)}"),
+        ]
+    if worst is not None:
+        tiles.append(("Largest relative error", in_percent(worst.error), html.escape(worst.path)))
+    cells = (f"<div><dt>{name}</dt><dd>{value}</dd><dd>{note}</dd></div>" for name, value, note in tiles)
+    return f'<dl class="summary">{"".join(cells)}</dl>'
+
+
+def _notices(report: Report) -> list[str]:
+    found = [
+        f"{_path(leaf.path)} has NaN or infinite values: {as_nonfinite(leaf.distance).replace('->', 'before,')} after. "
+        "The errors are of the others."
+        for leaf in report.nonfinite
+    ]
+    found += [f"The rule {_path(rule)} matched nothing." for rule in report.unused_rules]
+    unknown = sum(leaf.distance is None for leaf in report.quantized)
+    if unknown:
+        found.append(
+            f"The values of {_counted(unknown, 'quantized array')} could not be compared: they were freed, or abstract."
+        )
+    return [f'<p class="notice">{notice}</p>' for notice in found]
+
+
+def _path(path: str) -> str:
+    return f'<span class="path">{html.escape(path)}</span>'
+
+
+def _plots(report: Report) -> str:
+    formats, figures = _formats(report), []
+    if any(leaf.error is not None and math.isfinite(leaf.error) for leaf in report.quantized):
+        legend = [(mark(min(i, MARKS - 1), 7, 7), name) for i, name in enumerate(formats)]
+        plot = error_plot(report.quantized, formats)
+        figures.append(_figure("Error per layer", "Each mark is a quantized array.", plot, legend))
+    shapes = {kind: element("rect", x=0, y=2, width=14, height=10, class_=kind) for kind in ("before", "after")}
+    if report.leaves:
+        legend = [(shapes["before"], "before"), (shapes["after"], "after")]
+        note = "Arrays of all layers together; * stands for the number of a layer."
+        figures.append(_figure("Size per group", note, size_plot(report.leaves), legend))
+    if report.histogram is not None:
+        line = element("line", x1=0, x2=14, y1=7, y2=7, class_="outline")
+        plot, legend = histogram_plot(report.histogram), [(shapes["before"], "before"), (line, "after")]
+        note, beyond = _path(report.histogram.path), report.histogram.beyond
+        if any(beyond):
+            note += f"; {beyond[0]:,} values before and {beyond[1]:,} after lie beyond the plot"
+        figures.append(_figure("Values before and after", note, plot, legend))
+    return f'<section class="plots">{"".join(figures)}</section>'
+
+
+def _figure(title: str, note: str, plot: str, legend: Sequence[tuple[str, str]]) -> str:
+    keys = "".join(
+        f'<span><svg viewBox="0 0 14 14" aria-hidden="true">{s}</svg>{html.escape(n)}</span>' for s, n in legend
+    )
+    caption = f"<figcaption><h2>{title}</h2><p>{note}</p></figcaption>"
+    return f'<figure>{caption}{plot}<div class="legend">{keys}</div></figure>'
+
+
+def _table(report: Report) -> str:
+    columns = len(_COLUMNS) if report.nonfinite else len(_COLUMNS) - 1
+    head = "".join(
+        f'<th scope="col" data-kind="{"words" if i < _WORDS else "numbers"}"{_sorted_by(name)}>'
+        f'<button type="button">{name}</button></th>'
+        for i, name in enumerate(_COLUMNS[:columns])
+    )
+    rows = "\n".join(f"<tr>{_cells(leaf, columns)}</tr>" for leaf in sorted_leaves(report.leaves, "error"))
+    return (
+        "<section><h2>All arrays</h2>"
+        '<p class="note">Click a heading to sort. Arrays without an error were kept as they are.</p>'
+        f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></section>"
+    )
+
+
+def _sorted_by(name: str) -> str:
+    return ' aria-sort="descending"' if name == "error" else ""
+
+
+def _cells(leaf: Leaf, columns: int) -> str:
+    shape = as_shape(leaf.shape).replace("x", " \N{MULTIPLICATION SIGN} ")
+    after = f"{in_bytes(leaf.bytes_after)}{' (shared)' if leaf.shared else ''}"
+    lost = (leaf.distance.nonfinite_after if leaf.distance else 0) or ""
+    cells: list[tuple[str, object]] = [
+        (_path(leaf.path), leaf.path),
+        (shape, leaf.size),
+        (html.escape(leaf.format), leaf.format),
+        (in_bytes(leaf.bytes_before), leaf.bytes_before),
+        (after, leaf.bytes_after),
+        (as_bits(leaf.bits), leaf.bits),
+    ]
+    if leaf.quantized:
+        cells += [
+            (in_percent(leaf.error), leaf.error),
+            (in_decibels(leaf.snr), leaf.snr),
+            (as_cosine(leaf.cosine), leaf.cosine),
+        ]
+    else:
+        cells += [("", "")] * 3
+    cells.append((as_nonfinite(leaf.distance).replace("->", "→"), lost))
+    return "".join(
+        f'<td data-value="{_value(value)}"{f" data-label={chr(34)}{name}{chr(34)}" if i else ""}>{shown}</td>'
+        for i, (name, (shown, value)) in enumerate(zip(_COLUMNS[:columns], cells, strict=False))
+    )
+
+
+def _value(value: object) -> str:
+    """What the script compares: a number JavaScript knows, or words."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, float) and math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return html.escape(str(value))

@@ -1,0 +1,156 @@
+"""Rules: which leaf of a model takes which format."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from eformer.ops.quantization import Format, QuantizedArray, formats
+
+KEEP = "keep"  # how the command line writes `format=None`
+
+# The pattern is as short as can be, so that it may hold "=" and "," of its own: "(?=attn).*=nf4,axis=-2".
+_RULE = re.compile(r"(?P<pattern>.+?)=(?P<format>[A-Za-z]\w*)(?P<options>(,[A-Za-z]\w*=(\([^()]*\)|[^,()=]+))*)")
+_OPTION = re.compile(r",(\w+)=(\([^()]*\)|[^,()=]+)")
+
+
+class Options(Mapping[str, Any]):
+    """A mapping that can be hashed: of names to values that can, with lists turned into tuples."""
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        items = {name: tuple(value) if isinstance(value, list) else value for name, value in (options or {}).items()}
+        for name, value in items.items():
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(
+                    f"the option `{name}` must be hashable, so that rules can be compared; got {type(value).__name__} "
+                    f"{value!r}"
+                ) from None
+        self._items = items
+
+    def __getitem__(self, name: str) -> Any:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Leaves that `pattern` finds take `format`, made with `options`; None keeps them as they are.
+
+    A string is searched for (`re.search`) in the leaf's path, such as "layers.0.mlp.kernel"; a function is asked with
+    path and leaf, which has `shape` and `dtype` and may have no values. Unknown formats and options raise here. An
+    `optional` rule may match nothing; of others, `quantize_model` then warns.
+
+    >>> from eformer.model import Rule
+    >>> str(Rule(r"mlp.*kernel$", "nf4", {"axis": -2, "block_size": 32}))
+    'mlp.*kernel$=nf4,axis=-2,block_size=32'
+    """
+
+    pattern: str | Callable[[str, Any], bool]
+    format: str | None
+    options: Mapping[str, Any] = Options()
+    optional: bool = field(default=False, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pattern, str):
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                raise ValueError(f"the pattern {self.pattern!r} is no regular expression: {error}") from None
+        elif not callable(self.pattern):
+            raise TypeError(f"`pattern` must be a str or a function of path and leaf, got {self.pattern!r}")
+        object.__setattr__(self, "options", Options(self.options))
+        known = {} if self.format is None else find_format(self.format).options
+        for name in self.options:
+            if name not in known:
+                has = f"has {', '.join(map(repr, known))}" if known else "has none"
+                raise ValueError(f"the format {self.format or KEEP!r} has no option {name!r}; it {has}")
+
+    def matches(self, path: str, leaf: Any) -> bool:
+        if isinstance(self.pattern, str):
+            return re.search(self.pattern, path) is not None
+        return bool(self.pattern(path, leaf))
+
+    def __str__(self) -> str:
+        """As `parse_rule` reads it, if the pattern is a string."""
+        pattern = self.pattern if isinstance(self.pattern, str) else repr(self.pattern)
+        # A tuple without spaces, as a shell takes it without quotes.
+        values = (f"{name}={str(value).replace(' ', '')}" for name, value in self.options.items())
+        return f"{pattern}={','.join([self.format or KEEP, *values])}"
+
+
+def find_format(name: str) -> Format:
+    known = {form.name: form for form in formats()}
+    if name not in known:
+        raise ValueError(f"unknown format {name!r}; there are {', '.join(map(repr, known))}, and None to keep a leaf")
+    return known[name]
+
+
+def parse_rule(text: str) -> Rule:
+    """The rule that `text` writes as `PATTERN=FORMAT,option=value,...`, as on a command line.
+
+    FORMAT is the name of one, or "keep". A value is a number, true, false, none, a tuple in parentheses, or else a
+    string.
+
+    >>> from eformer.model import parse_rule
+    >>> parse_rule("attn|mlp=nf4,block_size=32,double_quantization=true")
+    Rule(pattern='attn|mlp', format='nf4', options={'block_size': 32, 'double_quantization': True})
+    >>> parse_rule("lm_head=keep")
+    Rule(pattern='lm_head', format=None, options={})
+    """
+    found = _RULE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(
+            f"{text!r} is no rule: write PATTERN=FORMAT,option=value,... such as 'mlp.*kernel=nf4,axis=-2', or "
+            f"'lm_head=keep'"
+        )
+    name = found["format"]
+    options = {option: _parse_value(value) for option, value in _OPTION.findall(found["options"])}
+    return Rule(found["pattern"], None if name == KEEP else name, options)
+
+
+def _parse_value(text: str) -> Any:
+    text = text.strip()
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def find_rule(rules: Sequence[Rule], path: str, leaf: Any) -> Rule | None:
+    """The first rule that matches."""
+    return next((rule for rule in rules if rule.matches(path, leaf)), None)
+
+
+def apply_rule(rule: Rule, path: str, array: jax.Array) -> jax.Array | QuantizedArray:
+    """`array` in the rule's format; an error says which leaf, which format, and why."""
+    if rule.format is None:
+        return array
+    try:
+        return find_format(rule.format).encode(array, **rule.options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        # Not the error's own class, which may want other arguments.
+        kind = next(k for k in (NotImplementedError, TypeError, ValueError) if isinstance(error, k))
+        raise kind(
+            f"{path!r}, {array.dtype}{list(array.shape)}, can't be quantized by the rule '{rule}': {error}"
+        ) from error
