@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "ops": {"jaximus", "kernels"},
     "model": {"ops", "jaximus"},
-    "checkpoint": {"ops", "jaximus"},
+    "checkpoint": {"model", "ops", "jaximus", "kernels"},
     "cli": {"checkpoint", "model", "ops", "jaximus"},
 }
 

@@ -12,11 +12,12 @@ import pytest
 from jax import lax
 
 from eformer.jaximus import explain, implicit, materialization_error
+from eformer.kernels import cpu
 from eformer.ops.quantization import (
     Array8B,
     ArrayNF4,
     QuantizationConfig,
-    _matmul,
+    _contraction,
     is_kernel_available,
     nf4_use_kernel,
     quantize,
@@ -211,8 +212,10 @@ def test_nan_in_the_weight_goes_where_it_goes_in_the_dense_product(case, numbers
 def small_tiles(monkeypatch):
     """Tiles of so few elements that small arrays have several. Shapes that only these tests use keep `jit` from
     finding programs of whole products."""
-    monkeypatch.setattr(_matmul, "TILE_ELEMENTS", 64)
+    monkeypatch.setattr(_contraction, "TILE_ELEMENTS", 64)
     assert is_kernel_available()
+    with cpu.use_core(False):
+        yield
 
 
 def tiled_layout(*layout: str, length: int) -> Any:
@@ -273,8 +276,8 @@ def test_tiled_products_of_half_precision(case, dtype):
 def test_many_rows_are_multiplied_whole():
     q, _ = example(Case.of("int8"), (22, 6))
     product = functools.partial(dot, numbers=numbers_of("mk", "kn"))
-    assert "scan" in primitives(product, normal((_matmul.MAX_ROWS, 22)), q)
-    assert "scan" not in primitives(product, normal((_matmul.MAX_ROWS + 1, 22)), q)
+    assert "scan" in primitives(product, normal((_contraction.MAX_ROWS, 22)), q)
+    assert "scan" not in primitives(product, normal((_contraction.MAX_ROWS + 1, 22)), q)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -299,7 +302,7 @@ def test_tiled_products_under_vmap_and_scan(case):
 # --- what the programs hold ---
 
 LARGE = (2048, 2048)
-TILE_BYTES = 4 * _matmul.TILE_ELEMENTS  # a decoded tile, in float32
+TILE_BYTES = 4 * _contraction.TILE_ELEMENTS  # a decoded tile, in float32
 
 
 def matmul(x: Any, q: Any) -> Any:
@@ -322,38 +325,42 @@ def temporary_bytes(function: Any, *args: Any) -> int:
     return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.parametrize("core", [True, False], ids=["core", "no core"])
 @pytest.mark.parametrize("function", [matmul, gradient], ids=name)
 @pytest.mark.parametrize("form", ["int8", "nf4", "ternary"])
-def test_a_product_of_one_row_never_holds_the_dense_weight(form, function):
+def test_a_product_of_one_row_never_holds_the_dense_weight(form, function, core):
     """But for a tile of it, and what its decoding takes."""
     x, q = large(form)
     assert 4 * q.size == 4 * TILE_BYTES
-    assert temporary_bytes(function, x, q) < 2 * TILE_BYTES
-    assert explain(matmul)(x, q).dense_bytes == 0
+    with cpu.use_core(core):
+        assert temporary_bytes(function, x, q) < 2 * TILE_BYTES
+        assert explain(matmul)(x, q).dense_bytes == 0
 
 
 def test_without_the_kernel_the_weight_is_decoded_whole():
     (x, q), (_, whole) = large("int8"), large("int8", use_kernel=False)
-    assert "scan" in primitives(matmul, x, q)
-    assert "scan" not in primitives(matmul, x, whole)
+    assert {"scan", "quantized_matmul"} & set(primitives(matmul, x, q))
+    assert not {"scan", "quantized_matmul"} & set(primitives(matmul, x, whole))
     assert temporary_bytes(matmul, x, whole) >= 4 * whole.size
     assert explain(matmul)(x, whole).dense_bytes == 4 * whole.size
 
 
+@pytest.mark.parametrize(("core", "kernel"), [(True, "eformer_matmul"), (False, "stablehlo.while")], ids=str)
 @pytest.mark.parametrize("form", ["int8", "nf4", "ternary"])
-def test_nf4_use_kernel_changes_programs_that_are_cached(form):
+def test_nf4_use_kernel_changes_programs_that_are_cached(form, core, kernel):
     x, q = large(form)
     function = jax.jit(matmul)
 
-    def loops() -> bool:
-        return "stablehlo.while" in function.lower(x, q).as_text()
+    def has_kernel() -> bool:
+        with cpu.use_core(core):
+            return kernel in function.lower(x, q).as_text()
 
-    assert loops()
+    assert has_kernel()
     with nf4_use_kernel(False):
-        assert not loops()
+        assert not has_kernel()
         with nf4_use_kernel(True):
-            assert loops()
-    assert loops()
+            assert has_kernel()
+    assert has_kernel()
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -94,9 +94,16 @@ def _described(x: Any) -> str:
     return f"{name}{list(jnp.shape(x))}"
 
 
+class _ArrayMeta(abc.ABCMeta):
+    """Abstract methods, but no virtual subclasses: asking for those makes `isinstance` several times slower."""
+
+    __instancecheck__ = type.__instancecheck__
+    __subclasscheck__ = type.__subclasscheck__
+
+
 @dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(aux_field, dataclasses.field))
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ImplicitArray(abc.ABC):
+class ImplicitArray(metaclass=_ArrayMeta):
     """An array given by a recipe: `materialize()` of its leaves.
 
     A subclass lists its parts as annotated fields and becomes a frozen dataclass and a pytree by itself:
@@ -467,9 +474,10 @@ def _flattener(cls: type[ImplicitArray]) -> Callable[[ImplicitArray], tuple[tupl
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(names) > 1:
-        return operator.attrgetter(*names)
-    return lambda array: tuple(getattr(array, name) for name in names)
+    if not names:
+        return lambda array: ()
+    get = operator.attrgetter(*names)
+    return get if len(names) > 1 else lambda array: (get(array),)
 
 
 def _unflatten(cls: type[ImplicitArray], aux: Any, children: Iterable[Any]) -> ImplicitArray:

@@ -33,7 +33,7 @@ def _materialize(*leaves: Any, treedef: Any) -> jax.Array:
 def _abstract_eval(*avals: Any, treedef: Any) -> Any:
     from ._trace import abstract_value_of  # knows JAX's types; binds this primitive
 
-    return abstract_value_of(treedef, avals)
+    return abstract_value_of(jtu.tree_unflatten(treedef, avals), avals)
 
 
 def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:

@@ -24,9 +24,8 @@ def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
     return call_implicit(jexc.jaxpr_as_fun(closed(jaxpr)), operands)
 
 
-def _trace(jaxpr: Any, operands: Sequence[Any], dense_outs: tuple[bool, ...]) -> tuple[Any, Any]:
+def _trace(jaxpr: Any, leaves: Sequence[Any], treedef: Any, dense_outs: tuple[bool, ...]) -> tuple[Any, Any]:
     """The jaxpr of the operands' leaves, and the structure of its outputs; `dense_outs` marks those to materialize."""
-    leaves, treedef = jtu.tree_flatten(list(operands))
     avals = tuple(map(jax.typeof, leaves))
     # While `explain` listens each call is traced anew, to be counted.
     trace = _cached_trace if mode().recorder is None else _trace_leaves
@@ -50,16 +49,12 @@ _cached_trace = weakref_lru_cache(_trace_leaves)
 on_register.append(_cached_trace.cache_clear)
 
 
-def _leaf_counts(operands: Sequence[Any]) -> list[int | None]:
-    """How many leaves each implicit operand has; None for one that is its own."""
-    return [len(jtu.tree_leaves(operand)) if is_implicit(operand) else None for operand in operands]
-
-
-def _per_leaf(values: Sequence[Any], counts: Sequence[int | None], unset: Any) -> tuple[Any, ...]:
-    """A parameter given per operand, per leaf: implicit operands' leaves get `unset`."""
+@functools.lru_cache(maxsize=4096)
+def _per_leaf(values: tuple[Any, ...], treedef: Any, unset: Any) -> tuple[Any, ...]:
+    """A parameter given per array in a list, per leaf: those of implicit arrays get `unset`."""
     leaves: list[Any] = []
-    for value, count in zip(values, counts, strict=True):
-        leaves += [value] if count is None else [unset] * count
+    for value, array in zip(values, treedef.children(), strict=True):
+        leaves += [value] if jtu.treedef_is_leaf(array) else [unset] * array.num_leaves
     return tuple(leaves)
 
 
@@ -77,28 +72,28 @@ def jit_rule(
 ) -> list[Any]:
     # An output whose sharding or layout the caller asked for must be an array to have it.
     asked = tuple(s is not UNSPECIFIED or la is not None for s, la in zip(out_shardings, out_layouts, strict=True))
-    traced, out_tree = _trace(jaxpr, operands, asked)
-    ins = _leaf_counts(operands)
-    outs = _leaf_counts(jtu.tree_unflatten(out_tree, range(out_tree.num_leaves)))  # of stand-ins
-    leaves = primitive.bind(
-        *jtu.tree_leaves(list(operands)),
+    leaves, treedef = jtu.tree_flatten(operands)
+    traced, out_tree = _trace(jaxpr, leaves, treedef, asked)
+    outs = primitive.bind(
+        *leaves,
         jaxpr=traced,
-        in_shardings=_per_leaf(in_shardings, ins, UNSPECIFIED),
-        in_layouts=_per_leaf(in_layouts, ins, None),
-        donated_invars=_per_leaf(donated_invars, ins, False),
-        out_shardings=_per_leaf(out_shardings, outs, UNSPECIFIED),
-        out_layouts=_per_leaf(out_layouts, outs, None),
+        in_shardings=_per_leaf(in_shardings, treedef, UNSPECIFIED),
+        in_layouts=_per_leaf(in_layouts, treedef, None),
+        donated_invars=_per_leaf(donated_invars, treedef, False),
+        out_shardings=_per_leaf(out_shardings, out_tree, UNSPECIFIED),
+        out_layouts=_per_leaf(out_layouts, out_tree, None),
         **params,
     )
-    return jtu.tree_unflatten(out_tree, leaves)
+    return jtu.tree_unflatten(out_tree, outs)
 
 
 @register("remat2")
 def remat_rule(primitive: Primitive, *operands: Operand, jaxpr: Any, **params: Any) -> list[Any]:
-    traced, out_tree = _trace(jaxpr, operands, (False,) * len(closed(jaxpr).out_avals))
+    leaves, treedef = jtu.tree_flatten(operands)
+    traced, out_tree = _trace(jaxpr, leaves, treedef, (False,) * len(closed(jaxpr).out_avals))
     opened, consts = constants_as_arguments(traced)
-    leaves = primitive.bind(*consts, *jtu.tree_leaves(list(operands)), jaxpr=opened, **params)
-    return jtu.tree_unflatten(out_tree, leaves)
+    outs = primitive.bind(*consts, *leaves, jaxpr=opened, **params)
+    return jtu.tree_unflatten(out_tree, outs)
 
 
 def _inline_rule(primitive: Primitive, *operands: Operand, **params: Any) -> list[Any]:

@@ -95,7 +95,7 @@ def register(primitive: Primitive | str) -> Callable[[Handler], Handler]:
         for each in primitives:
             rules = _rules.setdefault(each, [])
             rules.append(_rule_of(handler, each, order=len(rules)))
-        _candidates.cache_clear()
+        _plan.cache_clear()
         for clear in on_register:
             clear()
         return handler
@@ -105,18 +105,13 @@ def register(primitive: Primitive | str) -> Callable[[Handler], Handler]:
 
 def dispatch(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Run `primitive` on operands of which one is implicit, or whose jaxprs close over an implicit array."""
-    classes = tuple(dict.fromkeys(type(o) for o in operands if is_implicit(o)))
-    orders = [operands]
-    if primitive in _COMMUTATIVE and any(cls.commute_ops for cls in classes):
-        orders.append(operands[::-1])
-    for order in orders:
-        for handler in _matching(primitive, order):
-            name = f"{handler.__module__}.{handler.__qualname__}"
-            with serving(primitive, classes, name):
-                out = handler(primitive, *order, **params)
-                if out is not NotImplemented:
-                    note_served()
-                    return _checked(primitive, name, operands, params, out)
+    classes, candidates = _plan(primitive, tuple([type(o) if is_implicit(o) else jax.Array for o in operands]))
+    for handler, name, swapped in candidates:
+        with serving(primitive, classes, name):
+            out = handler(primitive, *(reversed(operands) if swapped else operands), **params)
+            if out is not NotImplemented:
+                note_served()
+                return _checked(primitive, name, operands, params, out)
     if not classes:
         return primitive.bind(*operands, **params)
     note_fallback(primitive, classes, lambda cls: cls.warn_on_materialize)
@@ -130,19 +125,23 @@ def materialize_rule(primitive: Primitive, *operands: Any, **params: Any) -> Any
     return primitive.bind(*map(materialize, operands), **params)
 
 
-def _matching(primitive: Primitive, operands: Sequence[Any]) -> tuple[Handler, ...]:
-    if primitive not in _rules:
-        return ()
-    return _candidates(primitive, tuple(type(o) if is_implicit(o) else jax.Array for o in operands))
-
-
 @functools.lru_cache(maxsize=4096)
-def _candidates(primitive: Primitive, kinds: tuple[type, ...]) -> tuple[Handler, ...]:
+def _plan(
+    primitive: Primitive, kinds: tuple[type, ...]
+) -> tuple[tuple[type[ImplicitArray], ...], tuple[tuple[Handler, str, bool], ...]]:
+    """For operands of these classes: the implicit ones, and the handlers to ask (name, operands swapped?) in turn."""
+    classes = tuple(dict.fromkeys(kind for kind in kinds if issubclass(kind, ImplicitArray)))
     # Rules look at classes only, so an instance without contents stands for every operand of its class.
-    operands = [object.__new__(kind) if issubclass(kind, ImplicitArray) else 0.0 for kind in kinds]
-    ranked = [(rule.specificity(operands), rule.handler) for rule in _rules[primitive]]
-    admitted = [(key, handler) for key, handler in ranked if key is not None]
-    return tuple(handler for _, handler in sorted(admitted, key=lambda pair: pair[0]))
+    operands = [object.__new__(kind) if kind in classes else 0.0 for kind in kinds]
+    orders = [(operands, False)]
+    if primitive in _COMMUTATIVE and any(cls.commute_ops for cls in classes):
+        orders.append((operands[::-1], True))
+    candidates = []
+    for order, swapped in orders:
+        ranked = [(rule.specificity(order), rule.handler) for rule in _rules.get(primitive, ())]
+        admitted = sorted([(key, handler) for key, handler in ranked if key is not None], key=lambda pair: pair[0])
+        candidates += [(h, f"{h.__module__}.{h.__qualname__}", swapped) for _, h in admitted]
+    return classes, tuple(candidates)
 
 
 def _checked(primitive: Primitive, name: str, operands: Sequence[Any], params: dict[str, Any], out: Any) -> Any:

@@ -102,14 +102,13 @@ class ImplicitTrace(Trace):
         return self.parent_trace.cur_qdd(x)  # pyright: ignore[reportAttributeAccessIssue]  # all but the base have it
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        operands = [unwrap(t) for t in tracers]
-        with jexc.set_current_trace(self.parent_trace):
-            if primitive is implicit_array_p:
-                out = jtu.tree_unflatten(params["treedef"], operands)
-            elif any(map(is_implicit, operands)) or any(map(closes_over_implicit, jexc.jaxprs_in_params(params))):
-                out = dispatch(primitive, operands, params)
-            else:
-                return primitive.bind(*operands, **params)
+        if primitive is implicit_array_p:
+            out = jtu.tree_unflatten(params["treedef"], [unwrap(t) for t in tracers])
+        elif ImplicitTracer in map(type, tracers) or _closes_over_implicit(params):
+            with jexc.set_current_trace(self.parent_trace):
+                out = dispatch(primitive, [unwrap(t) for t in tracers], params)
+        else:  # most primitives of most functions; `bind` has checked the operands already
+            return self.parent_trace.process_primitive(primitive, tracers, params)
         return [self.wrap(o) for o in out] if primitive.multiple_results else self.wrap(out)
 
     def process_call(self, primitive: Any, fun: Any, tracers: Sequence[Any], params: Any, /) -> Any:
@@ -242,15 +241,14 @@ def lift_closed_over(array: ImplicitArray) -> Callable[[], Any]:
 
 def abstract_value(array: ImplicitArray) -> Any:
     """The type JAX knows the dense array by."""
-    leaves, treedef = jtu.tree_flatten(array)
-    return abstract_value_of(treedef, tuple(map(jax.typeof, leaves)))
+    return abstract_value_of(array, tuple(map(jax.typeof, jtu.tree_leaves(array))))
 
 
-def abstract_value_of(treedef: Any, avals: tuple[Any, ...]) -> Any:
+def abstract_value_of(array: ImplicitArray, avals: tuple[Any, ...]) -> Any:
+    """`abstract_value` of an array whose leaves have these types."""
     if all(aval.sharding.mesh.empty for aval in avals):
-        array = jtu.tree_unflatten(treedef, avals)
         return ShapedArray(array.shape, array.dtype)
-    return _sharded_abstract_value(treedef, tuple(avals), jax.sharding.get_abstract_mesh())
+    return _sharded_abstract_value(jtu.tree_structure(array), avals, jax.sharding.get_abstract_mesh())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -261,13 +259,19 @@ def _sharded_abstract_value(treedef: Any, avals: tuple[Any, ...], mesh: Any) -> 
     return out
 
 
+_MAY_HOLD_JAXPRS = {jexc.Jaxpr, jexc.ClosedJaxpr, tuple}  # types of parameters
+
+
+def _closes_over_implicit(params: dict[str, Any]) -> bool:
+    """Whether a jaxpr in `params`, or one inside it, makes an implicit array from leaves it was given or holds."""
+    if _MAY_HOLD_JAXPRS.isdisjoint(map(type, params.values())):
+        return False
+    return any(map(_makes_implicit, jexc.jaxprs_in_params(params)))
+
+
 @weakref_lru_cache
-def closes_over_implicit(jaxpr: Any) -> bool:
-    """Whether the jaxpr, or one inside it, makes an implicit array from leaves it was given or holds."""
-    return any(
-        eqn.primitive is implicit_array_p or any(map(closes_over_implicit, jexc.jaxprs_in_params(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
+def _makes_implicit(jaxpr: Any) -> bool:
+    return any(eqn.primitive is implicit_array_p or _closes_over_implicit(eqn.params) for eqn in jaxpr.eqns)
 
 
 def _dense_inside(fun: Any) -> Any:

@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax import tree_util as jtu
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.jaximus import register
+from eformer.kernels.cpu import Matrix
 
 from ._base import QuantizedArray, sharding_of, shards
 
@@ -42,6 +44,15 @@ class LeafwiseArray(QuantizedArray):
     def factors(self) -> tuple[jax.Array, jax.Array | None]:
         """`values` and `scale`, of this array's rank, with `values * scale == decode()`; a None is 1."""
         return self.decode(), None
+
+    def stored_matrix(self) -> Matrix | None:
+        """This array of 3 axes, each leaf with the first, as the native core reads it; None where it can't."""
+        return None
+
+    @property
+    def moved_from(self) -> tuple[Self, tuple[int, ...]] | None:
+        """The array and the permutation that this one is the transpose of, while a function is traced."""
+        return self.__dict__.get("_moved_from")
 
     @abc.abstractmethod
     def requantized(self, array: jax.Array) -> LeafwiseArray:
@@ -165,10 +176,13 @@ def _replaced(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
 
 @register("transpose")
 def transpose(primitive: Any, q: LeafwiseArray, *, permutation: Sequence[int], **params: Any) -> Any:
-    q = q._single()
+    origin, q = q, q._single()
     leaves = {n: primitive.bind(leaf, permutation=permutation, **params) for n, leaf in q._leaves().items()}
     moved = {old: new for new, old in enumerate(permutation)}
-    return q._rebuilt(leaves, moved, tuple(q.shape[old] for old in permutation))
+    result = q._rebuilt(leaves, moved, tuple(q.shape[old] for old in permutation))
+    if isinstance(leaves[q.array_fields[0]], Tracer):
+        object.__setattr__(result, "_moved_from", (origin, tuple(permutation)))
+    return result
 
 
 @register("broadcast_in_dim")
@@ -202,8 +216,14 @@ def broadcast_in_dim(
 
 @register("reshape")
 def reshape(primitive: Any, q: LeafwiseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
+    del primitive
     if any(value is not None for value in params.values()):  # a permutation, or a sharding asked for
         return NotImplemented
+    return reshaped(q, new_sizes)
+
+
+def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> Any:
+    """The array with its leaves reshaped; NotImplemented if that would move elements out of their blocks."""
     q = q._single()
     if 0 in q.shape:
         return NotImplemented
@@ -221,7 +241,7 @@ def reshape(primitive: Any, q: LeafwiseArray, *, new_sizes: Sequence[int], **par
             else:
                 return NotImplemented
         moved.update(zip(olds, news, strict=False))
-    leaves = {name: primitive.bind(leaf, new_sizes=tuple(sizes[name]), **params) for name, leaf in q._leaves().items()}
+    leaves = {name: lax.reshape(leaf, sizes[name]) for name, leaf in q._leaves().items()}
     return q._rebuilt(leaves, moved, tuple(new_sizes))
 
 

@@ -1,30 +1,21 @@
-"""Products of a dense and a quantized array, without the dense form of the latter where that pays.
-
-XLA:CPU writes a decoded weight to memory before it multiplies. With few rows of `x`, a loop that decodes a tile into
-cache and multiplies it at once is many times faster: `benchmarks/matmul.py`.
-"""
+"""The rule for products with quantized arrays: which of them the kernels take, and the rest."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from eformer.jaximus import materialize, note_materialized, register
-from eformer.kernels.reference import cast
+from eformer.jaximus import materialize, register
+from eformer.kernels import cpu
 
 from ._base import is_explicit, sharding_of
-from ._leafwise import LeafwiseArray
-
-# `benchmarks/matmul.py` shows what these do; chosen on 2 cores of an AMD EPYC (AVX2).
-MAX_ROWS = 32  # of x; above, decoding everything once costs less than a loop of short products
-TILE_ELEMENTS = 2**20  # decoded at once: 4 MB
+from ._contraction import Contraction, product
+from ._leafwise import LeafwiseArray, reshaped
+from ._quantized_matmul import quantized_matmul
 
 _use_kernel = jax.make_user_context(default_value=True)
 
@@ -39,25 +30,6 @@ def nf4_use_kernel(value: bool) -> AbstractContextManager[None]:
 def is_kernel_available() -> bool:
     """Whether matmuls on the default device have a path that never holds the decoded array: on CPU, the tiled loop."""
     return jax.default_backend() == "cpu"
-
-
-class Contraction(NamedTuple):
-    """Which axes of `x` and `q` are summed over, and which run in parallel; the result has batch, x's, q's axes."""
-
-    x_summed: tuple[int, ...]
-    q_summed: tuple[int, ...]
-    x_batch: tuple[int, ...]
-    q_batch: tuple[int, ...]
-
-    @property
-    def numbers(self) -> Any:
-        return (self.x_summed, self.q_summed), (self.x_batch, self.q_batch)
-
-    def x_free(self, ndim: int) -> list[int]:
-        return [a for a in range(ndim) if a not in self.x_summed and a not in self.x_batch]
-
-    def q_free(self, ndim: int) -> list[int]:
-        return [a for a in range(ndim) if a not in self.q_summed and a not in self.q_batch]
 
 
 @register("dot_general")
@@ -98,105 +70,58 @@ def dot_general(
 
 
 def _product(x: jax.Array, q: LeafwiseArray, contraction: Contraction) -> jax.Array:
-    axis, tile = _tiling(q, contraction)
-    rows = math.prod(x.shape[a] for a in contraction.x_free(x.ndim))
-    if not (q.use_kernel and _use_kernel.value) or rows > MAX_ROWS:
-        tile = q.shape[axis] if q.ndim else 1
-    if q.ndim == 0 or tile >= q.shape[axis]:
-        if q.size > TILE_ELEMENTS:
-            note_materialized(q)
-        return _whole(x, q, contraction)
-    return _tiled_on_cpu(x, q, contraction, axis, tile)
+    if q.moved_from is not None:  # `x @ q.T` reads the codes as they lie, and nothing is moved
+        origin, permutation = q.moved_from
+        summed, batch = (tuple(permutation[a] for a in axes) for axes in (contraction.q_summed, contraction.q_batch))
+        moved = Contraction(contraction.x_summed, summed, contraction.x_batch, batch)
+        if _free_in_order(origin, moved, [permutation[a] for a in contraction.q_free(q.ndim)]):
+            q, contraction = origin, moved
+    if not (q.use_kernel and _use_kernel.value):
+        return product(x, q, contraction, in_tiles=False)
+    stacked = _stacked(q, contraction) if cpu.is_available() else None
+    if stacked is None or stacked[0].stored_matrix() is None:
+        return product(x, q, contraction)
+    matrices, contracted_axis = stacked
+    batch = [x.shape[a] for a in contraction.x_batch]
+    rows = contraction.x_free(x.ndim)
+    out_shape = [*batch, *(x.shape[a] for a in rows), *(q.shape[a] for a in contraction.q_free(q.ndim))]
+    groups = (contraction.x_batch, rows, _summed_of_x(contraction))
+    x = jnp.transpose(x, [axis for group in groups for axis in group]).reshape(
+        [math.prod(x.shape[a] for a in group) for group in groups]
+    )
+    return quantized_matmul(x, matrices, contracted_axis).reshape(out_shape)
 
 
-def _tiling(q: LeafwiseArray, contraction: Contraction) -> tuple[int, int]:
-    """The axis whose parts lie together in memory, and how much of it to decode at once."""
-    axis = next((a for a in range(q.ndim) if a not in contraction.q_batch and q.shape[a] > 1), 0)
-    if not q.ndim:
-        return axis, 1
-    if not q.size or axis in contraction.q_batch:  # nothing to cut
-        return axis, q.shape[axis]
-    step, size = q.alignment(axis), q.shape[axis]
-    most = max(step, TILE_ELEMENTS * size // q.size // step * step)
-    # Without a rest there is no leaf to cut; unless that makes tiles small.
-    even = (tile for tile in range(most, most // 2, -step) if size % tile == 0)
-    return axis, next(even, most)
+def _free_in_order(origin: LeafwiseArray, contraction: Contraction, free: list[int]) -> bool:
+    """Whether the axes of the result come in the order that the moved array would give them."""
+    return contraction.q_free(origin.ndim) == free
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _whole(x: jax.Array, q: LeafwiseArray, contraction: Contraction) -> jax.Array:
-    return contract(x, q, contraction, x.dtype if x.dtype == q.dtype else jnp.float32)
+def _summed_of_x(contraction: Contraction) -> list[int]:
+    """The axes of x that are summed over, in the order in which the quantized array has them."""
+    pairs = sorted(zip(contraction.q_summed, contraction.x_summed, strict=True))
+    return [x_axis for _, x_axis in pairs]
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _tiled_on_cpu(x: jax.Array, q: LeafwiseArray, contraction: Contraction, axis: int, tile: int) -> jax.Array:
-    tiled = functools.partial(_tiled, contraction=contraction, axis=axis, tile=tile)
-    # Compilers of other devices fuse the decoding into the product by themselves.
-    return lax.platform_dependent(x, q, cpu=tiled, default=lambda x, q: _whole(x, q, contraction))
+def _stacked(q: LeafwiseArray, contraction: Contraction) -> tuple[LeafwiseArray, int] | None:
+    """`q` as (count, rows, cols), and which of the last two axes is summed over; None if that would move its codes."""
+    batch, summed, free = list(contraction.q_batch), sorted(contraction.q_summed), contraction.q_free(q.ndim)
+    if not summed or not free or 0 in q.shape or batch != list(range(len(batch))):
+        return None
+    if batch + summed + free == list(range(q.ndim)):
+        contracted_axis, axes = 0, (batch, summed, free)
+    elif batch + free + summed == list(range(q.ndim)):
+        contracted_axis, axes = 1, (batch, free, summed)
+    else:
+        return None
+    shape = tuple(math.prod(q.shape[a] for a in group) for group in axes)
+    if q.ndim == 2:
+        return jax.tree.map(lambda leaf: leaf[None], q), contracted_axis
+    q = q if q.shape == shape else reshaped(q, shape)
+    if q is NotImplemented:
+        return None
+    return jax.tree.map(lambda leaf: _with_count(leaf, shape[0]), q), contracted_axis
 
 
-def _tiled(x: jax.Array, q: LeafwiseArray, contraction: Contraction, axis: int, tile: int) -> jax.Array:
-    summed = axis in contraction.q_summed
-    x_axis = contraction.x_summed[contraction.q_summed.index(axis)] if summed else None
-
-    # Differentiation decodes again instead of keeping what was decoded.
-    @jax.checkpoint
-    def part(x: jax.Array, start: Any, piece: LeafwiseArray) -> jax.Array:
-        if x_axis is not None:
-            x = lax.dynamic_slice_in_dim(x, start, piece.shape[axis], x_axis)
-        return contract(x, piece, contraction, jnp.float32)
-
-    count, rest = divmod(q.shape[axis], tile)
-    tiles = (jnp.arange(count) * tile, q.tiles(axis, tile))
-    parts = lax.map(lambda tile: part(x, *tile), tiles)
-    last = [part(x, count * tile, q.sliced(count * tile, rest, axis))] if rest else []
-    if summed:
-        return sum(last, jnp.sum(parts, 0))
-    out_axis = len(contraction.x_batch) + len(contraction.x_free(x.ndim)) + contraction.q_free(q.ndim).index(axis)
-    parts = jnp.moveaxis(parts, 0, out_axis)
-    merged = parts.reshape(*parts.shape[:out_axis], count * tile, *parts.shape[out_axis + 2 :])
-    return jnp.concatenate([merged, *last], out_axis)
-
-
-def contract(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: Any) -> jax.Array:
-    """The product in float32, of operands in `dtype`; a scale goes where it costs least.
-
-    One that varies only along axes that are summed over multiplies `x`; one that varies along none of them multiplies
-    the result; any other, the array.
-    """
-    values, scale = q.factors()
-    varies = set() if scale is None else {a for a in range(q.ndim) if scale.shape[a] != 1}
-    if scale is None:
-        return _dot(x.astype(dtype), values.astype(dtype), contraction)
-    if varies and varies <= set(contraction.q_summed):
-        x = x.astype(jnp.float32) * _beside_x(scale, x, contraction)
-        dtype = jnp.float32 if dtype == jnp.float16 else dtype  # which would lose the digits of a small scale
-        return _dot(x.astype(dtype), values.astype(dtype), contraction)
-    if not varies & set(contraction.q_summed):
-        out = _dot(x.astype(dtype), values.astype(dtype), contraction)
-        return out * _beside_result(scale, x, out, contraction)
-    return _dot(x.astype(dtype), cast(q.decode(), q.dtype).astype(dtype), contraction)
-
-
-def _dot(x: jax.Array, values: jax.Array, contraction: Contraction) -> jax.Array:
-    return lax.dot_general(x, values, contraction.numbers, preferred_element_type=jnp.float32)
-
-
-def _beside_x(scale: jax.Array, x: jax.Array, contraction: Contraction) -> jax.Array:
-    at = dict(zip(contraction.q_summed, contraction.x_summed, strict=True))
-    return _aligned(scale, at, x.shape)
-
-
-def _beside_result(scale: jax.Array, x: jax.Array, out: jax.Array, contraction: Contraction) -> jax.Array:
-    first = len(contraction.q_batch) + len(contraction.x_free(x.ndim))
-    at = {a: i for i, a in enumerate(contraction.q_batch)}
-    at |= {a: first + i for i, a in enumerate(contraction.q_free(scale.ndim))}
-    return _aligned(scale, at, out.shape)
-
-
-def _aligned(scale: jax.Array, at: dict[int, int], shape: Sequence[int]) -> jax.Array:
-    """`scale` without the axes that `at` does not place, the others where it says, broadcast to `shape`."""
-    kept = sorted(at)
-    scale = lax.squeeze(scale, [a for a in range(scale.ndim) if a not in at])
-    order = sorted(range(len(kept)), key=lambda i: at[kept[i]])
-    return lax.broadcast_in_dim(lax.transpose(scale, order), shape, sorted(at.values()))
+def _with_count(leaf: jax.Array, count: int) -> jax.Array:
+    return jnp.broadcast_to(leaf, (count, *leaf.shape[1:])) if leaf.shape[0] != count else leaf

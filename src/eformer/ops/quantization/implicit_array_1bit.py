@@ -15,6 +15,7 @@ from jax.core import Tracer
 
 from eformer.jaximus import aux_field, ste
 from eformer.kernels import reference
+from eformer.kernels.cpu import Matrix
 
 from . import _handlers as handlers
 from ._base import checked_array, laid_out, normalized_axes, register_format
@@ -116,6 +117,12 @@ class Array1B(LeafwiseArray):
 
     def factors(self) -> tuple[jax.Array, jax.Array | None]:
         return self.values(), self.scale
+
+    def stored_matrix(self) -> Matrix | None:
+        if self.axis < -2 or (self.scale is not None and self.scale.dtype != jnp.float32):
+            return None
+        scales = () if self.scale is None else (self.scale,)
+        return Matrix("ternary", self.weight, scales, *self.shape[1:], packed_axis=self.axis + 2)
 
     def requantized(self, array: jax.Array) -> Array1B:
         scaled = None if self.scale is None else "tensor"

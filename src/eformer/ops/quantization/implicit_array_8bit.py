@@ -13,6 +13,7 @@ from jax import lax
 
 from eformer.jaximus import aux_field, ste
 from eformer.kernels import reference
+from eformer.kernels.cpu import Matrix
 
 from . import _handlers as handlers
 from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
@@ -82,6 +83,11 @@ class Array8B(LeafwiseArray):
 
     def factors(self) -> tuple[jax.Array, jax.Array]:
         return self.weight, self.scale
+
+    def stored_matrix(self) -> Matrix | None:
+        if self.scale.dtype != jnp.float32 or self.weight.dtype != jnp.int8:
+            return None
+        return Matrix("int8", self.weight, (self.scale,), *self.shape[1:])
 
     def requantized(self, array: jax.Array) -> Array8B:
         return self.quantize(array, dtype=self.dtype, use_kernel=self.use_kernel)

@@ -15,6 +15,7 @@ from jax import lax
 
 from eformer.jaximus import aux_field, ste
 from eformer.kernels import reference
+from eformer.kernels.cpu import Matrix
 
 from . import _handlers as handlers
 from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
@@ -146,6 +147,19 @@ class ArrayNF4(LeafwiseArray):
         if not self.packed.ndim:
             return reference.decode_nf4(self.packed[None], absmax[None], self.block_size, 0, 1)[0]
         return reference.decode_nf4(self.packed, absmax, self.block_size, self.axis, self.shape[self.axis])
+
+    def stored_matrix(self) -> Matrix | None:
+        if self.axis < -2 or (self.nested is None and self.absmax.dtype != jnp.float32):
+            return None
+        if self.nested is None or self.offset is None:
+            blocks = tuple(
+                -(-n // self.block_size) if axis - 3 == self.axis else n for axis, n in enumerate(self.shape)
+            )
+            scales = (jnp.broadcast_to(self.absmax, blocks),)
+        else:
+            scales = (self.absmax, self.nested, self.offset, jnp.asarray(reference.dynamic_map()))
+        packed_axis = self.axis + 2
+        return Matrix("nf4", self.packed, scales, *self.shape[1:], packed_axis=packed_axis, block_size=self.block_size)
 
     def _plain_absmax(self) -> jax.Array:
         if self.nested is None or self.offset is None:

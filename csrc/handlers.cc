@@ -1,0 +1,241 @@
+// The calls that XLA makes.
+#include "handlers.h"
+
+#include <cstring>
+#include <vector>
+
+#include "parallel.h"
+#include "problem.h"
+
+namespace eformer {
+namespace {
+
+constexpr int64_t kTask = 1 << 20;      // values of the matrix that a task covers, about: 50 microseconds
+constexpr int64_t kMaxDepthParts = 8;   // partial sums of one result that are kept
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+float FromBfloat16(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+float FromFloat16(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, exponent = bits >> 10 & 31, digits = bits & 0x3ff;
+  if (exponent == 0) {
+    const float magnitude = static_cast<float>(digits) * 0x1p-24f;  // exact: denormal, or zero
+    return sign != 0 ? -magnitude : magnitude;
+  }
+  const uint32_t wide = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | digits << 13;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+// The rows of x as float32, `stride` apart, with zeros behind each.
+struct Inputs {
+  std::vector<float> values;
+  int64_t stride;
+
+  Inputs(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, int64_t rows, int64_t depth) {
+    stride = CeilDiv(depth, 16) * 16 + kReadAhead + 16;  // no power of two, so that rows do not share cache sets
+    values.resize(rows * stride);
+    const auto type = x.element_type();
+    ParallelFor(pool, CeilDiv(rows * depth, kTask) > 1 ? rows : 1, [&](int64_t task) {
+      const int64_t tasks = CeilDiv(rows * depth, kTask) > 1 ? rows : 1;
+      for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; ++row) {
+        float* to = values.data() + row * stride;
+        if (type == ffi::F32) {
+          std::memcpy(to, static_cast<const float*>(x.untyped_data()) + row * depth, depth * sizeof(float));
+          continue;
+        }
+        const uint16_t* from = static_cast<const uint16_t*>(x.untyped_data()) + row * depth;
+        for (int64_t k = 0; k < depth; ++k) to[k] = type == ffi::BF16 ? FromBfloat16(from[k]) : FromFloat16(from[k]);
+      }
+    });
+  }
+};
+
+// A scale that varies along the depth alone goes with x, one that varies along the width alone with the result.
+struct Scales {
+  const float* of_depth = nullptr;
+  const float* of_width = nullptr;
+  int64_t step = 0;
+
+  explicit Scales(const Matrix& m) {
+    const int64_t along_depth = m.contracted_axis == 0 ? m.scale_row_step : m.scale_col_step;
+    const int64_t along_width = m.contracted_axis == 0 ? m.scale_col_step : m.scale_row_step;
+    if (!Apply(m)) return;
+    (along_depth != 0 ? of_depth : of_width) = m.scale;
+    step = along_depth != 0 ? along_depth : along_width;
+  }
+
+  static bool Apply(const Matrix& m) {
+    return m.format != Format::kNf4 && m.scale != nullptr && (m.scale_row_step == 0 || m.scale_col_step == 0);
+  }
+
+  void ScaleInput(int64_t depth, float* x) const {
+    for (int64_t k = 0; k < depth && of_depth != nullptr; ++k) x[k] *= of_depth[k * step];
+  }
+
+  void ScaleResult(int64_t n0, int64_t n1, float* y) const {
+    for (int64_t n = n0; n < n1 && of_width != nullptr; ++n) y[n] *= of_width[n * step];
+  }
+};
+
+// A row of x per matrix, contracted over the rows: in parts of the depth, and stripes of the width. How it is cut
+// depends on the shape alone, so that results do too.
+void MultiplyRowsByRows(ffi::ThreadPool& pool, const Stack& stack, const Inputs& x, float* y) {
+  const Matrix& shape = stack.first;
+  const int64_t depth = shape.Depth(), width = shape.Width();
+  const bool depth_in_blocks = shape.format == Format::kNf4 && shape.packed_axis == 0;
+  const int64_t unit = depth_in_blocks ? CeilDiv(kDepthStep, shape.block) * shape.block : kDepthStep;
+  const int64_t units = CeilDiv(depth, unit), stripes = CeilDiv(width, kStripe);
+  const int64_t parts = std::max<int64_t>(
+      1, std::min({units, kMaxDepthParts, CeilDiv(depth * std::min(width, kStripe), kTask)}));
+  std::vector<float> partial(parts > 1 ? stack.count * parts * width : 0);
+  ParallelFor(pool, stack.count * parts * stripes, [&](int64_t task) {
+    const int64_t matrix = task / (parts * stripes), part = task / stripes % parts, stripe = task % stripes;
+    const int64_t k0 = std::min(depth, units * part / parts * unit);
+    const int64_t k1 = std::min(depth, units * (part + 1) / parts * unit);
+    const int64_t n0 = stripe * kStripe, n1 = std::min(width, n0 + kStripe);
+    float* to = parts > 1 ? &partial[(matrix * parts + part) * width] : y + matrix * width;
+    stack.kernels->multiply_row_by_rows(stack[matrix], &x.values[matrix * x.stride], k0, k1, n0, n1, to + n0);
+  });
+  for (int64_t matrix = 0; matrix < stack.count; ++matrix) {
+    float* sums = y + matrix * width;
+    for (int64_t part = 0; part < parts && parts > 1; ++part) {
+      const float* from = &partial[(matrix * parts + part) * width];
+      for (int64_t n = 0; n < width; ++n) sums[n] = part > 0 ? sums[n] + from[n] : from[n];
+    }
+    Scales(stack[matrix]).ScaleResult(0, width, sums);
+  }
+}
+
+void MultiplyRowsByColumns(ffi::ThreadPool& pool, const Stack& stack, const Inputs& x, float* y) {
+  const Matrix& shape = stack.first;
+  const int64_t depth = shape.Depth(), width = shape.Width();
+  const int64_t unit = shape.format == Format::kNf4 && shape.packed_axis == 0 ? shape.block : 4;
+  const int64_t rows = CeilDiv(CeilDiv(kTask, std::max<int64_t>(depth, 1)), unit) * unit;
+  const int64_t tasks = CeilDiv(width, rows);
+  ParallelFor(pool, stack.count * tasks, [&](int64_t task) {
+    const int64_t matrix = task / tasks, n0 = task % tasks * rows;
+    const int64_t n1 = std::min(width, n0 + rows);
+    stack.kernels->multiply_row_by_columns(stack[matrix], &x.values[matrix * x.stride], n0, n1, y + matrix * width);
+    Scales(stack[matrix]).ScaleResult(n0, n1, y + matrix * width);
+  });
+}
+
+void MultiplyAny(ffi::ThreadPool& pool, const Stack& stack, const Inputs& x, int64_t rows, float* y) {
+  const int64_t width = stack.first.Width(), panel = stack.kernels->panel(stack.first, rows), tasks = CeilDiv(width, panel);
+  ParallelFor(pool, stack.count * tasks, [&](int64_t task) {
+    const int64_t matrix = task / tasks, n0 = task % tasks * panel, n1 = std::min(width, n0 + panel);
+    Matrix m = stack[matrix];
+    const Scales scales(m);
+    if (Scales::Apply(m)) m.scale = nullptr;
+    float* sums = y + matrix * rows * width;
+    stack.kernels->multiply(m, &x.values[matrix * rows * x.stride], x.stride, rows, n0, n1, sums);
+    for (int64_t row = 0; row < rows; ++row) scales.ScaleResult(n0, n1, sums + row * width);
+  });
+}
+
+ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::RemainingArgs scales,
+                      ffi::Result<ffi::AnyBuffer> y, std::string_view format, std::string_view instruction_set,
+                      int64_t rows, int64_t cols, int64_t packed_axis, int64_t contracted_axis, int64_t block_size) {
+  Stack stack;
+  const Attributes attributes = {format, instruction_set, rows, cols, packed_axis, contracted_axis, block_size};
+  if (auto error = MakeStack(pool, attributes, codes, scales, stack); error.failure()) return error;
+  const int64_t depth = stack.first.Depth(), width = stack.first.Width();
+  const auto type = x.element_type();
+  if (type != ffi::F32 && type != ffi::BF16 && type != ffi::F16) {
+    return ffi::Error::InvalidArgument("x must be float32, bfloat16 or float16, got " + Describe(x));
+  }
+  const auto shape = x.dimensions(), out = y->dimensions();
+  if (shape.size() != 3 || shape[0] != stack.count || shape[2] != depth) {
+    return ffi::Error::InvalidArgument("x must be (" + std::to_string(stack.count) + ", any, " + std::to_string(depth) +
+                                       "), got " + Describe(x));
+  }
+  const int64_t count = shape[1];
+  if (y->element_type() != ffi::F32 || out.size() != 3 || out[0] != stack.count || out[1] != count || out[2] != width) {
+    return ffi::Error::InvalidArgument("the result must be float32 (" + std::to_string(stack.count) + ", " +
+                                       std::to_string(count) + ", " + std::to_string(width) + "), got " + Describe(*y));
+  }
+  float* sums = y->typed_data<float>();
+  if (y->element_count() == 0) return ffi::Error::Success();
+  if (depth == 0) {
+    std::memset(sums, 0, y->size_bytes());
+    return ffi::Error::Success();
+  }
+  Inputs inputs(pool, x, stack.count * count, depth);
+  for (int64_t row = 0; row < stack.count * count; ++row) {
+    Scales(stack[row / count]).ScaleInput(depth, &inputs.values[row * inputs.stride]);
+  }
+  if (count > 1 || !stack.kernels->has_row_kernel(stack.first)) {
+    MultiplyAny(pool, stack, inputs, count, sums);
+  } else {
+    (contracted_axis == 0 ? MultiplyRowsByRows : MultiplyRowsByColumns)(pool, stack, inputs, sums);
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error DecodeImpl(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::RemainingArgs scales,
+                      ffi::Result<ffi::AnyBuffer> values, std::string_view format, std::string_view instruction_set,
+                      int64_t rows, int64_t cols, int64_t packed_axis, int64_t block_size) {
+  Stack stack;
+  const Attributes attributes = {format, instruction_set, rows, cols, packed_axis, 0, block_size};
+  if (auto error = MakeStack(pool, attributes, codes, scales, stack); error.failure()) return error;
+  const auto out = values->dimensions();
+  if (values->element_type() != ffi::F32 || out.size() != 3 || out[0] != stack.count || out[1] != rows || out[2] != cols) {
+    return ffi::Error::InvalidArgument("the result must be float32 (" + std::to_string(stack.count) + ", " +
+                                       std::to_string(rows) + ", " + std::to_string(cols) + "), got " +
+                                       Describe(*values));
+  }
+  if (values->element_count() == 0) return ffi::Error::Success();
+  float* to = values->typed_data<float>();
+  const int64_t at_once = CeilDiv(kTask / 4, cols), tasks = CeilDiv(rows, at_once);
+  ParallelFor(pool, stack.count * tasks, [&](int64_t task) {
+    const int64_t matrix = task / tasks, r0 = task % tasks * at_once;
+    const Matrix m = stack[matrix];
+    for (int64_t r = r0; r < std::min(rows, r0 + at_once); ++r) {
+      stack.kernels->decode(m, r, to + (matrix * rows + r) * cols);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER(kMatmul, MatmulImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<std::string_view>("format")
+                           .Attr<std::string_view>("instruction_set")
+                           .Attr<int64_t>("rows")
+                           .Attr<int64_t>("cols")
+                           .Attr<int64_t>("packed_axis")
+                           .Attr<int64_t>("contracted_axis")
+                           .Attr<int64_t>("block_size"));
+
+XLA_FFI_DEFINE_HANDLER(kDecode, DecodeImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<std::string_view>("format")
+                           .Attr<std::string_view>("instruction_set")
+                           .Attr<int64_t>("rows")
+                           .Attr<int64_t>("cols")
+                           .Attr<int64_t>("packed_axis")
+                           .Attr<int64_t>("block_size"));
+
+XLA_FFI_Handler* MatmulHandler() { return kMatmul; }
+XLA_FFI_Handler* DecodeHandler() { return kDecode; }
+
+}  // namespace eformer

@@ -1,0 +1,31 @@
+// The kernels of one instruction set. The build compiles this file once for each, with EFORMER_ISA its name.
+#include "kernels.h"
+
+#include "columns.h"
+#include "multiply.h"
+#include "rows.h"
+
+namespace eformer {
+namespace EFORMER_ISA {
+
+#define EFORMER_STRING_(name) #name
+#define EFORMER_STRING(name) EFORMER_STRING_(name)
+
+static bool HasRowKernel(const Matrix& m) {
+  switch (m.format) {
+    case Format::kInt8:
+      return m.scale_row_step == 0 || m.scale_col_step == 0;
+    case Format::kNf4:  // a strip of 64 columns lies within a block
+      return m.packed_axis == 0 || m.block % 64 == 0;
+    case Format::kTernary:
+      return m.packed_axis == 0 && (m.scale_row_step == 0 || m.scale_col_step == 0);
+  }
+  return false;
+}
+
+extern const Kernels kKernels;
+const Kernels kKernels = {EFORMER_STRING(EFORMER_ISA), HasRowKernel, MultiplyRowByRows, MultiplyRowByColumns, Panel,
+                          Multiply, Decode};
+
+}  // namespace EFORMER_ISA
+}  // namespace eformer

@@ -1,0 +1,80 @@
+// What the kernels of every instruction set have in common: the matrix they multiply by, and their table of functions.
+#ifndef EFORMER_KERNELS_H_
+#define EFORMER_KERNELS_H_
+
+#include <cstdint>
+
+namespace eformer {
+
+// This file is compiled for several instruction sets, of which the linker would keep one copy of a function: no copies.
+#define EFORMER_INLINE inline __attribute__((always_inline))
+
+enum class Format { kInt8, kNf4, kTernary };
+
+// One quantized matrix of `rows` x `cols` values, row-major.
+struct Matrix {
+  Format format;
+  const uint8_t* codes;  // one value a byte (kInt8), two (kNf4) or four (kTernary) along `packed_axis`
+  int64_t rows;
+  int64_t cols;
+  int packed_axis;         // 0 or 1
+  int contracted_axis;     // 0: x @ matrix; 1: x @ matrix.T
+  const float* scale;      // kNf4: of each block, (rows / block, cols) or (rows, cols / block), rounded up; else of each
+  int64_t scale_row_step;  // value, with steps of 0 where one serves a whole axis; a nullptr is 1
+  int64_t scale_col_step;
+  int64_t block;  // values of kNf4 along `packed_axis` that share a scale; even
+
+  EFORMER_INLINE int64_t Codes(int64_t values) const {  // bytes that hold so many values of the packed axis
+    const int64_t per_byte = format == Format::kInt8 ? 1 : format == Format::kNf4 ? 2 : 4;
+    return (values + per_byte - 1) / per_byte;
+  }
+  EFORMER_INLINE int64_t RowBytes() const { return packed_axis == 1 ? Codes(cols) : cols; }
+  EFORMER_INLINE int64_t Bytes() const { return RowBytes() * (packed_axis == 0 ? Codes(rows) : rows); }
+  EFORMER_INLINE int64_t Depth() const { return contracted_axis == 0 ? rows : cols; }  // how long the sums are
+  EFORMER_INLINE int64_t Width() const { return contracted_axis == 0 ? cols : rows; }  // how many there are per row of x
+  EFORMER_INLINE int64_t BlockScaleStride() const { return packed_axis == 0 ? cols : (cols + block - 1) / block; }
+};
+
+// Floats behind the end of each row of `x` that kernels may read, and that must be zero.
+constexpr int64_t kReadAhead = 64;
+// Columns a call of `multiply_row_by_rows` may cover: its sums stay in the first-level cache.
+constexpr int64_t kStripe = 4096;
+// Depth must be cut at multiples of this when `multiply_row_by_rows` covers a part, and at whole blocks.
+constexpr int64_t kDepthStep = 64;
+struct Kernels {
+  const char* name;
+
+  // Whether the two functions for one row of `x` can take the matrix; `multiply` can take any.
+  bool (*has_row_kernel)(const Matrix& matrix);
+
+  // y[0 : n1 - n0] = x[k0:k1] @ matrix[k0:k1, n0:n1], of a matrix contracted over axis 0; n0 a multiple of kStripe.
+  void (*multiply_row_by_rows)(const Matrix& matrix, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                               float* y);
+
+  // y[n0:n1] = x @ matrix[n0:n1].T, of a matrix contracted over axis 1; n0 a multiple of what shares a scale or a byte.
+  void (*multiply_row_by_columns)(const Matrix& matrix, const float* x, int64_t n0, int64_t n1, float* y);
+
+  // Of how many columns of a result `multiply` should make a multiple at a time, and start at one.
+  int64_t (*panel)(const Matrix& matrix, int64_t count);
+
+  // y[:, n0:n1] of `count` rows of x, `x_stride` floats apart; rows of y are Width() apart.
+  void (*multiply)(const Matrix& matrix, const float* x, int64_t x_stride, int64_t count, int64_t n0, int64_t n1,
+                   float* y);
+
+  // All values of a row.
+  void (*decode)(const Matrix& matrix, int64_t row, float* values);
+};
+
+namespace avx512 {
+extern const Kernels kKernels;
+}
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace portable {
+extern const Kernels kKernels;
+}
+
+}  // namespace eformer
+
+#endif  // EFORMER_KERNELS_H_

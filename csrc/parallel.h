@@ -1,0 +1,46 @@
+// Loops over XLA's own thread pool.
+#ifndef EFORMER_PARALLEL_H_
+#define EFORMER_PARALLEL_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace eformer {
+
+// Calls body(i) for 0 <= i < count. The calling thread works too, so the loop ends also when the pool is busy.
+template <class Body>
+void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
+  if (helpers < 1) {
+    for (int64_t i = 0; i < count; ++i) body(i);
+    return;
+  }
+  struct State {
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> done{0};
+    int64_t count;
+    const Body* body;  // lives as long as there is an `i` that is not done
+  };
+  auto state = std::make_shared<State>();
+  state->count = count;
+  state->body = &body;
+  auto work = [state] {
+    for (int64_t i; (i = state->next.fetch_add(1, std::memory_order_relaxed)) < state->count;) {
+      (*state->body)(i);
+      state->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(std::decay_t<decltype(work)>(work));
+  work();
+  for (int spins = 0; state->done.load(std::memory_order_acquire) < count; ++spins) {
+    if (spins > 1000) std::this_thread::yield();
+  }
+}
+
+}  // namespace eformer
+
+#endif  // EFORMER_PARALLEL_H_

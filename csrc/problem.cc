@@ -1,0 +1,173 @@
+#include "problem.h"
+
+#include <initializer_list>
+
+#include "handlers.h"
+#include "parallel.h"
+
+namespace eformer {
+namespace {
+
+constexpr int64_t kNested = 256;  // scales that share a scale of their own
+
+// The kernels that this processor can run, the best first.
+std::vector<const Kernels*> AllKernels() {
+  std::vector<const Kernels*> found;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    found.push_back(&avx512::kKernels);
+  }
+  if (avx2) found.push_back(&avx2::kKernels);
+#endif
+  found.push_back(&portable::kKernels);
+  return found;
+}
+
+const Kernels* FindKernels(std::string_view name) {
+  static const std::vector<const Kernels*> all = AllKernels();
+  for (const Kernels* kernels : all) {
+    if (name.empty() || name == kernels->name) return kernels;
+  }
+  return nullptr;
+}
+
+std::string ShapeOf(std::initializer_list<int64_t> shape) {
+  std::string text = "(";
+  for (int64_t length : shape) text += std::to_string(length) + ", ";
+  return text + ")";
+}
+
+bool Is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64_t> shape) {
+  const auto found = buffer.dimensions();
+  return buffer.element_type() == type && found.size() == shape.size() &&
+         std::equal(shape.begin(), shape.end(), found.begin());
+}
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// map[code] * nested + offset, for each code of each matrix.
+void DecodeScales(ffi::ThreadPool& pool, const uint8_t* codes, const float* nested, const float* offset,
+                  const float* values, int64_t count, int64_t size, float* scales) {
+  const int64_t groups = CeilDiv(size, kNested);
+  constexpr int64_t kGroupsAtOnce = 64;
+  const int64_t tasks = CeilDiv(groups, kGroupsAtOnce);
+  ParallelFor(pool, count * tasks, [&](int64_t task) {
+    const int64_t matrix = task / tasks, start = task % tasks * kGroupsAtOnce;
+    for (int64_t g = start; g < std::min(groups, start + kGroupsAtOnce); ++g) {
+      const float scale = nested[matrix * groups + g];
+      const int64_t end = std::min(size, (g + 1) * kNested);
+      for (int64_t i = matrix * size + g * kNested; i < matrix * size + end; ++i) {
+        volatile float product = values[codes[i]] * scale;  // rounded before the sum, as the oracle does
+        scales[i] = product + offset[matrix];
+      }
+    }
+  });
+}
+
+ffi::Error TakeNf4Scales(ffi::ThreadPool& pool, const ffi::RemainingArgs& scales, Stack& stack) {
+  Matrix& m = stack.first;
+  const int64_t rows = m.packed_axis == 0 ? CeilDiv(m.rows, m.block) : m.rows;
+  const int64_t cols = m.BlockScaleStride();
+  stack.scale_size = rows * cols;
+  if (scales.size() != 1 && scales.size() != 4) return ffi::Error::InvalidArgument("nf4 takes 1 or 4 scale buffers");
+  const auto absmax = *scales.get<ffi::AnyBuffer>(0);
+  if (scales.size() == 1) {
+    if (!Is(absmax, ffi::F32, {stack.count, rows, cols})) {
+      return ffi::Error::InvalidArgument("absmax must be float32 " + ShapeOf({stack.count, rows, cols}) + ", got " +
+                                         Describe(absmax));
+    }
+    m.scale = absmax.typed_data<float>();
+    return ffi::Error::Success();
+  }
+  const auto nested = *scales.get<ffi::AnyBuffer>(1), offset = *scales.get<ffi::AnyBuffer>(2);
+  const auto values = *scales.get<ffi::AnyBuffer>(3);
+  if (!Is(absmax, ffi::U8, {stack.count, rows, cols}) ||
+      !Is(nested, ffi::F32, {stack.count, CeilDiv(rows * cols, kNested)}) || !Is(offset, ffi::F32, {stack.count}) ||
+      !Is(values, ffi::F32, {256})) {
+    return ffi::Error::InvalidArgument("quantized absmax must be uint8 " + ShapeOf({stack.count, rows, cols}) +
+                                       " with float32 nested, offset and 256 values, got " + Describe(absmax) + ", " +
+                                       Describe(nested) + ", " + Describe(offset) + " and " + Describe(values));
+  }
+  stack.decoded_scales.resize(stack.count * stack.scale_size);
+  DecodeScales(pool, absmax.typed_data<uint8_t>(), nested.typed_data<float>(), offset.typed_data<float>(),
+               values.typed_data<float>(), stack.count, stack.scale_size, stack.decoded_scales.data());
+  m.scale = stack.decoded_scales.data();
+  return ffi::Error::Success();
+}
+
+ffi::Error TakeScales(const ffi::RemainingArgs& scales, Stack& stack) {
+  Matrix& m = stack.first;
+  if (scales.size() == 0) return ffi::Error::Success();
+  const auto scale = *scales.get<ffi::AnyBuffer>(0);
+  const auto shape = scale.dimensions();
+  const bool fits = scales.size() == 1 && scale.element_type() == ffi::F32 && shape.size() == 3 &&
+                    shape[0] == stack.count && (shape[1] == 1 || shape[1] == m.rows) &&
+                    (shape[2] == 1 || shape[2] == m.cols);
+  if (!fits) {
+    return ffi::Error::InvalidArgument("there must be one scale, float32, that broadcasts over " +
+                                       ShapeOf({stack.count, m.rows, m.cols}) + ", got " + Describe(scale));
+  }
+  m.scale = scale.typed_data<float>();
+  m.scale_row_step = shape[1] == 1 ? 0 : shape[2];
+  m.scale_col_step = shape[2] == 1 ? 0 : 1;
+  stack.scale_size = shape[1] * shape[2];
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+std::vector<const char*> InstructionSets() {
+  std::vector<const char*> names;
+  for (const Kernels* kernels : AllKernels()) names.push_back(kernels->name);
+  return names;
+}
+
+std::string Describe(const ffi::AnyBuffer& buffer) {
+  std::string text = "dtype " + std::to_string(static_cast<int>(buffer.element_type())) + " (";
+  for (int64_t length : buffer.dimensions()) text += std::to_string(length) + ", ";
+  return text + ")";
+}
+
+ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& attributes, const ffi::AnyBuffer& codes,
+                     const ffi::RemainingArgs& scales, Stack& stack) {
+  const auto& a = attributes;
+  stack.kernels = FindKernels(a.instruction_set);
+  if (stack.kernels == nullptr) {
+    return ffi::Error::InvalidArgument("this processor has no instruction set \"" + std::string(a.instruction_set) +
+                                       "\", or this build does not know it");
+  }
+  Matrix& m = stack.first;
+  if (a.format == "int8") {
+    m.format = Format::kInt8;
+  } else if (a.format == "nf4") {
+    m.format = Format::kNf4;
+  } else if (a.format == "ternary") {
+    m.format = Format::kTernary;
+  } else {
+    return ffi::Error::InvalidArgument("unknown format \"" + std::string(a.format) + "\"");
+  }
+  const bool blocks = m.format == Format::kNf4;
+  if (a.rows < 0 || a.cols < 0 || a.packed_axis < 0 || a.packed_axis > 1 || a.contracted_axis < 0 ||
+      a.contracted_axis > 1 || (blocks && (a.block_size < 2 || a.block_size % 2))) {
+    return ffi::Error::InvalidArgument("rows and cols must not be negative, axes be 0 or 1, block_size even");
+  }
+  m.rows = a.rows;
+  m.cols = a.cols;
+  m.packed_axis = static_cast<int>(a.packed_axis);
+  m.contracted_axis = static_cast<int>(a.contracted_axis);
+  m.block = blocks ? a.block_size : 2;
+  if (codes.dimensions().size() != 3) return ffi::Error::InvalidArgument("codes must have 3 axes, got " + Describe(codes));
+  stack.count = codes.dimensions()[0];
+  const int64_t rows = m.packed_axis == 0 ? m.Codes(m.rows) : m.rows, cols = m.RowBytes();
+  if (!Is(codes, m.format == Format::kInt8 ? ffi::S8 : ffi::U8, {stack.count, rows, cols})) {
+    return ffi::Error::InvalidArgument("codes must be " + std::string(m.format == Format::kInt8 ? "int8 " : "uint8 ") +
+                                       ShapeOf({stack.count, rows, cols}) + ", got " + Describe(codes));
+  }
+  m.codes = static_cast<const uint8_t*>(codes.untyped_data());
+  return blocks ? TakeNf4Scales(pool, scales, stack) : TakeScales(scales, stack);
+}
+
+}  // namespace eformer

@@ -1,0 +1,152 @@
+// One row of x times a matrix contracted over its rows: each row of codes, times its x, is added to the sums.
+//
+// A few rows are taken at a time, from left to right, so that memory is read as a few sequential streams.
+#ifndef EFORMER_ROWS_H_
+#define EFORMER_ROWS_H_
+
+#include "codes.h"
+
+namespace eformer {
+namespace EFORMER_ISA {
+
+constexpr int kRowGroup = 4;  // rows of bytes at a time: 4 and 8 are alike, 16 a fifth slower (AMD EPYC, AVX2)
+
+static inline void PrefetchAfter(const uint8_t* codes, int64_t group_bytes) {
+  __builtin_prefetch(codes + group_bytes);  // the same place in the next group
+}
+
+// Calls add(sums, codes, stride, n) with a strip of `sums`, and codes of which all 32 bytes of each row can be read.
+template <class Add>
+static inline void ForEachStrip(const uint8_t* codes, int64_t stride, int rows, int64_t bytes, const Add& add) {
+  int64_t n = 0;
+  for (; n + kStrip <= bytes; n += kStrip) add(codes + n, stride, n);
+  if (n < bytes) {
+    const CopiedBytes copied(codes + n, stride, rows, bytes - n);
+    add(copied.bytes[0], kStrip, n);
+  }
+}
+
+static inline void Int8RowByRows(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                                 float* sums) {
+  for (int64_t k = k0; k < k1; k += kMaxCopied) {
+    const int rows = static_cast<int>(Min(kMaxCopied, k1 - k));
+    ForEachStrip(m.codes + k * m.cols + n0, m.cols, rows, n1 - n0, [&](const uint8_t* codes, int64_t stride, int64_t n) {
+      Strip sum = LoadStrip(sums + n);
+      for (int r = 0; r < rows; ++r, codes += stride) {
+        PrefetchAfter(codes, kMaxCopied * stride);
+        AddProduct(sum, FromInt8(reinterpret_cast<const int8_t*>(codes)), Spread(x[k + r]));
+      }
+      StoreStrip(sums + n, sum);
+    });
+  }
+}
+
+// Codes of two rows a byte. The sums of a block, in lane order, wait in `block_sums` for their scale.
+static inline void Nf4RowByPackedRows(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                                      float* sums) {
+  alignas(64) float block_sums[kStripe + kStrip];
+  const LoadedTable table = LoadTable(MakeTable(kNf4Values));
+  for (int64_t k = k0; k < k1; k += m.block) {
+    const int64_t last = Min(k + m.block, k1);
+    const float* scale = m.scale + k / m.block * m.BlockScaleStride() + n0;
+    for (int64_t r0 = k / 2; r0 < (last + 1) / 2; r0 += kRowGroup) {
+      const int rows = static_cast<int>(Min(kRowGroup, (last + 1) / 2 - r0));
+      const bool starts = r0 == k / 2, ends = r0 + rows == (last + 1) / 2;
+      const float* xs = x + 2 * r0;
+      ForEachStrip(m.codes + r0 * m.cols + n0, m.cols, rows, n1 - n0, [&](const uint8_t* codes, int64_t stride, int64_t n) {
+        Strip sum = starts ? Strip{} : LoadStrip(block_sums + n);
+        for (int r = 0; r < rows; ++r, codes += stride) {
+          PrefetchAfter(codes, kRowGroup * stride);
+          const Bytes pairs = LoadBytes(codes);
+          AddProduct(sum, LookUp(table, HighNibbles(pairs)), Spread(xs[2 * r]));
+          AddProduct(sum, LookUp(table, LowNibbles(pairs)), Spread(xs[2 * r + 1]));
+        }
+        if (!ends) return StoreStrip(block_sums + n, sum);
+        float scales[kStrip];
+        const int64_t present = Min(kStrip, n1 - n0 - n);
+        if (present < kStrip) std::memset(scales, 0, sizeof scales);
+        std::memcpy(scales, scale + n, present * sizeof(float));
+        Strip total = LoadStrip(sums + n);
+        AddProduct(total, ToNatural(sum), LoadStrip(scales));
+        StoreStrip(sums + n, total);
+      });
+    }
+  }
+}
+
+// Codes of two columns a byte, and a scale per so many strips of 64 columns: it multiplies x, once per strip.
+// The sums of even and of odd columns are kept apart, in lane order, until the end.
+static inline void Nf4RowByPackedColumns(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                                         float* sums) {
+  alignas(64) float even[kStripe / 2 + kStrip] = {}, odd[kStripe / 2 + kStrip] = {};
+  const LoadedTable table = LoadTable(MakeTable(kNf4Values));
+  const int64_t row_bytes = m.RowBytes(), scales = m.BlockScaleStride(), bytes = (n1 - n0 + 1) / 2;
+  for (int64_t k = k0; k < k1; k += kRowGroup) {
+    const int rows = static_cast<int>(Min(kRowGroup, k1 - k));
+    const uint8_t* codes = m.codes + k * row_bytes + n0 / 2;
+    ForEachStrip(codes, row_bytes, rows, bytes, [&](const uint8_t* codes, int64_t stride, int64_t n) {
+      Strip of_even = LoadStrip(even + n), of_odd = LoadStrip(odd + n);
+      const float* scale = m.scale + k * scales + (n0 + 2 * n) / m.block;
+      for (int r = 0; r < rows; ++r, codes += stride, scale += scales) {
+        PrefetchAfter(codes, kRowGroup * stride);
+        const Bytes pairs = LoadBytes(codes);
+        const Vec factor = Spread(x[k + r] * *scale);
+        AddProduct(of_even, LookUp(table, HighNibbles(pairs)), factor);
+        AddProduct(of_odd, LookUp(table, LowNibbles(pairs)), factor);
+      }
+      StoreStrip(even + n, of_even);
+      StoreStrip(odd + n, of_odd);
+    });
+  }
+  for (int64_t n = 0; n < bytes; n += kStrip) {
+    StoreStrip(even + n, ToNatural(LoadStrip(even + n)));
+    StoreStrip(odd + n, ToNatural(LoadStrip(odd + n)));
+  }
+  for (int64_t n = 0; n < n1 - n0; ++n) sums[n] = n % 2 ? odd[n / 2] : even[n / 2];
+}
+
+// Codes of four rows a byte: one lookup adds two of them, from the sums of all multiples of two neighbours in x.
+static inline void TernaryRowByPackedRows(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0,
+                                          int64_t n1, float* sums) {
+  Table tables[kRowGroup][2];
+  for (int64_t r0 = k0 / 4; r0 < (k1 + 3) / 4; r0 += kRowGroup) {
+    const int rows = static_cast<int>(Min(kRowGroup, (k1 + 3) / 4 - r0));
+    for (int r = 0; r < rows; ++r) {
+      const float* xs = x + 4 * (r0 + r);
+      tables[r][0] = MakePairTable(kTernaryLow, kTernaryHigh, xs[0], xs[1]);
+      tables[r][1] = MakePairTable(kTernaryLow, kTernaryHigh, xs[2], xs[3]);
+    }
+    ForEachStrip(m.codes + r0 * m.cols + n0, m.cols, rows, n1 - n0, [&](const uint8_t* codes, int64_t stride, int64_t n) {
+      Strip sum = LoadStrip(sums + n);
+      for (int r = 0; r < rows; ++r, codes += stride) {
+        PrefetchAfter(codes, kRowGroup * stride);
+        const Bytes fours = LoadBytes(codes);
+        Add(sum, LookUp(LoadTable(tables[r][0]), LowNibbles(fours)));
+        Add(sum, LookUp(LoadTable(tables[r][1]), HighNibbles(fours)));
+      }
+      StoreStrip(sums + n, sum);
+    });
+  }
+  for (int64_t n = 0; n < n1 - n0; n += kStrip) StoreStrip(sums + n, ToNatural(LoadStrip(sums + n)));
+}
+
+static void MultiplyRowByRows(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
+  alignas(64) float sums[kStripe + kStrip] = {};
+  switch (m.format) {
+    case Format::kInt8:
+      Int8RowByRows(m, x, k0, k1, n0, n1, sums);
+      break;
+    case Format::kNf4:
+      (m.packed_axis == 0 ? Nf4RowByPackedRows : Nf4RowByPackedColumns)(m, x, k0, k1, n0, n1, sums);
+      break;
+    case Format::kTernary:
+      TernaryRowByPackedRows(m, x, k0, k1, n0, n1, sums);
+      break;
+  }
+  std::memcpy(y, sums, (n1 - n0) * sizeof(float));
+}
+
+}  // namespace EFORMER_ISA
+}  // namespace eformer
+
+#endif  // EFORMER_ROWS_H_

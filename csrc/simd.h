@@ -1,0 +1,281 @@
+// Vectors of floats and what the kernels do with them, for the instruction set this file is compiled for.
+//
+// Arithmetic is that of GCC's and Clang's vector types. A `Strip` is 32 floats; `LookUp` gives them in an order of its
+// own (`lane order`) that `ToNatural` undoes, because on AVX2 every move across lanes costs as much as a lookup.
+#ifndef EFORMER_SIMD_H_
+#define EFORMER_SIMD_H_
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace eformer {
+namespace EFORMER_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+static inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Memory for `count` floats, zero at first. A type of this namespace, so that no other instruction set's code is linked.
+struct Floats {
+  float* values;
+
+  explicit Floats(int64_t count) : values(static_cast<float*>(std::calloc(count, sizeof(float)))) {
+    if (values == nullptr) std::abort();
+  }
+  ~Floats() { std::free(values); }
+  Floats(const Floats&) = delete;
+  Floats& operator=(const Floats&) = delete;
+};
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(32)));
+
+constexpr int kStrip = 32;
+constexpr int kVecs = kStrip / kLanes;
+
+struct Strip {
+  Vec v[kVecs];
+};
+
+// Sixteen floats to look up, as the instruction set wants them: on AVX2 the four bytes of each apart.
+struct alignas(64) Table {
+  uint8_t bytes[64];
+};
+
+static inline Vec Load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+static inline void Store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+static inline Vec Spread(float x) { return x - Vec{}; }
+
+static inline Bytes LoadBytes(const uint8_t* p) {
+  Bytes b;
+  std::memcpy(&b, p, sizeof b);
+  return b;
+}
+
+static inline float Sum(Vec v) {
+  float parts[kLanes], sum = 0;
+  Store(parts, v);
+  for (int i = 0; i < kLanes; ++i) sum += parts[i];
+  return sum;
+}
+
+static inline Strip LoadStrip(const float* p) {
+  Strip s;
+  for (int i = 0; i < kVecs; ++i) s.v[i] = Load(p + i * kLanes);
+  return s;
+}
+
+static inline void StoreStrip(float* p, const Strip& s) {
+  for (int i = 0; i < kVecs; ++i) Store(p + i * kLanes, s.v[i]);
+}
+
+static inline void AddProduct(Strip& sum, const Strip& values, Vec factor) {
+  for (int i = 0; i < kVecs; ++i) sum.v[i] += values.v[i] * factor;
+}
+
+static inline void AddProduct(Strip& sum, const Strip& a, const Strip& b) {
+  for (int i = 0; i < kVecs; ++i) sum.v[i] += a.v[i] * b.v[i];
+}
+
+static inline void Add(Strip& sum, const Strip& values) {
+  for (int i = 0; i < kVecs; ++i) sum.v[i] += values.v[i];
+}
+
+static inline float Sum(const Strip& s) {
+  Vec sum = s.v[0];
+  for (int i = 1; i < kVecs; ++i) sum += s.v[i];
+  return Sum(sum);
+}
+
+#if defined(__AVX512F__)
+
+static inline Table MakeTable(const float (&values)[16]) {
+  Table t;
+  std::memcpy(t.bytes, values, 64);
+  return t;
+}
+
+// The sums of a multiple of x0 and one of x1, by four-bit code.
+static inline Table MakePairTable(const float (&of_first)[16], const float (&of_second)[16], float x0, float x1) {
+  Table t;
+  Vec sums = Load(of_first) * x0 + Load(of_second) * x1;
+  std::memcpy(t.bytes, &sums, 64);
+  return t;
+}
+
+struct LoadedTable {
+  __m512 values;
+};
+
+static inline LoadedTable LoadTable(const Table& t) { return {_mm512_load_ps(t.bytes)}; }
+
+static inline Strip LookUp(const LoadedTable& table, Bytes codes) {
+  const __m256i c = (__m256i)codes;
+  const __m512i low = _mm512_cvtepu8_epi32(_mm256_castsi256_si128(c));
+  const __m512i high = _mm512_cvtepu8_epi32(_mm256_extracti128_si256(c, 1));
+  return {{(Vec)_mm512_permutexvar_ps(low, table.values), (Vec)_mm512_permutexvar_ps(high, table.values)}};
+}
+
+static inline Strip ToNatural(const Strip& s) { return s; }
+static inline Strip FromNatural(const Strip& s) { return s; }
+
+static inline Strip FromInt8(const int8_t* p) {
+  Strip s;
+  for (int i = 0; i < kVecs; ++i) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * i));
+    s.v[i] = (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  }
+  return s;
+}
+
+// One of four values by the lowest two bits of `codes >> shift`, for kLanes bytes.
+static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
+  const __m512i words = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  const __m512 table = _mm512_broadcast_f32x4(_mm_loadu_ps(values));
+  return (Vec)_mm512_permutevar_ps(table, _mm512_srli_epi32(words, shift));
+}
+
+#elif defined(__AVX2__)
+
+static inline Table SplitBytes(Vec low, Vec high) {
+  const __m256i grouped = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
+                                           0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m256i a = _mm256_shuffle_epi8((__m256i)low, grouped), b = _mm256_shuffle_epi8((__m256i)high, grouped);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  Table t;
+  __m256i* out = reinterpret_cast<__m256i*>(t.bytes);
+  _mm256_store_si256(out, _mm256_permutevar8x32_epi32(_mm256_unpacklo_epi32(a, b), order));
+  _mm256_store_si256(out + 1, _mm256_permutevar8x32_epi32(_mm256_unpackhi_epi32(a, b), order));
+  return t;
+}
+
+static inline Table MakeTable(const float (&values)[16]) { return SplitBytes(Load(values), Load(values + 8)); }
+
+// The sums of a multiple of x0 and one of x1, by four-bit code.
+static inline Table MakePairTable(const float (&of_first)[16], const float (&of_second)[16], float x0, float x1) {
+  return SplitBytes(Load(of_first) * x0 + Load(of_second) * x1, Load(of_first + 8) * x0 + Load(of_second + 8) * x1);
+}
+
+struct LoadedTable {
+  __m256i byte[4];
+};
+
+static inline LoadedTable LoadTable(const Table& t) {
+  LoadedTable loaded;
+  for (int i = 0; i < 4; ++i) {
+    loaded.byte[i] =
+        _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(t.bytes + 16 * i)));
+  }
+  return loaded;
+}
+
+// Looks each byte of the floats up by itself, then interleaves: within 128 bits, so that vector i has the values
+// 4 i to 4 i + 3 and 16 more than those.
+static inline Strip LookUp(const LoadedTable& table, Bytes codes) {
+  const __m256i c = (__m256i)codes;
+  const __m256i b0 = _mm256_shuffle_epi8(table.byte[0], c), b1 = _mm256_shuffle_epi8(table.byte[1], c);
+  const __m256i b2 = _mm256_shuffle_epi8(table.byte[2], c), b3 = _mm256_shuffle_epi8(table.byte[3], c);
+  const __m256i low0 = _mm256_unpacklo_epi8(b0, b1), low1 = _mm256_unpackhi_epi8(b0, b1);
+  const __m256i high0 = _mm256_unpacklo_epi8(b2, b3), high1 = _mm256_unpackhi_epi8(b2, b3);
+  return {{(Vec)_mm256_unpacklo_epi16(low0, high0), (Vec)_mm256_unpackhi_epi16(low0, high0),
+           (Vec)_mm256_unpacklo_epi16(low1, high1), (Vec)_mm256_unpackhi_epi16(low1, high1)}};
+}
+
+static inline Strip ToNatural(const Strip& s) {
+  const __m256 a = (__m256)s.v[0], b = (__m256)s.v[1], c = (__m256)s.v[2], d = (__m256)s.v[3];
+  return {{(Vec)_mm256_permute2f128_ps(a, b, 0x20), (Vec)_mm256_permute2f128_ps(c, d, 0x20),
+           (Vec)_mm256_permute2f128_ps(a, b, 0x31), (Vec)_mm256_permute2f128_ps(c, d, 0x31)}};
+}
+
+static inline Strip FromNatural(const Strip& s) {
+  const __m256 a = (__m256)s.v[0], b = (__m256)s.v[1], c = (__m256)s.v[2], d = (__m256)s.v[3];
+  return {{(Vec)_mm256_permute2f128_ps(a, c, 0x20), (Vec)_mm256_permute2f128_ps(a, c, 0x31),
+           (Vec)_mm256_permute2f128_ps(b, d, 0x20), (Vec)_mm256_permute2f128_ps(b, d, 0x31)}};
+}
+
+static inline Strip FromInt8(const int8_t* p) {
+  Strip s;
+  for (int i = 0; i < kVecs; ++i) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i));
+    s.v[i] = (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+  }
+  return s;
+}
+
+// One of four values by the lowest two bits of `codes >> shift`, for kLanes bytes.
+static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
+  const __m256i words = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+  const __m256 table = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(values));
+  return (Vec)_mm256_permutevar_ps(table, _mm256_srli_epi32(words, shift));
+}
+
+#else
+
+static inline Table MakeTable(const float (&values)[16]) {
+  Table t;
+  std::memcpy(t.bytes, values, 64);
+  return t;
+}
+
+// The sums of a multiple of x0 and one of x1, by four-bit code.
+static inline Table MakePairTable(const float (&of_first)[16], const float (&of_second)[16], float x0, float x1) {
+  float sums[16];
+  for (int i = 0; i < 16; ++i) sums[i] = of_first[i] * x0 + of_second[i] * x1;
+  return MakeTable(sums);
+}
+
+struct LoadedTable {
+  float values[16];
+};
+
+static inline LoadedTable LoadTable(const Table& t) {
+  LoadedTable loaded;
+  std::memcpy(loaded.values, t.bytes, 64);
+  return loaded;
+}
+
+static inline Strip LookUp(const LoadedTable& table, Bytes codes) {
+  float found[kStrip];
+  for (int i = 0; i < kStrip; ++i) found[i] = table.values[codes[i]];
+  return LoadStrip(found);
+}
+
+static inline Strip ToNatural(const Strip& s) { return s; }
+static inline Strip FromNatural(const Strip& s) { return s; }
+
+static inline Strip FromInt8(const int8_t* p) {
+  float values[kStrip];
+  for (int i = 0; i < kStrip; ++i) values[i] = p[i];
+  return LoadStrip(values);
+}
+
+// One of four values by the lowest two bits of `codes >> shift`, for kLanes bytes.
+static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
+  Vec found;
+  for (int i = 0; i < kLanes; ++i) found[i] = values[(codes[i] >> shift) & 3];
+  return found;
+}
+
+#endif
+
+}  // namespace EFORMER_ISA
+}  // namespace eformer
+
+#endif  // EFORMER_SIMD_H_

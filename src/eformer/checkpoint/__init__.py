@@ -1,0 +1,12 @@
+"""Checkpoints of dense and quantized arrays: safetensors, also as bitsandbytes writes it, and GGUF."""
+
+from ._bitsandbytes_write import save_bitsandbytes as save_bitsandbytes
+from ._convert import convert as convert
+from ._entries import ArrayInfo as ArrayInfo
+from ._error import CheckpointError as CheckpointError
+from ._gguf_write import save_gguf as save_gguf
+from ._load import load as load
+from ._open import Checkpoint as Checkpoint
+from ._open import open_checkpoint as open_checkpoint
+from ._quantize import quantize_checkpoint as quantize_checkpoint
+from ._save import save as save

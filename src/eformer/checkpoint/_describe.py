@@ -1,0 +1,188 @@
+"""Quantized arrays as JSON and tensors: the class, its static fields, and which tensor is which leaf.
+
+A description is `{"class": ..., "static": {field: value}, "leaves": {field: tensor name, or a description}}`. Classes
+are looked up among the registered formats and the RSR operators, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util as jtu
+from jax.extend.core import jaxprs_in_params
+
+from eformer.jaximus import is_implicit
+from eformer.ops.quantization import QuantizedArray, RSROperatorBinary, RSROperatorTernary, formats
+
+from ._dtypes import BY_NUMPY_NAME
+from ._error import CheckpointError
+from ._header import checked_shape
+
+KEY = "eformer"  # of our part of the metadata
+VERSION = 1
+MAX_DEPTH = 4  # of quantized arrays in quantized arrays
+
+# Decoding may make arrays of so many bytes for each byte stored; a block longer than its row can ask for much more.
+MAX_EXPANSION = 256
+SMALL = 1 << 24
+
+# What the code of a format can raise on leaves that it did not make.
+FORMAT_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+
+
+def classes() -> dict[str, type[QuantizedArray]]:
+    """The classes that a checkpoint may name."""
+    found: dict[str, type[QuantizedArray]] = {form.array_type.__name__: form.array_type for form in formats()}
+    return {**found, **{cls.__name__: cls for cls in (RSROperatorBinary, RSROperatorTernary)}}
+
+
+def format_name(cls: type) -> str:
+    """What `quantize` calls the class, or else its own name."""
+    return next((form.name for form in formats() if form.array_type is cls), cls.__name__)
+
+
+def describe(name: str, q: QuantizedArray) -> tuple[dict[str, Any], list[str]]:
+    """The description of an array called `name`, and the names of its tensors in the order of its leaves."""
+    cls = type(q)
+    if classes().get(cls.__name__) is not cls:
+        raise TypeError(f"{name!r} is a {cls.__name__}, which is not registered; `register_format` makes it known")
+    static: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
+    tensors: list[str] = []
+    for field in dataclasses.fields(q):
+        value = getattr(q, field.name)
+        if _is_static(field):
+            static[field.name] = _encoded(value, name, field.name)
+        elif is_implicit(value):
+            leaves[field.name], inner = describe(f"{name}.{field.name}", value)  # pyright: ignore[reportArgumentType]
+            tensors += inner
+        elif value is not None:
+            leaves[field.name] = f"{name}.{field.name}"
+            tensors.append(leaves[field.name])
+    return {"class": cls.__name__, "static": static, "leaves": leaves}, tensors
+
+
+def rebuild(described: Any, leaf: Callable[[str], Any], depth: int = 0) -> QuantizedArray:
+    """The array of a description, its leaves given by the names of their tensors; a CheckpointError if it is none."""
+    if depth > MAX_DEPTH or not isinstance(described, dict) or not described.keys() <= {"class", "static", "leaves"}:
+        raise CheckpointError("a quantized array is described by `class`, `static` and `leaves`")
+    kind, static, leaves = (described.get(key) for key in ("class", "static", "leaves"))
+    cls = classes().get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise CheckpointError(f"the class {str(kind)[:50]!r} is not one of {', '.join(classes())}")
+    if not isinstance(static, dict) or not isinstance(leaves, dict):
+        raise CheckpointError("`static` and `leaves` of a quantized array must be objects")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for given, what in ((static, "static field"), (leaves, "leaf")):
+        for name in given:
+            if name not in fields or _is_static(fields[name]) != (given is static):
+                raise CheckpointError(f"{cls.__name__} has no {what} {name[:50]!r}")
+    values = {name: _decoded(value) for name, value in static.items()}
+    for name, value in leaves.items():
+        values[name] = leaf(value) if isinstance(value, str) else rebuild(value, leaf, depth + 1)
+    return _made(cls, fields, values)
+
+
+def _made(cls: type[QuantizedArray], fields: dict[str, Any], values: dict[str, Any]) -> QuantizedArray:
+    try:
+        made = cls(**values) if values.keys() <= _parameters(cls) else _of_fields(cls, fields, values)
+        shape = checked_shape(list(made.shape))
+        made.dtype.itemsize  # noqa: B018  raises unless it is a dtype
+    except FORMAT_ERRORS as error:
+        raise CheckpointError(f"that is no {cls.__name__}: {str(error)[:300]}") from None
+    if shape is None:
+        raise CheckpointError(f"a {cls.__name__} of shape {str(made.shape)[:100]} is absurd")
+    return made
+
+
+def _of_fields(cls: type[QuantizedArray], fields: dict[str, Any], values: dict[str, Any]) -> QuantizedArray:
+    """For a constructor that takes something else: the fields as they are, as when JAX restructures a tree."""
+    missing = fields.keys() - values.keys()
+    if missing:
+        raise TypeError(f"it needs {', '.join(sorted(missing))}")
+    made = object.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+@functools.cache
+def _parameters(cls: type) -> frozenset[str]:
+    return frozenset(inspect.signature(cls).parameters)
+
+
+def _is_static(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("static"))
+
+
+def _encoded(value: Any, name: str, field: str) -> Any:
+    if isinstance(value, np.dtype) and value.name in BY_NUMPY_NAME:
+        return {"dtype": value.name}
+    if isinstance(value, tuple):
+        return [_encoded(each, name, field) for each in value]
+    if isinstance(value, np.integer):
+        return int(value)
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise TypeError(f"{name!r} has the static field `{field}={value!r}`; a checkpoint holds numbers, text and dtypes")
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_decoded, value))
+    if isinstance(value, dict):
+        dtype = (
+            BY_NUMPY_NAME.get(value["dtype"]) if value.keys() == {"dtype"} and isinstance(value["dtype"], str) else None
+        )
+        if dtype is None:
+            raise CheckpointError(f"a static field holds {str(value)[:100]}, which is no dtype")
+        return jax.dtypes.canonicalize_dtype(dtype)
+    return value
+
+
+def check_decoding(q: QuantizedArray) -> None:
+    """A CheckpointError unless the leaves of `q` decode to its shape, within the memory that its size explains."""
+    leaves, treedef = jtu.tree_flatten(q)
+    problem = _problem(treedef, tuple((np.shape(leaf), np.dtype(leaf.dtype)) for leaf in leaves))
+    if problem is not None:
+        raise CheckpointError(problem)
+
+
+@functools.lru_cache(maxsize=4096)
+def _problem(treedef: Any, leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> str | None:
+    given = [jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype)) for shape, dtype in leaves]
+    q = jtu.tree_unflatten(treedef, given)
+    try:
+        traced = jax.make_jaxpr(lambda q: q.decode())(q)
+        shape = q.shape
+    except FORMAT_ERRORS as error:
+        return f"its leaves do not decode as {type(q).__name__}: {str(error)[:300]}"
+    if traced.out_avals[0].shape != shape:
+        return f"its leaves decode to {traced.out_avals[0].shape}, and it says {shape}"
+    stored = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in given)
+    largest = max(_sizes(traced.jaxpr), default=0)
+    if largest > MAX_EXPANSION * stored + SMALL:
+        return f"decoding {stored} bytes would take an array of {largest}: `{type(q).__name__}` is not meant so"
+    return None
+
+
+def _sizes(jaxpr: Any) -> list[int]:
+    """Bytes of all arrays that a program makes."""
+    avals = [variable.aval for eqn in jaxpr.eqns for variable in eqn.outvars]
+    own = [math.prod(aval.shape) * aval.dtype.itemsize for aval in avals if hasattr(aval, "shape")]
+    return own + [size for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params) for size in _sizes(inner)]

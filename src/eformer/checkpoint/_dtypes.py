@@ -1,0 +1,46 @@
+"""The element types of safetensors, and the NumPy types that hold them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+# Name in the file -> NumPy type. Those below a byte (F4, F6_E2M3, F6_E3M2) are left out: the format does not say in
+# which order their bits lie.
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(kind)
+    for name, kind in {
+        "BOOL": np.bool_,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+        "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+        "I16": np.int16,
+        "U16": np.uint16,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "I32": np.int32,
+        "U32": np.uint32,
+        "F32": np.float32,
+        "C64": np.complex64,
+        "F64": np.float64,
+        "I64": np.int64,
+        "U64": np.uint64,
+    }.items()
+}
+NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+BY_NUMPY_NAME: dict[str, np.dtype] = {dtype.name: dtype for dtype in NAMES}
+
+
+def dtype_name(dtype: Any, tensor: str) -> str:
+    """The name in the file of a dtype; a TypeError that names the tensor if there is none."""
+    try:
+        return NAMES[np.dtype(dtype)]
+    except (KeyError, TypeError):
+        known = ", ".join(BY_NUMPY_NAME)
+        raise TypeError(f"{tensor!r} is {dtype}, which safetensors can't hold; it has {known}") from None

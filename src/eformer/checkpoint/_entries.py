@@ -1,0 +1,97 @@
+"""Arrays in a checkpoint: what is known of them without reading, and their values as they lie in the file."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util as jtu
+
+from eformer.ops.quantization import QuantizedArray
+
+from ._describe import check_decoding, format_name
+from ._error import CheckpointError
+from ._header import Tensor
+
+
+@dataclass(frozen=True)
+class ArrayInfo:
+    """What is known of an array without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype  # of the array represented
+    format: str | None  # the name of a quantized format, ours or the file's; None if it is dense
+    nbytes: int  # in the file
+
+
+class Entry(abc.ABC):
+    """An array in a checkpoint, in one tensor of the file or several."""
+
+    tensors: Sequence[Tensor]
+
+    @property
+    @abc.abstractmethod
+    def info(self) -> ArrayInfo: ...
+
+    @property
+    @abc.abstractmethod
+    def like(self) -> Any:
+        """What `host` gives, with `ShapeDtypeStruct` in place of the arrays."""
+
+    @abc.abstractmethod
+    def host(self) -> Any:
+        """The array, or a quantized array, of NumPy arrays: looking into the file where they lie there as they are."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def drop(self) -> None:
+        for tensor in self.tensors:
+            tensor.drop()
+
+
+class DenseEntry(Entry):
+    """A tensor that is the array."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensors = (tensor,)
+
+    @property
+    def info(self) -> ArrayInfo:
+        (tensor,) = self.tensors
+        return ArrayInfo(tensor.shape, tensor.dtype, None, tensor.nbytes)
+
+    @property
+    def like(self) -> jax.ShapeDtypeStruct:
+        (tensor,) = self.tensors
+        return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+
+    def host(self) -> np.ndarray:
+        return self.tensors[0].view()
+
+
+class QuantizedEntry(Entry):
+    """Tensors that are the leaves of a quantized array; `like` has their shapes in place of them."""
+
+    def __init__(self, name: str, like: QuantizedArray, tensors: Sequence[Tensor]) -> None:
+        self.name, self.tensors, self._like = name, tensors, like
+
+    @property
+    def info(self) -> ArrayInfo:
+        return ArrayInfo(self._like.shape, np.dtype(self._like.dtype), format_name(type(self._like)), self.nbytes)
+
+    @property
+    def like(self) -> QuantizedArray:
+        return self._like
+
+    def host(self) -> QuantizedArray:
+        try:
+            check_decoding(self._like)
+        except CheckpointError as error:
+            raise CheckpointError(error.what, file=self.tensors[0].file.name, tensor=self.name) from None
+        return jtu.tree_unflatten(jtu.tree_structure(self._like), [tensor.view() for tensor in self.tensors])

@@ -1,0 +1,22 @@
+"""The one error of checkpoints that can't be read."""
+
+from __future__ import annotations
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that does not hold together: which file, which tensor, what is wrong."""
+
+    def __init__(self, what: str, *, file: str | None = None, tensor: str | None = None) -> None:
+        # A hostile file chooses its names: they are quoted, and cut where they would fill the screen.
+        place = [] if file is None else [file]
+        if tensor is not None:
+            place.append(f"tensor {tensor[:100]!r}")
+        super().__init__(": ".join([*place, what]))
+        self.what, self.file, self.tensor = what, file, tensor
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuilt, (self.what, self.file, self.tensor)
+
+
+def _rebuilt(what: str, file: str | None, tensor: str | None) -> CheckpointError:
+    return CheckpointError(what, file=file, tensor=tensor)

@@ -1,0 +1,47 @@
+"""A file read through memory mapping: bytes come when they are looked at, and go when they are dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from ._error import CheckpointError
+
+
+class MappedFile:
+    """The bytes of a file, or of a buffer, for reading. `name` is for messages."""
+
+    def __init__(self, source: str | os.PathLike[str] | bytes) -> None:
+        self._map: mmap.mmap | None = None
+        if isinstance(source, bytes):
+            self.name, self.path = "<bytes>", None
+            self.data = np.frombuffer(source, np.uint8)
+            return
+        self.path = Path(source)
+        self.name = str(self.path)
+        with open(self.path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise CheckpointError("the file is empty", file=self.name)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.data = np.frombuffer(self._map, np.uint8)
+
+    def __len__(self) -> int:
+        return self.data.size
+
+    def drop(self, start: int, stop: int) -> None:
+        """Give the pages that lie whole in this part back to the system; looking again reads them again."""
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._map is not None and last > first and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def close(self) -> None:
+        """No more reading. Arrays that still look into the file keep it mapped until they are gone."""
+        self.data = np.empty(0, np.uint8)
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # such an array
+                self._map.close()
+            self._map = None

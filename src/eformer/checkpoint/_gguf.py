@@ -1,0 +1,216 @@
+"""Reading GGUF: metadata, a list of tensors, and their data, plain or in blocks along the last axis."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._describe import FORMAT_ERRORS
+from ._entries import ArrayInfo, Entry
+from ._error import CheckpointError
+from ._file import MappedFile
+from ._gguf_blocks import DECODERS, IDS, PLAIN, TYPES
+from ._header import Tensor, checked_shape
+
+MAGIC = b"GGUF"
+MAX_AXES = 4
+MAX_DEPTH = 4  # of arrays of arrays in the metadata
+ROWS_AT_ONCE = 1 << 14  # blocks decoded at a time, so that what lies between bytes and floats stays small
+
+STRING, ARRAY = 8, 9
+SCALARS: dict[int, struct.Struct] = {
+    number: struct.Struct("<" + code)
+    for number, code in {
+        0: "B",
+        1: "b",
+        2: "H",
+        3: "h",
+        4: "I",
+        5: "i",
+        6: "f",
+        7: "?",
+        10: "Q",
+        11: "q",
+        12: "d",
+    }.items()
+}
+_U32, _U64 = SCALARS[4], SCALARS[10]
+
+
+class Reader:
+    """Walks over the header; each step first looks whether the bytes are there."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self.file, self.at = file, 0
+        self.data = file.data.data
+        self.size = len(file)
+
+    def wrong(self, what: str, tensor: str | None = None) -> CheckpointError:
+        return CheckpointError(what, file=self.file.name, tensor=tensor)
+
+    def take(self, count: int) -> memoryview:
+        if count > self.size - self.at:
+            raise self.wrong(f"the file ends at byte {self.size}, in the middle of its header")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def scalar(self, kind: struct.Struct) -> Any:
+        if kind.size > self.size - self.at:
+            raise self.wrong(f"the file ends at byte {self.size}, in the middle of its header")
+        (value,) = kind.unpack_from(self.data, self.at)
+        self.at += kind.size
+        return value
+
+    def text(self) -> str:
+        """A value, whose bytes that are not UTF-8 (parts of letters in vocabularies) stay as surrogates."""
+        return str(self.take(self.scalar(_U64)), "utf-8", "surrogateescape")
+
+    def name(self) -> str:
+        try:
+            return str(self.take(self.scalar(_U64)), "utf-8")
+        except UnicodeDecodeError:
+            raise self.wrong("a name is not UTF-8") from None
+
+    def count(self, least: int, what: str) -> int:
+        """A number of things that take at least so many bytes each: no more than the file can hold."""
+        number = self.scalar(_U64)
+        if number * least > self.size - self.at:
+            raise self.wrong(f"{number} {what} can't be in the {self.size - self.at} bytes that are left")
+        return number
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind in SCALARS:
+            return self.scalar(SCALARS[kind])
+        if kind == STRING:
+            return self.text()
+        if kind != ARRAY or depth == MAX_DEPTH:
+            raise self.wrong(f"the metadata has a value of type {kind}, {depth} levels deep, which GGUF has not")
+        inner = self.scalar(_U32)
+        if inner in SCALARS:
+            number = self.count(SCALARS[inner].size, "numbers")
+            return np.frombuffer(self.take(number * SCALARS[inner].size), SCALARS[inner].format).tolist()
+        number = self.count(8, "values")
+        return [self.value(inner, depth + 1) for _ in range(number)]
+
+
+def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """The arrays of a file by name, and its metadata."""
+    reader = Reader(file)
+    if bytes(reader.take(4)) != MAGIC:
+        raise reader.wrong("this is no GGUF file: it does not begin with those letters")
+    version = reader.scalar(_U32)
+    if version not in (2, 3):
+        raise reader.wrong(f"GGUF version {version}; versions 2 and 3 can be read, little-endian")
+    tensors = reader.count(24, "tensors")
+    pairs = reader.count(13, "metadata entries")
+    metadata: dict[str, Any] = {}
+    for _ in range(pairs):
+        name = reader.name()
+        if name in metadata:
+            raise reader.wrong(f"the metadata has {name[:100]!r} twice")
+        metadata[name] = reader.value(reader.scalar(_U32))
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 1 <= alignment <= 2**16 or alignment & (alignment - 1):
+        raise reader.wrong(f"`general.alignment` must be a power of two, got {str(alignment)[:50]}")
+    found = [_described(reader) for _ in range(tensors)]
+    base = -(-reader.at // alignment) * alignment
+    entries: dict[str, Entry] = {}
+    for name, shape, kind, offset in found:
+        if name in entries:
+            raise reader.wrong("the name is there twice", name)
+        if offset % alignment:
+            raise reader.wrong(f"its offset {offset} is no multiple of the alignment {alignment}", name)
+        entries[name] = _entry(reader, name, shape, kind, base + offset)
+    _check_no_overlap(reader, entries)
+    return entries, metadata
+
+
+def _described(reader: Reader) -> tuple[str, tuple[int, ...], int, int]:
+    name = reader.name()
+    axes = reader.scalar(_U32)
+    if axes > MAX_AXES:
+        raise reader.wrong(f"{axes} axes; GGUF has at most {MAX_AXES}", name)
+    shape = checked_shape([reader.scalar(_U64) for _ in range(axes)][::-1])  # the innermost axis comes first
+    if shape is None:
+        raise reader.wrong("its shape is absurd", name)
+    return name, shape, reader.scalar(_U32), reader.scalar(_U64)
+
+
+def _entry(reader: Reader, name: str, shape: tuple[int, ...], kind: int, start: int) -> Entry:
+    if kind not in TYPES:
+        raise reader.wrong(f"its type {kind} is unknown; known are {', '.join(IDS)}", name)
+    form = TYPES[kind]
+    row = shape[-1] if shape else 1
+    if row % form.elements:
+        raise reader.wrong(
+            f"rows of {row} are no multiple of the {form.elements} elements of a {form.name} block", name
+        )
+    stop = start + math.prod(shape) // form.elements * form.bytes
+    if stop > len(reader.file):
+        raise reader.wrong(f"its data ends at byte {stop} of a file of {len(reader.file)}: the file is cut off", name)
+    dtype = PLAIN.get(form.name, np.dtype(np.uint8))
+    return GgufEntry(form.name, shape, Tensor(name, dtype, shape, reader.file, start, stop))
+
+
+def _check_no_overlap(reader: Reader, entries: dict[str, Entry]) -> None:
+    end = 0
+    for tensor in sorted((entry.tensors[0] for entry in entries.values()), key=lambda t: (t.start, t.stop)):
+        if tensor.start < end:
+            raise reader.wrong("overlaps the tensor before it", tensor.name)
+        end = max(end, tensor.stop)
+
+
+class GgufEntry(Entry):
+    """A tensor of a GGUF file; one in blocks is decoded to float32."""
+
+    def __init__(self, kind: str, shape: tuple[int, ...], tensor: Tensor) -> None:
+        self.kind, self.shape, self.tensors = kind, shape, (tensor,)
+
+    @property
+    def _dtype(self) -> np.dtype:
+        return PLAIN.get(self.kind, np.dtype(np.float32))
+
+    @property
+    def info(self) -> ArrayInfo:
+        return ArrayInfo(self.shape, self._dtype, None if self.kind in PLAIN else self.kind, self.nbytes)
+
+    @property
+    def like(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self._dtype)
+
+    def host(self) -> np.ndarray:
+        (tensor,) = self.tensors
+        if self.kind in PLAIN:
+            return tensor.view()
+        form = TYPES[IDS[self.kind]]
+        blocks = tensor.raw().reshape(-1, form.bytes)
+        decode = DECODERS.get(self.kind) or self._decoder_of_package()
+        out = np.empty((len(blocks), form.elements), np.float32)
+        with np.errstate(all="ignore"):
+            for start in range(0, len(blocks), ROWS_AT_ONCE):
+                out[start : start + ROWS_AT_ONCE] = decode(blocks[start : start + ROWS_AT_ONCE])
+        return out.reshape(self.shape)
+
+    def _decoder_of_package(self) -> Callable[[np.ndarray], np.ndarray]:
+        try:
+            import gguf  # pyright: ignore[reportMissingImports]  # an extra
+        except ImportError:
+            raise self._wrong(
+                f'its type {self.kind} is decoded by the package gguf: pip install "eformer[gguf]"'
+            ) from None
+
+        def decode(blocks: np.ndarray) -> np.ndarray:
+            try:
+                return gguf.quants.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType[self.kind])
+            except FORMAT_ERRORS as error:  # a type that it does not decode either, above all
+                raise self._wrong(f"the package gguf does not decode its type {self.kind}: {error!r}") from None
+
+        return decode
+
+    def _wrong(self, what: str) -> CheckpointError:
+        return CheckpointError(what, file=self.tensors[0].file.name, tensor=self.tensors[0].name)

@@ -1,0 +1,186 @@
+"""The block formats of GGUF in NumPy: a block is some bytes that stand for 32 or 256 elements of a row.
+
+Decoders take bytes (blocks, bytes of one) and give float32 (blocks, elements of one); encoders the other way round.
+Scales are float16 and come first, but in TQ1_0 and TQ2_0, where they come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+
+class Type(NamedTuple):
+    """A tensor type: its name, and how many elements take how many bytes."""
+
+    name: str
+    elements: int
+    bytes: int
+
+
+# https://github.com/ggml-org/ggml/blob/master/docs/gguf.md has the numbers; the sizes are those of the `gguf` package.
+TYPES: dict[int, Type] = {
+    0: Type("F32", 1, 4),
+    1: Type("F16", 1, 2),
+    2: Type("Q4_0", 32, 18),
+    3: Type("Q4_1", 32, 20),
+    6: Type("Q5_0", 32, 22),
+    7: Type("Q5_1", 32, 24),
+    8: Type("Q8_0", 32, 34),
+    9: Type("Q8_1", 32, 40),
+    10: Type("Q2_K", 256, 84),
+    11: Type("Q3_K", 256, 110),
+    12: Type("Q4_K", 256, 144),
+    13: Type("Q5_K", 256, 176),
+    14: Type("Q6_K", 256, 210),
+    15: Type("Q8_K", 256, 292),
+    16: Type("IQ2_XXS", 256, 66),
+    17: Type("IQ2_XS", 256, 74),
+    18: Type("IQ3_XXS", 256, 98),
+    19: Type("IQ1_S", 256, 50),
+    20: Type("IQ4_NL", 32, 18),
+    21: Type("IQ3_S", 256, 110),
+    22: Type("IQ2_S", 256, 82),
+    23: Type("IQ4_XS", 256, 136),
+    24: Type("I8", 1, 1),
+    25: Type("I16", 1, 2),
+    26: Type("I32", 1, 4),
+    27: Type("I64", 1, 8),
+    28: Type("F64", 1, 8),
+    29: Type("IQ1_M", 256, 56),
+    30: Type("BF16", 1, 2),
+    34: Type("TQ1_0", 256, 54),
+    35: Type("TQ2_0", 256, 66),
+    39: Type("MXFP4", 32, 17),
+    40: Type("NVFP4", 64, 36),
+    41: Type("Q1_0", 128, 18),
+}
+IDS: dict[str, int] = {kind.name: number for number, kind in TYPES.items()}
+
+PLAIN: dict[str, np.dtype] = {
+    name: np.dtype(kind)
+    for name, kind in {
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F64": np.float64,
+        "I8": np.int8,
+        "I16": np.int16,
+        "I32": np.int32,
+        "I64": np.int64,
+    }.items()
+}
+
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+_E2M1_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+
+
+def _half(blocks: np.ndarray, start: int) -> np.ndarray:
+    """The float16 at byte `start` of each block, as float32 of shape (blocks, 1)."""
+    return blocks[:, start : start + 2].copy().view(np.float16).astype(np.float32)
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """Byte j has element j in its low four bits, and element j + 16 in its high ones."""
+    return np.concatenate([packed & 15, packed >> 4], axis=1)
+
+
+def _q8_0(blocks: np.ndarray) -> np.ndarray:
+    return blocks[:, 2:].view(np.int8) * _half(blocks, 0)
+
+
+def _q4_0(blocks: np.ndarray) -> np.ndarray:
+    return (_nibbles(blocks[:, 2:]).astype(np.float32) - 8) * _half(blocks, 0)
+
+
+def _q4_1(blocks: np.ndarray) -> np.ndarray:
+    return _nibbles(blocks[:, 4:]).astype(np.float32) * _half(blocks, 0) + _half(blocks, 2)
+
+
+def _iq4_nl(blocks: np.ndarray) -> np.ndarray:
+    return _IQ4[_nibbles(blocks[:, 2:])] * _half(blocks, 0)
+
+
+def _mxfp4(blocks: np.ndarray) -> np.ndarray:
+    # The byte is an exponent, 127 for 1. Halved, its scale is finite for all 256, as the package has it.
+    half = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    return _E2M1_TWICE[_nibbles(blocks[:, 1:])] * half
+
+
+def _tq1_0(blocks: np.ndarray) -> np.ndarray:
+    """Five trits a byte, the first the most significant of a fraction of 256; `qh` has four, and d comes last."""
+    parts = []
+    for start, width, trits in ((0, 32, 5), (32, 16, 5), (48, 4, 4)):
+        digits = blocks[:, None, start : start + width]
+        powers = np.array([3**n for n in range(trits)], np.uint8)[None, :, None]
+        shifted = (digits * powers).astype(np.uint16)  # a product of bytes, which wraps
+        parts.append(((shifted * 3) >> 8).reshape(len(blocks), trits * width))
+    return (np.concatenate(parts, axis=1).astype(np.float32) - 1) * _half(blocks, 52)
+
+
+def _tq2_0(blocks: np.ndarray) -> np.ndarray:
+    """Per 128 elements 32 bytes: element m + 32 n is at bits 2 n of byte m."""
+    shifts = np.array([0, 2, 4, 6], np.uint8)[None, None, :, None]
+    codes = (blocks[:, :64].reshape(-1, 2, 1, 32) >> shifts) & 3
+    return (codes.reshape(-1, 256).astype(np.float32) - 1) * _half(blocks, 64)
+
+
+DECODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "IQ4_NL": _iq4_nl,
+    "MXFP4": _mxfp4,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+}
+
+
+def _scaled(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """`x / scale` by the inverse, as the other writers have it; 0 where the scale is 0 or no number."""
+    inverse = np.where(
+        (scale == 0) | ~np.isfinite(scale), 0, np.divide(1, scale, where=scale != 0, out=np.ones_like(scale))
+    )
+    return np.where(np.isfinite(x), x, 0) * inverse.astype(np.float32)
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    """To the nearest, halves away from zero."""
+    return np.sign(x) * np.floor(np.abs(x) + np.float32(0.5))
+
+
+def _bytes_of(scale: np.ndarray) -> np.ndarray:
+    return scale.astype(np.float16).view(np.uint8)
+
+
+def _encode_q8_0(x: np.ndarray) -> np.ndarray:
+    scale = np.max(np.abs(x), axis=1, keepdims=True) / np.float32(127)
+    codes = _rounded(_scaled(x, scale)).astype(np.int8).view(np.uint8)
+    return np.concatenate([_bytes_of(scale), codes], axis=1)
+
+
+def _encode_q4_0(x: np.ndarray) -> np.ndarray:
+    """The element of the largest magnitude becomes -8 times the scale, which so takes its sign."""
+    peak = np.take_along_axis(x, np.argmax(np.abs(x), axis=1)[:, None], axis=1)
+    scale = peak / np.float32(-8)
+    inverse = _scaled(np.ones_like(scale), scale)
+    finite = np.where(np.isfinite(x), x, 0)
+    codes = np.clip(np.floor(finite.astype(np.float64) * inverse.astype(np.float64) + 8.5), 0, 15).astype(np.uint8)
+    return np.concatenate([_bytes_of(scale), codes[:, :16] | (codes[:, 16:] << 4)], axis=1)
+
+
+def _encode_tq2_0(x: np.ndarray) -> np.ndarray:
+    scale = np.max(np.abs(x), axis=1, keepdims=True)
+    codes = (_rounded(_scaled(x, scale)) + 1).astype(np.uint8).reshape(-1, 2, 4, 32)
+    packed = codes[:, :, 0] | (codes[:, :, 1] << 2) | (codes[:, :, 2] << 4) | (codes[:, :, 3] << 6)
+    return np.concatenate([packed.reshape(-1, 64), _bytes_of(scale)], axis=1)
+
+
+ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Q8_0": _encode_q8_0,
+    "Q4_0": _encode_q4_0,
+    "TQ2_0": _encode_tq2_0,
+}

@@ -1,0 +1,142 @@
+"""The header of a safetensors file: eight bytes of length, then JSON; everything is checked before it is believed."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._dtypes import DTYPES
+from ._error import CheckpointError
+from ._file import MappedFile
+
+MAX_HEADER = 100_000_000  # bytes; the limit that the format's own reader has
+MAX_AXES = 32  # NumPy ends at 64, and nothing real is near
+MAX_ELEMENTS = 2**48  # of an array, empty axes not counted: what holds no byte must not have an absurd shape either
+METADATA = "__metadata__"
+
+
+class Tensor(NamedTuple):
+    """An array in a file as it lies there: bytes `start` to `stop`, in C order and little-endian."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    file: MappedFile
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    def raw(self) -> np.ndarray:
+        """The bytes, still in the file."""
+        return self.file.data[self.start : self.stop]
+
+    def view(self) -> np.ndarray:
+        """The array, still in the file."""
+        return np.frombuffer(self.raw(), self.dtype).reshape(self.shape)
+
+    def drop(self) -> None:
+        self.file.drop(self.start, self.stop)
+
+
+def read_header(file: MappedFile) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file by name, in the order of the header, and its metadata."""
+    if len(file) < 8:
+        raise CheckpointError(f"{len(file)} bytes are too few for a safetensors file", file=file.name)
+    length = int.from_bytes(file.data[:8].tobytes(), "little")
+    if not 2 <= length <= min(MAX_HEADER, len(file) - 8):
+        raise CheckpointError(
+            f"a header of {length} bytes in a file of {len(file)}: this is no safetensors file, or it is cut off",
+            file=file.name,
+        )
+    header = parse_json(file.data[8 : 8 + length].tobytes(), file.name, "the header")
+    if not isinstance(header, dict):
+        raise CheckpointError("the header is no JSON object", file=file.name)
+    metadata = header.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"`{METADATA}` must map text to text", file=file.name)
+    tensors = {name: _tensor(name, entry, file, 8 + length) for name, entry in header.items()}
+    _check_cover(tensors, file, 8 + length)
+    return tensors, metadata
+
+
+def parse_json(text: bytes, file: str, what: str) -> Any:
+    """JSON, whatever it holds; no key twice in an object."""
+    if text[:1] not in (b"{", b"["):
+        raise CheckpointError(f"{what} is no JSON object", file=file)
+    try:
+        return _DECODER.decode(text.decode())
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of too many digits, too deep
+        raise CheckpointError(f"{what} can't be read: {str(error)[:200]}", file=file) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the name {twice[:100]!r} is there twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_KEYS = {"dtype", "shape", "data_offsets"}
+
+
+def _tensor(name: str, entry: Any, file: MappedFile, base: int) -> Tensor:
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(what, file=file.name, tensor=name)
+
+    if not isinstance(entry, dict) or entry.keys() != _KEYS:
+        raise wrong("an entry of the header has `dtype`, `shape` and `data_offsets`")
+    dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise wrong(f"the dtype {str(entry['dtype'])[:50]!r} is not one of {', '.join(DTYPES)}")
+    shape = checked_shape(entry["shape"])
+    if shape is None:
+        raise wrong(
+            f"the shape {str(entry['shape'])[:100]} must be a list of at most {MAX_AXES} sizes that are not absurd"
+        )
+    offsets = entry["data_offsets"]
+    if not isinstance(offsets, list) or len(offsets) != 2 or not type(offsets[0]) is type(offsets[1]) is int:
+        raise wrong(f"`data_offsets` must be two integers, got {str(offsets)[:100]}")
+    start, stop = offsets
+    if not 0 <= start <= stop <= len(file) - base:
+        raise wrong(f"`data_offsets` {str(offsets)[:100]} are outside of the {len(file) - base} bytes of data")
+    needed = math.prod(shape) * dtype.itemsize
+    if stop - start != needed:
+        raise wrong(f"{entry['dtype']}{list(shape)} takes {needed} bytes, `data_offsets` {offsets} give {stop - start}")
+    return Tensor(name, dtype, shape, file, base + start, base + stop)
+
+
+def checked_shape(shape: Any) -> tuple[int, ...] | None:
+    """`shape` as a tuple; None unless it is a list of sizes that an array can have."""
+    if not isinstance(shape, list) or len(shape) > MAX_AXES:
+        return None
+    elements = 1
+    for size in shape:
+        if type(size) is not int or size < 0:
+            return None
+        elements *= size or 1
+    return tuple(shape) if elements <= MAX_ELEMENTS else None
+
+
+def _check_cover(tensors: dict[str, Tensor], file: MappedFile, base: int) -> None:
+    """The tensors lie one after another, from the end of the header to the end of the file: no overlap and no gap."""
+    end = base
+    for tensor in sorted(tensors.values(), key=lambda t: (t.start, t.stop)):
+        if tensor.start != end:
+            what = (
+                "overlaps the one before it"
+                if tensor.start < end
+                else f"has {tensor.start - end} stray bytes before it"
+            )
+            raise CheckpointError(what, file=file.name, tensor=tensor.name)
+        end = tensor.stop
+    if end != len(file):
+        raise CheckpointError(f"{len(file) - end} stray bytes after the last tensor", file=file.name)

@@ -1,0 +1,86 @@
+"""`load`: a whole checkpoint as a tree."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from eformer.model import named_leaves
+
+from ._error import CheckpointError
+from ._open import Checkpoint, open_checkpoint
+from ._place import ShardingFor
+from ._progress import Meter, Progress
+from ._tree import SCALAR, rebuilt
+
+
+def load(
+    source: str | os.PathLike[str] | bytes,
+    *,
+    like: Any = None,
+    sharding: ShardingFor = None,
+    flat: bool = False,
+    progress: Progress | None = None,
+) -> Any:
+    """The arrays of a checkpoint: nested dicts and lists as they were saved; a flat dict if the file tells of no tree.
+
+    `like` is any pytree (a Flax or Equinox model, shapes from `jax.eval_shape`): its structure is filled with the
+    arrays that have the names of its leaves ("layers.0.mlp.kernel"), and those must have its shapes; dtypes and formats
+    are the file's. A number in it is filled with a number. Arrays that `like` does not name are not read. `flat` gives
+    a dict of names in any case.
+
+    `sharding` is one for all, a dict by name, or a function of name and shape; it speaks of the axes of the array,
+    whatever its format. Without it, a leaf of `like` that has a NamedSharding tells. Each device gets its part from the
+    file.
+
+    Arrays of 64 bits stay NumPy's, unless JAX is set to hold them.
+    """
+    if flat and like is not None:
+        raise ValueError("`flat` and `like` ask for two different trees; give one")
+    with open_checkpoint(source) as checkpoint:
+        if like is not None:
+            return _filled(checkpoint, like, sharding, progress)
+        names = list(checkpoint)
+        meter = Meter(progress, sum(checkpoint.info(name).nbytes for name in names))
+
+        def read(name: str) -> Any:
+            if name not in checkpoint:
+                raise CheckpointError("the tree names it, and it is not there", file=str(checkpoint.path), tensor=name)
+            made = checkpoint.read(name, sharding)
+            meter.add(name, checkpoint.info(name).nbytes)
+            return made
+
+        if flat or checkpoint.tree is None:
+            return {name: read(name) for name in names}
+        return rebuilt(checkpoint.tree, read)
+
+
+def _filled(checkpoint: Checkpoint, like: Any, sharding: ShardingFor, progress: Progress | None) -> Any:
+    named, structure = named_leaves(like)
+    named = [(name or SCALAR, leaf) for name, leaf in named]
+    missing = [name for name, _ in named if name not in checkpoint]
+    if missing:
+        there = ", ".join(map(repr, list(checkpoint)[:3]))
+        raise CheckpointError(
+            f"{len(missing)} of {len(named)} leaves of `like` are not in the checkpoint, which has {there}, ...",
+            file=str(checkpoint.path),
+            tensor=missing[0],
+        )
+    for name, leaf in named:
+        shape, found = tuple(getattr(leaf, "shape", ())), checkpoint.info(name).shape
+        if shape != found:
+            raise CheckpointError(
+                f"its shape is {found}, and `like` has {shape}", file=str(checkpoint.path), tensor=name
+            )
+    meter = Meter(progress, sum(checkpoint.info(name).nbytes for name, _ in named))
+    leaves = []
+    for name, leaf in named:
+        own = getattr(leaf, "sharding", None)
+        wanted = own if sharding is None and isinstance(own, NamedSharding) else sharding
+        made = checkpoint.read(name, wanted)
+        leaves.append(type(leaf)(made.item()) if isinstance(leaf, (bool, int, float)) else made)
+        meter.add(name, checkpoint.info(name).nbytes)
+    return jax.tree.unflatten(structure, leaves)

@@ -1,0 +1,99 @@
+"""From a mapped file to devices: each device gets its part, and nothing keeps looking into the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util as jtu
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from eformer.ops.quantization import QuantizedArray
+
+from ._records import structs
+
+# One for all arrays, by name, or a function of name and shape; None is the default device.
+OneSharding = Sharding | PartitionSpec | None
+ShardingFor = OneSharding | Mapping[str, OneSharding] | Callable[[str, tuple[int, ...]], OneSharding]
+
+ALIGNMENT = 64  # bytes; from there on JAX on CPU takes memory over instead of copying it
+
+
+def sharding_for(sharding: ShardingFor, name: str, shape: tuple[int, ...]) -> OneSharding:
+    if isinstance(sharding, Mapping):
+        found = sharding.get(name)
+    elif isinstance(sharding, (Sharding, PartitionSpec)) or sharding is None:
+        found = sharding
+    else:
+        found = sharding(name, shape)
+    if found is not None and not isinstance(found, (Sharding, PartitionSpec)):
+        raise TypeError(f"the sharding of {name!r} must be a Sharding, a PartitionSpec or None, got {found!r}")
+    return found
+
+
+def place(name: str, host: Any, sharding: OneSharding) -> Any:
+    """`host`, of NumPy arrays, as one of JAX's; it must be able to split over the devices as `sharding` says.
+
+    A dense array of 64 bits stays NumPy's unless JAX is set to hold such: it would be cut to 32.
+    """
+    try:
+        if isinstance(host, QuantizedArray):
+            return _place_quantized(host, sharding)
+        exact = jax.dtypes.canonicalize_dtype(host.dtype) == host.dtype
+        return _place_array(host, _checked(sharding, host.shape)) if exact else np.array(host)
+    except (ValueError, TypeError) as error:
+        if sharding is None:
+            raise
+        raise ValueError(
+            f"{name!r}, {host.dtype}{list(host.shape)}, can't be laid out by {sharding}: {error}"
+        ) from error
+
+
+def _place_quantized(host: QuantizedArray, sharding: OneSharding) -> QuantizedArray:
+    leaves, treedef = jtu.tree_flatten(host)
+    leaves = [leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False) for leaf in leaves]
+    sharding = _checked(sharding, host.shape)
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(*sharding.spec, *[None] * (host.ndim - len(sharding.spec)))  # an entry for each axis
+        whole = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+        shardings = jtu.tree_leaves(structs(host)._leaf_shardings(whole), is_leaf=_is_sharding)
+    elif sharding is None or sharding.is_fully_replicated:
+        shardings = [sharding] * len(leaves)
+    else:
+        raise TypeError("a quantized array takes a NamedSharding, a PartitionSpec or one device")
+    return jtu.tree_unflatten(treedef, list(map(_place_array, leaves, shardings)))
+
+
+def _is_sharding(x: Any) -> bool:
+    return isinstance(x, Sharding)
+
+
+def _checked(sharding: OneSharding, shape: tuple[int, ...]) -> Sharding | None:
+    """`sharding` with its mesh; a ValueError if it does not fit the shape."""
+    if isinstance(sharding, PartitionSpec):
+        mesh = jax.sharding.get_mesh()
+        if mesh.empty:
+            raise ValueError("a PartitionSpec needs a mesh: give a NamedSharding, or call inside `jax.set_mesh(mesh)`")
+        sharding = NamedSharding(mesh, sharding)
+    if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
+        raise ValueError(f"{len(sharding.spec)} entries for {len(shape)} axes")
+    if sharding is not None:
+        sharding.shard_shape(shape)  # raises unless the axes can be split so
+    return sharding
+
+
+def _place_array(view: np.ndarray, sharding: Sharding | None) -> jax.Array:
+    if sharding is None:
+        return jax.device_put(aligned_copy(view))
+    return jax.make_array_from_callback(view.shape, sharding, lambda index: aligned_copy(view[index]))
+
+
+def aligned_copy(view: np.ndarray) -> np.ndarray:
+    """A copy where JAX on CPU can use the memory as it is, so that there is one copy and not two."""
+    memory = np.empty(view.nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    copy = memory[start : start + view.nbytes].view(view.dtype).reshape(view.shape)
+    copy[...] = view
+    return copy

@@ -1,0 +1,130 @@
+"""Quantize a checkpoint on disk, one array at a time: memory for the largest array, not for the model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eformer.model import Rule, UnusedRuleWarning, apply_rule, find_rule
+from eformer.ops.quantization import QuantizedArray
+
+from ._atomic import atomic_file
+from ._entries import Entry
+from ._error import CheckpointError
+from ._open import Checkpoint, open_checkpoint
+from ._place import aligned_copy
+from ._progress import Progress
+from ._records import Item
+from ._save import write_items
+from ._sources import GGUF_SUFFIX, INDEX_SUFFIX, SUFFIX, check_inside
+
+# Weights by their suffix, which are not copied along, and how large what is copied may be.
+WEIGHTS = {SUFFIX, GGUF_SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".tmp"}
+MAX_COPIED = 100_000_000
+
+
+def quantize_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    rules: Sequence[Rule],
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    max_shard_bytes: int | None = None,
+) -> Path:
+    """Write `source` again with its floating point arrays in the formats that `rules` say; the result is as `save`'s.
+
+    The first rule that matches an array's name decides; what none matches is copied byte for byte, and so are integers
+    and what is quantized already. `source` is a file, an index of shards or a folder, of any kind that
+    `open_checkpoint` reads; from folder to folder, the small files beside the weights (configuration, tokenizer) are
+    copied too. Memory peaks at about three times the largest array, however large the model is.
+
+    >>> import os, tempfile
+    >>> import jax.numpy as jnp
+    >>> from eformer.checkpoint import load, quantize_checkpoint, save
+    >>> from eformer.model import Rule
+    >>> folder = tempfile.mkdtemp()
+    >>> dense = save(os.path.join(folder, "dense.safetensors"), {"w": jnp.ones((64, 128)), "b": jnp.zeros(128)})
+    >>> small = quantize_checkpoint(dense, os.path.join(folder, "small.safetensors"), [Rule("w", "nf4")])
+    >>> load(small)["w"]
+    ArrayNF4(float32[64, 128], 4,608 bytes)
+    """
+    if isinstance(rules, (Rule, str)) or not all(isinstance(rule, Rule) for rule in rules):
+        raise TypeError(f"`rules` must be a sequence of `Rule`s, got {rules!r}; `parse_rule` reads strings")
+    with open_checkpoint(source) as checkpoint:
+        chosen = {name: _rule(rules, name, checkpoint.entry(name)) for name in checkpoint}
+        _warn_unused(rules, chosen)
+        path = write_items(
+            target,
+            [_item(name, checkpoint.entry(name), rule) for name, rule in chosen.items()],
+            tree=checkpoint.tree,
+            metadata=text_metadata(checkpoint),
+            max_shard_bytes=max_shard_bytes,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    copy_small_files(source, target, overwrite=overwrite)
+    return path
+
+
+def _rule(rules: Sequence[Rule], name: str, entry: Entry) -> Rule | None:
+    like = entry.like
+    # Integers are counts and indices, which have to stay exact.
+    return find_rule(rules, name, like) if jnp.issubdtype(like.dtype, jnp.floating) else None
+
+
+def _item(name: str, entry: Entry, rule: Rule | None) -> Item:
+    if rule is None or rule.format is None or isinstance(entry.like, QuantizedArray):
+        return stored_item(name, entry)
+    dtype = jax.dtypes.canonicalize_dtype(entry.like.dtype)
+    dense = jax.ShapeDtypeStruct(entry.like.shape, dtype)
+
+    def make() -> Any:
+        copy = aligned_copy(entry.host().astype(dtype, copy=False))
+        entry.drop()
+        return jax.block_until_ready(apply_rule(rule, name, jax.device_put(copy)))
+
+    return Item(name, jax.eval_shape(lambda x: apply_rule(rule, name, x), dense), make)
+
+
+def stored_item(name: str, entry: Entry) -> Item:
+    """An array of a checkpoint as it is, to be written into another."""
+    return Item(name, entry.like, entry.host, entry.drop)
+
+
+def _warn_unused(rules: Sequence[Rule], chosen: dict[str, Rule | None]) -> None:
+    used = {id(rule) for rule in chosen.values()}
+    unused = [str(rule) for rule in rules if id(rule) not in used and not rule.optional]
+    if unused:
+        names = ", ".join(map(repr, list(chosen)[:3]))
+        warnings.warn(f"no array is left for {', '.join(unused)}; names look like this: {names}", UnusedRuleWarning, 3)
+
+
+def text_metadata(checkpoint: Checkpoint) -> dict[str, str]:
+    """What safetensors can hold of the metadata: text, and numbers as text; not lists (vocabularies of GGUF)."""
+    kept = {name: value for name, value in checkpoint.metadata.items() if isinstance(value, (str, int, float))}
+    return {name: str(value) for name, value in kept.items() if name != "total_size"}
+
+
+def copy_small_files(source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Copy what lies beside the weights from one folder to another; nothing unless both are folders."""
+    source, target = Path(source), Path(target)
+    if not source.is_dir() or target.suffix in (SUFFIX, GGUF_SUFFIX) or source.resolve() == target.resolve():
+        return
+    for file in sorted(source.iterdir()):
+        weights = file.suffix in WEIGHTS or file.name.endswith(INDEX_SUFFIX)
+        if weights or file.name.startswith(".") or not file.is_file() or file.stat().st_size > MAX_COPIED:
+            continue
+        try:
+            check_inside(source / "index", file)
+        except CheckpointError:  # a link out of the folder: not a part of the checkpoint
+            continue
+        with open(file, "rb") as original, atomic_file(target / file.name, overwrite=overwrite) as copy:
+            shutil.copyfileobj(original, copy)

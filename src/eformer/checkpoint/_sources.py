@@ -1,0 +1,88 @@
+"""Which files a checkpoint consists of; an index from elsewhere may name files of its own folder only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ._error import CheckpointError
+from ._header import MAX_HEADER, parse_json
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".index.json"
+GGUF_SUFFIX = ".gguf"
+
+
+def find_file(path: str | os.PathLike[str]) -> Path:
+    """The file to open: `path` itself, or the one file or index of a checkpoint in that folder."""
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    for found in (
+        [path / f"model{SUFFIX}"],
+        sorted(path.glob(f"*{SUFFIX}{INDEX_SUFFIX}")),
+        sorted(path.glob(f"*{SUFFIX}")),
+        sorted(path.glob(f"*{GGUF_SUFFIX}")),
+    ):
+        there = [each for each in found if each.is_file()]
+        if len(there) == 1:
+            return there[0]
+        if there:
+            names = ", ".join(each.name for each in there[:5])
+            raise CheckpointError(f"there are {len(there)} checkpoints in it ({names}); name one", file=str(path))
+    raise CheckpointError(
+        f"the folder has no {SUFFIX} file, index of such files, or {GGUF_SUFFIX} file", file=str(path)
+    )
+
+
+def is_index(path: Path) -> bool:
+    return path.name.endswith(INDEX_SUFFIX)
+
+
+def read_index(path: Path) -> tuple[dict[str, Any], dict[str, Path]]:
+    """The metadata of an index, and the shard of each tensor."""
+    if path.stat().st_size > MAX_HEADER:
+        raise CheckpointError(f"an index of more than {MAX_HEADER} bytes", file=str(path))
+    return parse_index(path.read_bytes(), path)
+
+
+def parse_index(text: bytes, path: Path) -> tuple[dict[str, Any], dict[str, Path]]:
+    index = parse_json(text, str(path), "the index")
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    metadata = index.get("metadata", {}) if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
+        raise CheckpointError("an index is an object with a `weight_map`", file=str(path))
+    shards: dict[Any, Path] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not _is_file_name(name):
+            raise CheckpointError(
+                f"its shard {str(name)[:100]!r} must be the name of a {SUFFIX} file in the folder of the index",
+                file=str(path),
+                tensor=tensor,
+            )
+        shards.setdefault(name, path.with_name(name))
+    return metadata, {tensor: shards[name] for tensor, name in weight_map.items()}
+
+
+def _is_file_name(name: str) -> bool:
+    return name.endswith(SUFFIX) and len(name) < 256 and not any(c in name for c in "/\\\0:") and name.isprintable()
+
+
+def check_inside(index: Path, shard: Path) -> None:
+    """A CheckpointError if a shard is a link out of the folder, but for where the index itself is linked to."""
+    try:
+        folders = {index.parent.resolve(), index.resolve().parent}
+        inside = shard.resolve(strict=True).parent in folders
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise CheckpointError(f"its shard {shard.name!r} can't be read: {error}", file=str(index)) from None
+    if not inside:
+        raise CheckpointError(f"its shard {shard.name!r} is a link to another folder", file=str(index))
+
+
+def shards_of(index: Path) -> set[Path]:
+    """The shards that an index on disk names; none if it can't be read."""
+    try:
+        return set(read_index(index)[1].values())
+    except (CheckpointError, OSError):
+        return set()

@@ -1,0 +1,10 @@
+"""The native core: products with quantized matrices, and their values, on CPU."""
+
+from ._call import Matrix as Matrix
+from ._call import SlowerWithoutCore as SlowerWithoutCore
+from ._call import decode as decode
+from ._call import instruction_set as instruction_set
+from ._call import instruction_sets as instruction_sets
+from ._call import is_available as is_available
+from ._call import matmul as matmul
+from ._call import use_core as use_core

@@ -1,0 +1,309 @@
+"""GGUF: golden blocks everywhere, the `gguf` package where it is installed, and a real file if one is given."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quantization.cases import assert_within, normal
+
+from eformer.checkpoint import CheckpointError, load, open_checkpoint, save_gguf
+from eformer.checkpoint._gguf_blocks import DECODERS, ENCODERS, IDS, TYPES
+from eformer.ops.quantization import Array1B, quantize
+
+GOLDEN = Path(__file__).with_name("blocks.gguf")
+OWN = list(DECODERS)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_blocks_decode_bit_for_bit(name: str):
+    with open_checkpoint(GOLDEN) as golden:
+        assert golden.info(name).format == name
+        assert np.array_equal(golden[name], golden[f"expected.{name}"])
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_other_blocks_decode_with_the_package(name: str):
+    pytest.importorskip("gguf", reason="decodes what is not decoded here")
+    with open_checkpoint(GOLDEN) as golden:
+        assert np.array_equal(golden[name], golden[f"expected.{name}"])
+
+
+def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with open_checkpoint(GOLDEN) as golden, pytest.raises(CheckpointError, match=r"pip install \"eformer\[gguf\]\""):
+        golden["Q4_K"]
+
+
+def test_metadata():
+    with open_checkpoint(GOLDEN) as golden:
+        assert golden.kind == "gguf"
+        assert golden.metadata == {
+            "general.architecture": "golden",
+            "numbers": [1, 2, 3],
+            "words": ["a", "bc", ""],
+            "fraction": 0.25,
+            "truth": True,
+        }
+
+
+PLAIN = ["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64"]
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 4, 5), (0, 3)], ids=str)
+def test_dense_arrays_come_back(dtype: str, shape: tuple[int, ...], tmp_path: Path):
+    x = np.arange(np.prod(shape)).reshape(shape).astype(jnp.dtype(dtype))
+    found = np.asarray(load(save_gguf(tmp_path / "a.gguf", {"x": x}))["x"])
+    assert (found.dtype, found.shape, found.tobytes()) == (x.dtype, x.shape, x.tobytes())
+
+
+METADATA = {
+    "text": "é",
+    "small": 7,
+    "negative": -3,
+    "large": 2**40,
+    "low": -(2**40),
+    "half": 0.5,
+    "no": False,
+    "list": [1, 2],
+    "mixed": [-1, 2**40],
+    "words": ["a", ""],
+    "empty": [],
+    "nested": [[1], [2, 3]],
+    "own": np.float32(0.5),
+}
+
+
+def test_metadata_comes_back(tmp_path: Path):
+    path = save_gguf(tmp_path / "a.gguf", {}, metadata=METADATA)
+    assert open_checkpoint(path).metadata == METADATA
+
+
+@pytest.mark.parametrize("value", [None, {"a": 1}, [1, "a"], 2**70, 1j], ids=repr)
+def test_metadata_that_gguf_has_not_is_refused(value: Any, tmp_path: Path):
+    with pytest.raises(TypeError, match="the metadata 'x'"):
+        save_gguf(tmp_path / "a.gguf", {}, metadata={"x": value})
+
+
+# The largest error of a block by its largest magnitude: half a step, but for the clipped end of Q4_0, which is a whole
+# one; and the scale is rounded to float16.
+STEP = {"Q8_0": 0.5 / 127, "Q4_0": 1 / 8, "TQ2_0": 0.5}
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_blocks_are_as_near_as_they_can_be(kind: str, tmp_path: Path):
+    x = np.array(normal((5, 512)))
+    x[0, :256] = 0
+    found = load(save_gguf(tmp_path / "a.gguf", {"x": x}, type=kind))["x"]
+    size = TYPES[IDS[kind]].elements
+    peak = np.repeat(np.abs(x).reshape(-1, size).max(1), size).reshape(x.shape)
+    assert_within(found, x, peak * (STEP[kind] + 2.0**-11 + 2.0**-22) + 2.0**-24)
+    assert np.all(np.asarray(found)[0, :256] == 0)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_block_with_a_nan_is_not_finite(kind: str, bad: float, tmp_path: Path):
+    x = np.ones((1, 512), np.float32)
+    x[0, 3] = bad
+    found = np.asarray(load(save_gguf(tmp_path / "a.gguf", {"x": x}, type=kind))["x"])
+    assert not np.isfinite(found[0, 3])
+    assert_within(found[0, 256:], np.ones(256), 2.0**-11)  # the scale is rounded to float16
+
+
+@pytest.mark.parametrize("kind", ["F16", *ENCODERS])
+def test_values_beyond_float16_are_refused(kind: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"'x' has values up to 1e\+08, which .* can't hold"):
+        save_gguf(tmp_path / "a.gguf", {"x": np.full((1, 256), 1e8, np.float32)}, type=kind)
+    assert not list(tmp_path.iterdir())
+
+
+def types(path: Path) -> dict[str, str]:
+    with open_checkpoint(path) as checkpoint:
+        return {name: checkpoint.info(name).format or checkpoint.info(name).dtype.name for name in checkpoint}
+
+
+def test_types_by_default(tmp_path: Path):
+    ones = jnp.ones((4, 256), jnp.int8)
+    tree = {
+        "int8": quantize(normal((4, 64)), dtype="int8"),
+        "nf4": quantize(normal((4, 64)), dtype="nf4"),
+        "ragged": quantize(normal((6, 10)), dtype="int8"),
+        "ternary": Array1B.quantize(ones, scale=jnp.full((4, 1), 0.5), dtype=jnp.float32),
+        "by column": Array1B.quantize(ones, scale=jnp.full((1, 256), 0.5), dtype=jnp.float32),
+        "bias": jnp.ones(64, jnp.bfloat16),
+    }
+    path = save_gguf(tmp_path / "a.gguf", tree)
+    assert types(path) == {
+        "int8": "Q8_0",
+        "nf4": "Q8_0",
+        "ragged": "float32",
+        "ternary": "TQ2_0",
+        "by column": "Q8_0",
+        "bias": "bfloat16",
+    }
+    assert np.all(np.asarray(load(path)["ternary"]) == 0.5)
+
+
+def test_types_that_are_asked_for(tmp_path: Path):
+    tree = {"w": np.ones((4, 64), np.float32), "b": np.ones(64, np.float32), "r": np.ones((2, 3), np.float32)}
+    assert types(save_gguf(tmp_path / "a.gguf", tree, type="Q4_0")) == {"w": "Q4_0", "b": "float32", "r": "float32"}
+    chosen = save_gguf(tmp_path / "b.gguf", tree, type=lambda name, shape: {"w": "Q8_0", "b": "F16"}.get(name))
+    assert types(chosen) == {"w": "Q8_0", "b": "float16", "r": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "kind", "error", "match"),
+    [
+        ({"w": np.ones((2, 256))}, "Q6_K", ValueError, "'Q6_K' can't be written"),
+        ({"w": np.ones((2, 33))}, lambda name, shape: "Q8_0", ValueError, "rows of 33"),
+        ({"w": np.ones((2, 2), bool)}, None, TypeError, "'w' is bool"),
+        ({"w" * 64: np.ones(1)}, None, ValueError, "names up to 63 bytes"),
+        ({"w": np.ones((1,) * 5)}, None, ValueError, "4 axes"),
+        ({"w": np.ones((2, 2), np.int8)}, lambda name, shape: "F32", TypeError, "can't be written as F32"),
+    ],
+)
+def test_what_gguf_has_not_is_refused(tree: Any, kind: Any, error: type[Exception], match: str, tmp_path: Path):
+    with pytest.raises(error, match=match):
+        save_gguf(tmp_path / "a.gguf", tree, type=kind)
+    assert not list(tmp_path.iterdir())
+
+
+# --- the package itself ---
+
+
+def test_our_table_of_types_is_the_packages():
+    gguf = pytest.importorskip("gguf", reason="the judge of the format")
+    theirs = {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    shared = TYPES.keys() & theirs.keys()
+    assert len(shared) > 30
+    assert {number: tuple(TYPES[number]) for number in shared} == {number: theirs[number] for number in shared}
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *ENCODERS])
+def test_the_package_reads_and_writes_the_same_bytes(kind: str, tmp_path: Path):
+    gguf = pytest.importorskip("gguf", reason="the judge of the format")
+    x = np.array(normal((7, 512)))
+    x[2, :256] = 0
+    metadata = {"general.architecture": "test", "list": [1, 2], "f": 0.5}
+    reader = gguf.GGUFReader(save_gguf(tmp_path / "a.gguf", {"x": x, "y": x[0]}, type=kind, metadata=metadata))
+    tensor = reader.tensors[0]
+    assert (tensor.name, tensor.tensor_type.name, tensor.shape.tolist()) == ("x", kind, [512, 7])
+    assert tensor.data.tobytes() == gguf.quants.quantize(x, gguf.GGMLQuantizationType[kind]).tobytes()
+    assert reader.get_field("general.architecture").contents() == "test"
+    assert reader.get_field("list").contents() == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "TQ1_0", "TQ2_0", "MXFP4", "BF16", "Q5_0"])
+def test_ours_reads_the_packages(kind: str, tmp_path: Path):
+    gguf = pytest.importorskip("gguf", reason="the judge of the format")
+    x, form = np.array(normal((3, 256))), gguf.GGMLQuantizationType[kind]
+    data = gguf.quants.quantize(x, form)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "test")
+    writer.add_tensor("x", data, raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = np.asarray(load(tmp_path / "a.gguf")["x"]).astype(np.float32)
+    assert np.array_equal(found, gguf.quants.dequantize(data, form))
+
+
+@pytest.mark.parametrize("name", ["MXFP4", "TQ1_0"])
+def test_every_byte_as_the_package_decodes_it(name: str):
+    """All codes and all exponents: 256 blocks, the first byte of each another."""
+    gguf = pytest.importorskip("gguf", reason="the judge of the format")
+    blocks = (np.arange(256)[:, None] + 7 * np.arange(TYPES[IDS[name]].bytes)[None]).astype(np.uint8)
+    if name == "TQ1_0":
+        blocks[:, 52:] = np.array([0.5], np.float16).view(np.uint8)
+    with np.errstate(over="ignore"):
+        expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+        assert np.array_equal(DECODERS[name](blocks), expected)
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in TYPES.values() if kind.elements > 1])
+def test_random_blocks(kind: str):
+    """Whatever the bytes are: what the package makes of them, or an error of ours where it makes nothing."""
+    gguf = pytest.importorskip("gguf", reason="the judge of the format")
+    form = TYPES[IDS[kind]]
+    data = np.random.default_rng(0).integers(0, 256, 50 * form.bytes, np.uint8)
+    file = gguf_bytes(("x", (50 * form.elements,), IDS[kind], 0), data=0) + data.tobytes()
+    with np.errstate(all="ignore"):
+        try:
+            expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+        except NotImplementedError:
+            with pytest.raises(CheckpointError, match="does not decode its type"):
+                load(file)
+        else:
+            assert np.array_equal(load(file)["x"], expected, equal_nan=True)
+
+
+def test_a_real_file(request: pytest.FixtureRequest):
+    path = request.config.getoption("--gguf-file", default=None)
+    if path is None:
+        pytest.skip("no `--gguf-file` was given")
+    gguf = pytest.importorskip("gguf", reason="the judge of the format")
+    reader = gguf.GGUFReader(path)
+    with open_checkpoint(path) as checkpoint:
+        assert list(checkpoint) == [tensor.name for tensor in reader.tensors]
+        assert checkpoint.metadata["general.architecture"] == reader.get_field("general.architecture").contents()
+        for tensor in reader.tensors:
+            expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            found = np.asarray(jax.device_get(checkpoint[tensor.name])).astype(np.float32)
+            assert np.array_equal(found, expected.reshape(tensor.shape[::-1])), tensor.name
+
+
+# --- what does not hold together ---
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def gguf_bytes(
+    *tensors: tuple[str, tuple[int, ...], int, int], pairs: bytes = b"", count: int = 0, data: int = 64
+) -> bytes:
+    """A file with these tensors (name, dimensions, type, offset), and so many bytes of data."""
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), count) + pairs
+    for name, shape, kind, offset in tensors:
+        header += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+    return header + bytes(-len(header) % 32) + bytes(data)
+
+
+ALIGNMENT = text("general.alignment") + struct.pack("<II", 4, 3)
+DEEP = text("deep") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 6
+WRONG = {
+    "a name in Latin-1": (gguf_bytes(("x", (1,), 0, 0)).replace(b"x", b"\xe9"), "a name is not UTF-8"),
+    "another version": (b"GGUF" + struct.pack("<IQQ", 4, 0, 0), "GGUF version 4"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "little-endian"),
+    "cut in the header": (b"GGUF\3\0\0\0\1", "ends at byte 9"),
+    "too many tensors": (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "tensors can't be in the"),
+    "too many pairs": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "metadata entries can't be in the"),
+    "a long name": (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63) + bytes(20), "in the middle of its header"),
+    "a long list": (gguf_bytes(pairs=text("a") + struct.pack("<IIQ", 9, 4, 2**62), count=1), "numbers can't be in the"),
+    "lists in lists": (gguf_bytes(pairs=DEEP, count=1), "levels deep"),
+    "a strange value": (gguf_bytes(pairs=text("a") + struct.pack("<I", 99), count=1), "value of type 99"),
+    "a pair twice": (gguf_bytes(pairs=(text("a") + struct.pack("<IB", 0, 1)) * 2, count=2), "'a' twice"),
+    "an odd alignment": (gguf_bytes(pairs=ALIGNMENT, count=1), "power of two"),
+    "a name twice": (gguf_bytes(("x", (1,), 0, 0), ("x", (1,), 0, 32)), "tensor 'x': the name is there twice"),
+    "an unknown type": (gguf_bytes(("x", (1,), 99, 0)), "type 99 is unknown"),
+    "many axes": (gguf_bytes(("x", (1,) * 9, 0, 0)), "9 axes"),
+    "absurd sizes": (gguf_bytes(("x", (2**40, 2**40), 0, 0)), "absurd"),
+    "half a block": (gguf_bytes(("x", (33,), 8, 0)), "no multiple of the 32"),
+    "beyond the end": (gguf_bytes(("x", (17,), 0, 0)), "the file is cut off"),
+    "an offset beyond": (gguf_bytes(("x", (1,), 0, 2**63)), "the file is cut off"),
+    "an odd offset": (gguf_bytes(("x", (1,), 0, 4)), "no multiple of the alignment"),
+    "overlapping": (gguf_bytes(("x", (16,), 0, 0), ("y", (8,), 0, 32)), "tensor 'y': overlaps"),
+}
+
+
+@pytest.mark.parametrize(("data", "match"), WRONG.values(), ids=WRONG.keys())
+def test_what_does_not_hold_together_is_refused(data: bytes, match: str):
+    with pytest.raises(CheckpointError, match=match):
+        open_checkpoint(data)

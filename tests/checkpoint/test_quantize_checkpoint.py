@@ -1,0 +1,155 @@
+"""Quantizing on disk is quantizing in memory, one array at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quantization.cases import assert_same_leaves, normal
+
+from eformer.checkpoint import convert, load, open_checkpoint, quantize_checkpoint, save, save_gguf
+from eformer.model import Rule, UnusedRuleWarning, default_rules, quantize_model
+from eformer.ops.quantization import quantize
+
+
+def model() -> dict[str, Any]:
+    return {
+        "layers": [{"kernel": normal((128, 64), jnp.bfloat16), "bias": normal((64,))} for _ in range(2)],
+        "embed": normal((96, 64)),
+        "steps": np.arange(3),
+    }
+
+
+RULES = [Rule("bias", None), Rule("embed", "int8"), Rule("kernel", "nf4", {"axis": -2})]
+
+
+@pytest.mark.parametrize("shards", [None, 10_000], ids=["one file", "shards"])
+def test_as_in_memory(shards: int | None, tmp_path: Path):
+    calls: list[Any] = []
+    source = save(tmp_path / "dense", model(), max_shard_bytes=shards)
+    target = quantize_checkpoint(
+        source, tmp_path / "small", RULES, max_shard_bytes=shards, progress=lambda *call: calls.append(call)
+    )
+    found, expected = load(target), quantize_model(model(), RULES)
+    assert_same_leaves(found["layers"][1]["kernel"], expected["layers"][1]["kernel"])
+    assert_same_leaves(found["embed"], expected["embed"])
+    assert np.array_equal(found["layers"][0]["bias"], expected["layers"][0]["bias"])
+    assert found["steps"].dtype == np.int64
+    assert calls[-1][1] == calls[-1][2] > 0
+
+
+def test_default_rules(tmp_path: Path):
+    target = quantize_checkpoint(save(tmp_path / "a", model()), tmp_path / "b", default_rules("int8", min_size=1))
+    with open_checkpoint(target) as checkpoint:
+        assert checkpoint.info("layers.0.kernel").format == "int8"
+        assert checkpoint.info("embed").format is None
+
+
+def test_what_is_quantized_already_stays(tmp_path: Path):
+    q = quantize(normal(), dtype="int8")
+    target = quantize_checkpoint(save(tmp_path / "a", {"w": q}), tmp_path / "b", [Rule("w", "nf4")])
+    assert_same_leaves(load(target)["w"], q)
+
+
+def test_folders_keep_their_small_files(tmp_path: Path):
+    source, target = tmp_path / "a", tmp_path / "b"
+    save(source, model())
+    (source / "config.json").write_text("{}")
+    (source / "tokenizer.model").write_bytes(b"\0\1")
+    (source / "pytorch_model.bin").write_bytes(b"weights")
+    (source / ".hidden").write_text("")
+    (tmp_path / "secret").write_text("")
+    (source / "link").symlink_to(tmp_path / "secret")
+    quantize_checkpoint(source, target, RULES)
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors", "tokenizer.model"]
+    assert (target / "tokenizer.model").read_bytes() == b"\0\1"
+
+
+def test_in_place(tmp_path: Path):
+    save(tmp_path, model(), max_shard_bytes=10_000)
+    with pytest.raises(FileExistsError):
+        quantize_checkpoint(tmp_path, tmp_path, RULES)
+    quantize_checkpoint(tmp_path, tmp_path, RULES, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert load(tmp_path)["embed"].nbytes < 96 * 64 * 2
+
+
+def test_a_link_from_a_cache_is_followed(tmp_path: Path):
+    """Hubs keep files under their hashes and link to them, the index and the shards alike."""
+    save(tmp_path / "blobs", {"a": np.ones(20), "b": np.ones(20)}, max_shard_bytes=1)
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    assert load(tmp_path / "snapshot").keys() == {"a", "b"}
+
+
+def test_a_rule_that_does_not_fit_writes_nothing(tmp_path: Path):
+    source = save(tmp_path / "a", model())
+    with pytest.raises(ValueError, match=r"'layers\.0\.bias', float32"):
+        quantize_checkpoint(source, tmp_path / "b", [Rule("bias|kernel", "nf4", {"axis": -2})])
+    assert not (tmp_path / "b").exists()
+    with pytest.raises(TypeError, match="`rules` must be a sequence"):
+        quantize_checkpoint(source, tmp_path / "b", Rule("a", "nf4"))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_rule_for_nothing_warns(tmp_path: Path):
+    with pytest.warns(UnusedRuleWarning, match="no array is left for kernal=nf4"):
+        quantize_checkpoint(save(tmp_path / "a", model()), tmp_path / "b", [Rule("kernal", "nf4")])
+
+
+def test_from_gguf(tmp_path: Path):
+    x = normal((4, 64))
+    save_gguf(tmp_path / "a.gguf", {"w": x}, type="Q8_0", metadata={"general.architecture": "x", "list": [1]})
+    target = quantize_checkpoint(tmp_path / "a.gguf", tmp_path / "b.safetensors", [Rule("w", "nf4")])
+    assert_same_leaves(load(target)["w"], quantize(load(tmp_path / "a.gguf")["w"], dtype="nf4"))
+    with open_checkpoint(target) as checkpoint:
+        assert checkpoint.metadata == {"general.architecture": "x", "general.quantization_version": "2"}
+
+
+# --- from kind to kind ---
+
+
+def test_convert_keeps_codes(tmp_path: Path):
+    tree = {"a": {"weight": quantize(normal((4, 128)), dtype="nf4")}, "b": {"weight": quantize(normal(), dtype="int8")}}
+    theirs = convert(save(tmp_path / "ours", tree), tmp_path / "theirs", "bitsandbytes")
+    assert open_checkpoint(theirs).kind == "bitsandbytes"
+    back = load(convert(theirs, tmp_path / "back", "safetensors"))
+    assert_same_leaves(back["a"]["weight"], tree["a"]["weight"])
+    assert np.array_equal(back["b"]["weight"].weight, tree["b"]["weight"].weight)
+
+
+def test_convert_to_gguf_and_back(tmp_path: Path):
+    tree = {"w": quantize(normal((4, 64)), dtype="int8"), "b": np.ones(3, np.float32)}
+    path = convert(save(tmp_path / "ours", tree, metadata={"who": "me"}), tmp_path / "a.gguf", "gguf")
+    with open_checkpoint(path) as checkpoint:
+        assert (checkpoint.info("w").format, checkpoint.info("b").format) == ("Q8_0", None)
+        assert checkpoint.metadata == {"who": "me", "general.quantization_version": 2}
+    again = convert(path, tmp_path / "b.gguf", "gguf", type="F16")
+    with open_checkpoint(again) as checkpoint:
+        assert (checkpoint.info("w").dtype, checkpoint.info("b").dtype) == (np.float16, np.float32)
+
+
+def test_convert_of_folders_takes_the_small_files(tmp_path: Path):
+    save(tmp_path / "a", {"x": np.ones(3)})
+    (tmp_path / "a" / "config.json").write_text(json.dumps({"x": 1}))
+    convert(tmp_path / "a", tmp_path / "b", "bitsandbytes")
+    assert set(os.listdir(tmp_path / "b")) == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "match"),
+    [
+        ("onnx", {}, "must be one of 'safetensors', 'bitsandbytes', 'gguf'"),
+        ("gguf", {"max_shard_bytes": 1}, "written whole"),
+        ("safetensors", {"type": "Q8_0"}, "is for GGUF"),
+    ],
+)
+def test_convert_checks_what_it_is_asked(kind: str, more: dict[str, Any], match: str, tmp_path: Path):
+    path = save(tmp_path / "a", {"x": np.ones(3)})
+    with pytest.raises(ValueError, match=match):
+        convert(path, tmp_path / "b", kind, **more)

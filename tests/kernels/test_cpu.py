@@ -1,0 +1,249 @@
+"""The native core against the oracle: every format, orientation, instruction set and ragged size."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer.kernels import cpu, reference
+
+pytestmark = [
+    pytest.mark.skipif(not cpu.is_available(), reason="installed without the native core"),
+    pytest.mark.filterwarnings("ignore::eformer.kernels.cpu.SlowerWithoutCore"),
+]
+SETS = cpu.instruction_sets() if cpu.is_available() else ()
+every_set = pytest.mark.parametrize("instructions", SETS)
+
+
+def int8(w: jax.Array, axis: tuple[int, ...]) -> cpu.Matrix:
+    codes, scale = reference.encode_int8(w, axis)
+    return cpu.Matrix("int8", codes, (scale,), *w.shape[1:])
+
+
+def nf4(w: jax.Array, axis: int, block_size: int) -> cpu.Matrix:
+    packed, absmax = reference.encode_nf4(w, block_size, axis)
+    return cpu.Matrix("nf4", packed, (absmax,), *w.shape[1:], packed_axis=axis - 1, block_size=block_size)
+
+
+def nested_nf4(w: jax.Array, axis: int, block_size: int) -> cpu.Matrix:
+    single = nf4(w, axis, block_size)
+    codes, nested, offset = reference.encode_dynamic(single.scales[0].reshape(w.shape[0], -1))
+    codes = codes.reshape(single.scales[0].shape)
+    return single._replace(scales=(codes, nested, offset, jnp.asarray(reference.dynamic_map())))
+
+
+def ternary(w: jax.Array, axis: int, scale_axes: tuple[int, ...] | None) -> cpu.Matrix:
+    values = jnp.clip(jnp.round(w), -1, 1)
+    scales = () if scale_axes is None else (reference.mean_magnitude(w, values, scale_axes),)
+    return cpu.Matrix("ternary", reference.pack_ternary(values, axis), scales, *w.shape[1:], packed_axis=axis - 1)
+
+
+def oracle(matrix: cpu.Matrix) -> jax.Array:
+    """The values, by the reference."""
+    length = (matrix.rows, matrix.cols)[matrix.packed_axis]
+    axis, scales = matrix.packed_axis + 1, matrix.scales
+    if matrix.format == "int8":
+        return reference.decode_int8(matrix.codes, scales[0])
+    if matrix.format == "ternary":
+        values = reference.unpack_ternary(matrix.codes, axis, length)
+        return values * scales[0] if scales else values
+    if len(scales) > 1:
+        flat = scales[0].reshape(matrix.count, -1)
+        scales = (reference.decode_dynamic(flat, *scales[1:3]).reshape(scales[0].shape),)
+    return reference.decode_nf4(matrix.codes, scales[0], matrix.block_size, axis, length)
+
+
+FORMATS = {
+    "int8 per row": lambda w: int8(w, (2,)),
+    "int8 per column": lambda w: int8(w, (1,)),
+    "int8 per matrix": lambda w: int8(w, (1, 2)),
+    "int8 per element": lambda w: int8(w, ()),
+    **{f"nf4 {b} along {a}": lambda w, a=a, b=b: nf4(w, a, b) for a in (1, 2) for b in (2, 6, 32, 64, 128)},
+    "nf4 nested along 1": lambda w: nested_nf4(w, 1, 64),
+    "nf4 nested along 2": lambda w: nested_nf4(w, 2, 64),
+    "ternary": lambda w: ternary(w, 1, None),
+    "ternary per column": lambda w: ternary(w, 1, (1,)),
+    "ternary per matrix": lambda w: ternary(w, 1, (1, 2)),
+    "ternary along 2": lambda w: ternary(w, 2, (1,)),
+}
+every_format = pytest.mark.parametrize("name", FORMATS)
+# One element; less than a vector; ragged; whole vectors; more than a stripe, several parts, several matrices.
+SHAPES = [(1, 1, 1), (1, 7, 5), (2, 70, 33), (1, 128, 64), (1, 259, 4105), (1, 1100, 75)]
+ROWS = [1, 2, 5, 40]
+
+
+def normal(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def product(x: Any, values: Any, contracted_axis: int) -> np.ndarray:
+    values = np.asarray(values, np.float64)
+    with np.errstate(invalid="ignore"):  # infinity times zero
+        return np.asarray(x, np.float64) @ (values if contracted_axis == 0 else values.swapaxes(1, 2))
+
+
+def assert_product(out: Any, x: Any, values: Any, contracted_axis: int) -> None:
+    """Each sum of k float32 products, in whatever order, and scaled once: off by at most k + 2 roundings of its terms."""
+    bound = product(np.abs(np.asarray(x, np.float64)), np.abs(values), contracted_axis)
+    roundings = (x.shape[-1] + 2) * np.finfo(np.float32).eps
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_less(
+        np.abs(np.asarray(out) - product(x, values, contracted_axis)), bound * roundings + 1e-30
+    )
+
+
+@every_set
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("contracted_axis", [0, 1])
+@every_format
+def test_products(name, contracted_axis, shape, instructions):
+    matrix = FORMATS[name](jnp.asarray(normal(shape)))
+    values = np.asarray(oracle(matrix))
+    xs = normal((shape[0], sum(ROWS), shape[1 + contracted_axis]), seed=1)
+    parts = np.split(xs, np.cumsum(ROWS)[:-1], axis=1)
+    with cpu.instruction_set(instructions):
+        outs = [cpu.matmul(jnp.asarray(x), matrix, contracted_axis) for x in parts]
+    assert_product(np.concatenate(outs, axis=1), xs, values, contracted_axis)
+
+
+@every_set
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@every_format
+def test_values(name, shape, instructions):
+    matrix = FORMATS[name](jnp.asarray(normal(shape)))
+    with cpu.instruction_set(instructions):
+        np.testing.assert_array_equal(cpu.decode(matrix), oracle(matrix))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_half_precision(rows, dtype):
+    matrix = nf4(jnp.asarray(normal((1, 96, 40))), 1, 64)
+    # Normal numbers, the smallest that there are, and none.
+    x = np.concatenate([normal((1, rows, 94)), np.full((1, rows, 1), 6e-8), np.zeros((1, rows, 1))], 2).astype(dtype)
+    assert_product(cpu.matmul(jnp.asarray(x), matrix, 0), x.astype(np.float32), np.asarray(oracle(matrix)), 0)
+
+
+@every_set
+@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("contracted_axis", [0, 1])
+@every_format
+def test_special_numbers_in_x(name, contracted_axis, rows, special, instructions):
+    matrix = FORMATS[name](jnp.asarray(normal((1, 70, 66))))
+    x = normal((1, rows, (70, 66)[contracted_axis]), seed=1)
+    x[0, 0, 3] = special
+    with cpu.instruction_set(instructions):
+        out = np.asarray(cpu.matmul(jnp.asarray(x), matrix, contracted_axis))
+    np.testing.assert_array_equal(
+        out[~np.isfinite(out)], product(x, oracle(matrix), contracted_axis)[~np.isfinite(out)]
+    )
+    assert not np.isfinite(out[0, 0]).any()
+    assert np.isfinite(out[0, 1:]).all()
+
+
+@every_set
+@pytest.mark.parametrize("special", [np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("contracted_axis", [0, 1])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("ternary", "ternary along 2")])
+def test_special_numbers_in_scales(name, contracted_axis, rows, special, instructions):
+    matrix = FORMATS[name](jnp.asarray(normal((1, 70, 66))))
+    at = 1 if "nested" in name else 0  # the scales of scales
+    scales = list(matrix.scales)
+    scales[at] = scales[at].at[(0,) * scales[at].ndim].set(special)
+    matrix = matrix._replace(scales=tuple(scales))
+    x = normal((1, rows, (70, 66)[contracted_axis]), seed=1)
+    with cpu.instruction_set(instructions):
+        out = np.asarray(cpu.matmul(jnp.asarray(x), matrix, contracted_axis))
+    expected = product(x, oracle(matrix), contracted_axis)
+    np.testing.assert_array_equal(np.isfinite(out), np.isfinite(expected))
+
+
+@every_set
+@pytest.mark.parametrize("contracted_axis", [0, 1])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_ternary_code_of_nan(rows, contracted_axis, instructions):
+    w = normal((1, 66, 70)).round().clip(-1, 1)
+    w[0, 5, 7] = np.nan
+    matrix = cpu.Matrix("ternary", reference.pack_ternary(jnp.asarray(w), 1), (), 66, 70)
+    x = normal((1, rows, (66, 70)[contracted_axis]), seed=1)
+    with cpu.instruction_set(instructions):
+        out = np.asarray(cpu.matmul(jnp.asarray(x), matrix, contracted_axis))
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(product(x, w, contracted_axis)))
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((1, 0, 5), 2), ((1, 5, 0), 2), ((1, 8, 8), 0), ((0, 8, 8), 3)], ids=str)
+@pytest.mark.parametrize("contracted_axis", [0, 1])
+def test_nothing(shape, rows, contracted_axis):
+    codes = jnp.zeros(shape, jnp.int8)
+    matrix = cpu.Matrix("int8", codes, (), *shape[1:])
+    out = cpu.matmul(jnp.ones((shape[0], rows, shape[1 + contracted_axis])), matrix, contracted_axis)
+    np.testing.assert_array_equal(out, np.zeros((shape[0], rows, shape[2 - contracted_axis])))
+
+
+GOOD = nf4(jnp.ones((1, 64, 8), jnp.float32), 1, 64)
+BAD = {
+    "x must be float32, bfloat16 or float16": ({}, jnp.ones((1, 1, 64), jnp.int32)),
+    r"x must be \(1, any, 64\), got": ({}, jnp.ones((1, 1, 63))),
+    r"x must be \(1, any, 64\), got .*\(2, 1, 64": ({}, jnp.ones((2, 1, 64))),
+    "codes must be uint8": ({"codes": jnp.zeros((1, 32, 8), jnp.int8)}, jnp.ones((1, 1, 64))),
+    r"codes must be uint8 \(1, 32, 8": ({"codes": jnp.zeros((1, 31, 8), jnp.uint8)}, jnp.ones((1, 1, 64))),
+    "codes must have 3 axes": ({"codes": jnp.zeros((1, 32, 8, 1), jnp.uint8)}, jnp.ones((1, 1, 64))),
+    r"absmax must be float32 \(1, 1, 8": ({"scales": (jnp.ones((1, 2, 8)),)}, jnp.ones((1, 1, 64))),
+    "nf4 takes 1 or 4 scale buffers": ({"scales": ()}, jnp.ones((1, 1, 64))),
+    "quantized absmax must be uint8": ({"scales": (jnp.ones((1, 1, 8)),) * 4}, jnp.ones((1, 1, 64))),
+    "block_size even": ({"block_size": 3}, jnp.ones((1, 1, 64))),
+    "axes be 0 or 1": ({"packed_axis": 2}, jnp.ones((1, 1, 64))),
+    'unknown format "nf5"': ({"format": "nf5"}, jnp.ones((1, 1, 64))),
+    "one scale, float32, that broadcasts": (
+        {"format": "int8", "codes": jnp.zeros((1, 64, 8), jnp.int8), "scales": (jnp.ones((1, 2, 8)),)},
+        jnp.ones((1, 1, 64)),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_calls_are_refused_in_words(message):
+    changes, x = BAD[message]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        cpu.matmul(x, GOOD._replace(**changes), 0).block_until_ready()
+
+
+def test_an_instruction_set_that_is_not_there():
+    with pytest.raises(ValueError, match=r"this processor can run '.*', not 'sse9'"):
+        cpu.instruction_set("sse9")
+
+
+@pytest.mark.parametrize("value", [None, 1, "no"])
+def test_use_core_takes_a_bool(value):
+    with pytest.raises(TypeError, match=r"takes True or False, got "):
+        cpu.use_core(value)
+
+
+def test_many_calls_at_once_give_equal_results():
+    """From several threads, on several devices, while the pool that they share is busy with each other."""
+    matrix = nf4(jnp.asarray(normal((1, 1024, 1024))), 1, 64)
+    x = jnp.asarray(normal((1, 1, 1024), seed=1))
+    expected = np.asarray(cpu.matmul(x, matrix, 0))
+    arrays = (x, matrix.codes, *matrix.scales)
+    devices = jax.devices()
+    wrong: list[int] = []
+
+    def call(device: int) -> None:
+        here = jax.device_put(arrays, devices[device % len(devices)])
+        run = jax.jit(lambda x, codes, *scales: cpu.matmul(x, matrix._replace(codes=codes, scales=scales), 0))
+        wrong.extend(device for _ in range(50) if not np.array_equal(run(*here), expected))
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
