@@ -13,7 +13,7 @@ BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py benchmarks/quantize.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test lint format demo bench clean
+.PHONY: help install test lint format demo bench sanitize clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
@@ -39,8 +39,16 @@ demo: $(VENV)/.tests ## each format on a matrix: size, error and speed
 bench: $(VENV)/.tests ## the benchmarks; they want an idle machine
 	@set -e; for each in $(BENCHMARKS); do echo "== $$each"; $(VENV)/bin/python $$each; done
 
+# Into an environment of its own; JAX itself leaks at exit, so leaks are not looked for.
+sanitize: ## run the tests of the native core with AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(MAKE) --no-print-directory $(VENV)-sanitize/bin/python VENV=$(VENV)-sanitize
+	@$(VENV)-sanitize/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary \
+		--config-settings=cmake.define.EFORMER_SANITIZE=ON '.[test]'
+	LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+		$(VENV)-sanitize/bin/python -m pytest tests/kernels/test_cpu.py $(ARGS)
+
 clean: ## remove the environment and what the tools left
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sanitize build dist .pytest_cache .ruff_cache .hypothesis
 
 # `--clear` takes away the stamps below too, when an environment is made again because its interpreter is gone.
 $(VENV)/bin/python:

@@ -1,8 +1,9 @@
 // The calls that XLA makes.
 #include "handlers.h"
 
+#include <algorithm>
 #include <cstring>
-#include <vector>
+#include <memory>
 
 #include "parallel.h"
 #include "problem.h"
@@ -34,19 +35,29 @@ float FromFloat16(uint16_t bits) {
   return value;
 }
 
-// The rows of x as float32, `stride` apart, with zeros behind each.
+// The rows of x as float32, `stride` apart. Copies have zeros behind each row; x itself serves as it is where it may.
 struct Inputs {
-  std::vector<float> values;
+  std::unique_ptr<float[]> copy;
+  const float* values;
   int64_t stride;
 
-  Inputs(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, int64_t rows, int64_t depth) {
-    stride = CeilDiv(depth, 16) * 16 + kReadAhead + 16;  // no power of two, so that rows do not share cache sets
-    values.resize(rows * stride);
+  const float* Row(int64_t row) const { return values + row * stride; }
+
+  Inputs(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, int64_t rows, int64_t depth, bool may_serve) {
     const auto type = x.element_type();
-    ParallelFor(pool, CeilDiv(rows * depth, kTask) > 1 ? rows : 1, [&](int64_t task) {
-      const int64_t tasks = CeilDiv(rows * depth, kTask) > 1 ? rows : 1;
-      for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; ++row) {
-        float* to = values.data() + row * stride;
+    if (type == ffi::F32 && may_serve) {
+      values = static_cast<const float*>(x.untyped_data());
+      stride = depth;
+      return;
+    }
+    stride = CeilDiv(depth, 16) * 16 + kReadAhead + 16;  // no power of two, so that rows do not share cache sets
+    copy.reset(new float[rows * stride]);
+    values = copy.get();
+    const int64_t at_once = std::max<int64_t>(1, kTask / std::max<int64_t>(depth, 1));
+    ParallelFor(pool, CeilDiv(rows, at_once), [&](int64_t task) {
+      for (int64_t row = task * at_once; row < std::min(rows, (task + 1) * at_once); ++row) {
+        float* to = copy.get() + row * stride;
+        std::fill(to + depth, to + stride, 0.0f);
         if (type == ffi::F32) {
           std::memcpy(to, static_cast<const float*>(x.untyped_data()) + row * depth, depth * sizeof(float));
           continue;
@@ -95,14 +106,14 @@ void MultiplyRowsByRows(ffi::ThreadPool& pool, const Stack& stack, const Inputs&
   const int64_t units = CeilDiv(depth, unit), stripes = CeilDiv(width, kStripe);
   const int64_t parts = std::max<int64_t>(
       1, std::min({units, kMaxDepthParts, CeilDiv(depth * std::min(width, kStripe), kTask)}));
-  std::vector<float> partial(parts > 1 ? stack.count * parts * width : 0);
+  const std::unique_ptr<float[]> partial(parts > 1 ? new float[stack.count * parts * width] : nullptr);
   ParallelFor(pool, stack.count * parts * stripes, [&](int64_t task) {
     const int64_t matrix = task / (parts * stripes), part = task / stripes % parts, stripe = task % stripes;
     const int64_t k0 = std::min(depth, units * part / parts * unit);
     const int64_t k1 = std::min(depth, units * (part + 1) / parts * unit);
     const int64_t n0 = stripe * kStripe, n1 = std::min(width, n0 + kStripe);
     float* to = parts > 1 ? &partial[(matrix * parts + part) * width] : y + matrix * width;
-    stack.kernels->multiply_row_by_rows(stack[matrix], &x.values[matrix * x.stride], k0, k1, n0, n1, to + n0);
+    stack.kernels->multiply_row_by_rows(stack[matrix], x.Row(matrix), k0, k1, n0, n1, to + n0);
   });
   for (int64_t matrix = 0; matrix < stack.count; ++matrix) {
     float* sums = y + matrix * width;
@@ -123,7 +134,7 @@ void MultiplyRowsByColumns(ffi::ThreadPool& pool, const Stack& stack, const Inpu
   ParallelFor(pool, stack.count * tasks, [&](int64_t task) {
     const int64_t matrix = task / tasks, n0 = task % tasks * rows;
     const int64_t n1 = std::min(width, n0 + rows);
-    stack.kernels->multiply_row_by_columns(stack[matrix], &x.values[matrix * x.stride], n0, n1, y + matrix * width);
+    stack.kernels->multiply_row_by_columns(stack[matrix], x.Row(matrix), n0, n1, y + matrix * width);
     Scales(stack[matrix]).ScaleResult(n0, n1, y + matrix * width);
   });
 }
@@ -136,7 +147,7 @@ void MultiplyAny(ffi::ThreadPool& pool, const Stack& stack, const Inputs& x, int
     const Scales scales(m);
     if (Scales::Apply(m)) m.scale = nullptr;
     float* sums = y + matrix * rows * width;
-    stack.kernels->multiply(m, &x.values[matrix * rows * x.stride], x.stride, rows, n0, n1, sums);
+    stack.kernels->multiply(m, x.Row(matrix * rows), x.stride, rows, n0, n1, sums);
     for (int64_t row = 0; row < rows; ++row) scales.ScaleResult(n0, n1, sums + row * width);
   });
 }
@@ -168,11 +179,13 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cod
     std::memset(sums, 0, y->size_bytes());
     return ffi::Error::Success();
   }
-  Inputs inputs(pool, x, stack.count * count, depth);
-  for (int64_t row = 0; row < stack.count * count; ++row) {
-    Scales(stack[row / count]).ScaleInput(depth, &inputs.values[row * inputs.stride]);
+  const bool one_row = count == 1 && stack.kernels->has_row_kernel(stack.first);
+  const bool scales_input = Scales(stack.first).of_depth != nullptr;
+  const Inputs inputs(pool, x, stack.count * count, depth, /*may_serve=*/!one_row && !scales_input);
+  for (int64_t row = 0; row < stack.count * count && scales_input; ++row) {
+    Scales(stack[row / count]).ScaleInput(depth, &inputs.copy[row * inputs.stride]);
   }
-  if (count > 1 || !stack.kernels->has_row_kernel(stack.first)) {
+  if (!one_row) {
     MultiplyAny(pool, stack, inputs, count, sums);
   } else {
     (contracted_axis == 0 ? MultiplyRowsByRows : MultiplyRowsByColumns)(pool, stack, inputs, sums);

@@ -30,13 +30,26 @@ static inline void Int8RowByRows(const Matrix& m, const float* x, int64_t k0, in
                                  float* sums) {
   for (int64_t k = k0; k < k1; k += kMaxCopied) {
     const int rows = static_cast<int>(Min(kMaxCopied, k1 - k));
-    ForEachStrip(m.codes + k * m.cols + n0, m.cols, rows, n1 - n0, [&](const uint8_t* codes, int64_t stride, int64_t n) {
-      Strip sum = LoadStrip(sums + n);
+    const uint8_t* first = m.codes + k * m.cols + n0;
+    const int64_t pairs = (n1 - n0) / (2 * kStrip) * (2 * kStrip);
+    for (int64_t n = 0; n < pairs; n += 2 * kStrip) {  // a line of cache
+      const uint8_t* codes = first + n;
+      Strip left = LoadStrip(sums + n), right = LoadStrip(sums + n + kStrip);
+      for (int r = 0; r < rows; ++r, codes += m.cols) {
+        PrefetchAfter(codes, kMaxCopied * m.cols);
+        const Vec factor = Spread(x[k + r]);
+        AddProduct(left, FromInt8(reinterpret_cast<const int8_t*>(codes)), factor);
+        AddProduct(right, FromInt8(reinterpret_cast<const int8_t*>(codes + kStrip)), factor);
+      }
+      StoreStrip(sums + n, left);
+      StoreStrip(sums + n + kStrip, right);
+    }
+    ForEachStrip(first + pairs, m.cols, rows, n1 - n0 - pairs, [&](const uint8_t* codes, int64_t stride, int64_t n) {
+      Strip sum = LoadStrip(sums + pairs + n);
       for (int r = 0; r < rows; ++r, codes += stride) {
-        PrefetchAfter(codes, kMaxCopied * stride);
         AddProduct(sum, FromInt8(reinterpret_cast<const int8_t*>(codes)), Spread(x[k + r]));
       }
-      StoreStrip(sums + n, sum);
+      StoreStrip(sums + pairs + n, sum);
     });
   }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -72,8 +73,12 @@ FORMATS = {
     "ternary along 2": lambda w: ternary(w, 2, (1,)),
 }
 every_format = pytest.mark.parametrize("name", FORMATS)
-# One element; less than a vector; ragged; whole vectors; more than a stripe, several parts, several matrices.
-SHAPES = [(1, 1, 1), (1, 7, 5), (2, 70, 33), (1, 128, 64), (1, 259, 4105), (1, 1100, 75)]
+# Every format with ragged sizes, several matrices, and several parts of depth and width; one of each way to store
+# codes also with one element, with less than a vector, with whole vectors, and with more than a stripe.
+BROAD = ("int8 per row", "nf4 64 along 1", "nf4 64 along 2", "ternary")
+SHAPED = [(name, shape) for name in FORMATS for shape in [(2, 70, 33), (1, 530, 200)]]
+SHAPED += [(name, shape) for name in BROAD for shape in [(1, 1, 1), (1, 7, 5), (1, 128, 64), (1, 259, 4105)]]
+every_shape = pytest.mark.parametrize(("name", "shape"), SHAPED, ids=str)
 ROWS = [1, 2, 5, 40]
 
 
@@ -88,7 +93,7 @@ def product(x: Any, values: Any, contracted_axis: int) -> np.ndarray:
 
 
 def assert_product(out: Any, x: Any, values: Any, contracted_axis: int) -> None:
-    """Each sum of k float32 products, in whatever order, and scaled once: off by at most k + 2 roundings of its terms."""
+    """Sums of k float32 products, in whatever order, and scaled once: off by at most k + 2 roundings of their terms."""
     bound = product(np.abs(np.asarray(x, np.float64)), np.abs(values), contracted_axis)
     roundings = (x.shape[-1] + 2) * np.finfo(np.float32).eps
     assert out.dtype == jnp.float32
@@ -97,27 +102,39 @@ def assert_product(out: Any, x: Any, values: Any, contracted_axis: int) -> None:
     )
 
 
-@every_set
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("contracted_axis", [0, 1])
-@every_format
-def test_products(name, contracted_axis, shape, instructions):
-    matrix = FORMATS[name](jnp.asarray(normal(shape)))
-    values = np.asarray(oracle(matrix))
-    xs = normal((shape[0], sum(ROWS), shape[1 + contracted_axis]), seed=1)
-    parts = np.split(xs, np.cumsum(ROWS)[:-1], axis=1)
-    with cpu.instruction_set(instructions):
-        outs = [cpu.matmul(jnp.asarray(x), matrix, contracted_axis) for x in parts]
-    assert_product(np.concatenate(outs, axis=1), xs, values, contracted_axis)
+@functools.cache
+def example(name: str, shape: tuple[int, ...]) -> tuple[cpu.Matrix, np.ndarray]:
+    """A matrix, and its values."""
+    made: list[cpu.Matrix] = []
+
+    @jax.jit
+    def encode(w: jax.Array) -> Any:
+        made.append(FORMATS[name](w))
+        return made[0].codes, made[0].scales, oracle(made[0])
+
+    codes, scales, values = encode(normal(shape))
+    return made[0]._replace(codes=codes, scales=scales), np.asarray(values)
 
 
 @every_set
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@every_format
-def test_values(name, shape, instructions):
-    matrix = FORMATS[name](jnp.asarray(normal(shape)))
+@every_shape
+def test_products_and_values(name, shape, instructions):
+    """With both orientations, and with numbers of rows that take each of the kernels."""
+    matrix, values = example(name, shape)
+    xs = [normal((shape[0], sum(ROWS), shape[1 + axis]), seed=1) for axis in (0, 1)]
+
+    @jax.jit
+    def run(codes: Any, scales: Any, xs: Any) -> Any:
+        m = matrix._replace(codes=codes, scales=scales)
+        parts = [jnp.split(x, np.cumsum(ROWS)[:-1], axis=1) for x in xs]
+        products = [jnp.concatenate([cpu.matmul(part, m, axis) for part in parts[axis]], 1) for axis in (0, 1)]
+        return products, cpu.decode(m)
+
     with cpu.instruction_set(instructions):
-        np.testing.assert_array_equal(cpu.decode(matrix), oracle(matrix))
+        products, decoded = run(matrix.codes, matrix.scales, xs)
+    np.testing.assert_array_equal(decoded, values)
+    assert_product(products[0], xs[0], values, 0)
+    assert_product(products[1], xs[1], values, 1)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
@@ -129,40 +146,44 @@ def test_half_precision(rows, dtype):
     assert_product(cpu.matmul(jnp.asarray(x), matrix, 0), x.astype(np.float32), np.asarray(oracle(matrix)), 0)
 
 
-@every_set
-@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf], ids=str)
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("contracted_axis", [0, 1])
-@every_format
-def test_special_numbers_in_x(name, contracted_axis, rows, special, instructions):
-    matrix = FORMATS[name](jnp.asarray(normal((1, 70, 66))))
-    x = normal((1, rows, (70, 66)[contracted_axis]), seed=1)
-    x[0, 0, 3] = special
-    with cpu.instruction_set(instructions):
-        out = np.asarray(cpu.matmul(jnp.asarray(x), matrix, contracted_axis))
-    np.testing.assert_array_equal(
-        out[~np.isfinite(out)], product(x, oracle(matrix), contracted_axis)[~np.isfinite(out)]
-    )
-    assert not np.isfinite(out[0, 0]).any()
-    assert np.isfinite(out[0, 1:]).all()
+SPECIAL = (1, 70, 66)
+WAYS = [(axis, rows) for axis in (0, 1) for rows in (1, 2)]  # each orientation, with one row and with more
 
 
-@every_set
+@functools.partial(jax.jit, static_argnums=0)
+def products_of(name: str, codes: Any, scales: Any, xs: Any) -> Any:
+    matrix = example(name, SPECIAL)[0]._replace(codes=codes, scales=scales)
+    return [cpu.matmul(xs[axis][:, :rows], matrix, axis) for axis, rows in WAYS]
+
+
 @pytest.mark.parametrize("special", [np.nan, np.inf], ids=str)
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("contracted_axis", [0, 1])
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("ternary", "ternary along 2")])
-def test_special_numbers_in_scales(name, contracted_axis, rows, special, instructions):
-    matrix = FORMATS[name](jnp.asarray(normal((1, 70, 66))))
+@every_format
+def test_special_numbers_in_x(name, special):
+    matrix, values = example(name, SPECIAL)
+    xs = [normal((1, 2, SPECIAL[1 + axis]), seed=1) for axis in (0, 1)]
+    for x in xs:
+        x[0, 0, 3] = special
+    outs = products_of(name, matrix.codes, matrix.scales, xs)
+    for (axis, rows), out in zip(WAYS, outs, strict=True):
+        expected = product(xs[axis][:, :rows], values, axis)
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(np.where(finite, 0, out), np.where(finite, 0, expected))
+        assert np.isfinite(out[0, 1:]).all()
+
+
+@pytest.mark.parametrize("special", [np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "ternary"])
+def test_special_numbers_in_scales(name, special):
+    matrix, _ = example(name, SPECIAL)
     at = 1 if "nested" in name else 0  # the scales of scales
     scales = list(matrix.scales)
     scales[at] = scales[at].at[(0,) * scales[at].ndim].set(special)
-    matrix = matrix._replace(scales=tuple(scales))
-    x = normal((1, rows, (70, 66)[contracted_axis]), seed=1)
-    with cpu.instruction_set(instructions):
-        out = np.asarray(cpu.matmul(jnp.asarray(x), matrix, contracted_axis))
-    expected = product(x, oracle(matrix), contracted_axis)
-    np.testing.assert_array_equal(np.isfinite(out), np.isfinite(expected))
+    values = jax.jit(lambda codes, scales: oracle(matrix._replace(codes=codes, scales=scales)))(matrix.codes, scales)
+    xs = [normal((1, 2, SPECIAL[1 + axis]), seed=1) for axis in (0, 1)]
+    outs = products_of(name, matrix.codes, tuple(scales), xs)
+    for (axis, rows), out in zip(WAYS, outs, strict=True):
+        expected = product(xs[axis][:, :rows], values, axis)
+        np.testing.assert_array_equal(np.isfinite(out), np.isfinite(expected))
 
 
 @every_set

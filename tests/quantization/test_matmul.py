@@ -337,6 +337,16 @@ def test_a_product_of_one_row_never_holds_the_dense_weight(form, function, core)
         assert explain(matmul)(x, q).dense_bytes == 0
 
 
+@pytest.mark.skipif(not cpu.is_available(), reason="installed without the native core")
+@pytest.mark.parametrize("form", ["int8", "nf4", "ternary"])
+def test_products_with_a_transpose_move_no_codes(form):
+    """`x @ q.T` reads the codes as they lie, also through the `jit` that `jnp.matmul` is."""
+    x, q = large(form)
+    program = jax.jit(implicit(lambda x, q: x @ q.T)).lower(x, q).compile().as_text()
+    assert "eformer_matmul" in program
+    assert " transpose(" not in program
+
+
 def test_without_the_kernel_the_weight_is_decoded_whole():
     (x, q), (_, whole) = large("int8"), large("int8", use_kernel=False)
     assert {"scan", "quantized_matmul"} & set(primitives(matmul, x, q))

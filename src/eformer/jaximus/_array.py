@@ -231,6 +231,10 @@ class ImplicitArray(metaclass=_ArrayMeta):
         leaves, treedef = jtu.tree_flatten(self)
         return _materialize_commutes_with_vmap(treedef, tuple(map(_struct, leaves)))
 
+    def deferred(self) -> ImplicitArray | Deferred:
+        """What enters a function that is traced apart: this array, or what it can be made of there at less cost."""
+        return self
+
     def leaf_specs(self, spec: PartitionSpec) -> Any:
         """This tree with a `PartitionSpec` for each leaf, such that sharding the leaves so shards the array by `spec`.
 
@@ -364,6 +368,15 @@ class _IndexUpdate:
 
 
 _ARRAYS = (ImplicitArray, jax.Array, np.ndarray, np.generic, int, float, complex)
+
+
+@jtu.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """An array that is `make(array)`, which is done where it is needed, or not at all."""
+
+    array: ImplicitArray
+    make: Callable[[ImplicitArray], ImplicitArray] = dataclasses.field(metadata={"static": True})
 
 
 def is_implicit(x: Any) -> TypeGuard[ImplicitArray]:

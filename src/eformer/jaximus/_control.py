@@ -11,7 +11,7 @@ from jax import lax
 from jax import tree_util as jtu
 from jax.extend import core as jexc
 
-from ._array import ImplicitArray, is_implicit, materialize
+from ._array import Deferred, ImplicitArray, is_implicit, materialize
 from ._observe import mode, repeated
 from ._rules import Primitive, on_register, register
 from ._trace import UNSPECIFIED, call_implicit, closed, constants_as_arguments, scan_counts, weakref_lru_cache
@@ -22,6 +22,10 @@ Operand = ImplicitArray | Any
 
 def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
     return call_implicit(jexc.jaxpr_as_fun(closed(jaxpr)), operands)
+
+
+def _flatten(operands: Sequence[Any]) -> tuple[list[Any], Any]:
+    return jtu.tree_flatten(tuple(o.deferred() if is_implicit(o) else o for o in operands))
 
 
 def _trace(jaxpr: Any, leaves: Sequence[Any], treedef: Any, dense_outs: tuple[bool, ...]) -> tuple[Any, Any]:
@@ -38,7 +42,8 @@ def _trace_leaves(
     del context  # what the trace depends on besides its arguments
 
     def flat(*leaves: Any) -> list[Any]:
-        outs = _run(jaxpr, jtu.tree_unflatten(treedef, leaves))
+        operands = jtu.tree_unflatten(treedef, leaves)
+        outs = _run(jaxpr, [o.make(o.array) if isinstance(o, Deferred) else o for o in operands])
         return [materialize(o) if dense else o for o, dense in zip(outs, dense_outs, strict=True)]
 
     traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
@@ -72,7 +77,7 @@ def jit_rule(
 ) -> list[Any]:
     # An output whose sharding or layout the caller asked for must be an array to have it.
     asked = tuple(s is not UNSPECIFIED or la is not None for s, la in zip(out_shardings, out_layouts, strict=True))
-    leaves, treedef = jtu.tree_flatten(operands)
+    leaves, treedef = _flatten(operands)
     traced, out_tree = _trace(jaxpr, leaves, treedef, asked)
     outs = primitive.bind(
         *leaves,
@@ -89,7 +94,7 @@ def jit_rule(
 
 @register("remat2")
 def remat_rule(primitive: Primitive, *operands: Operand, jaxpr: Any, **params: Any) -> list[Any]:
-    leaves, treedef = jtu.tree_flatten(operands)
+    leaves, treedef = _flatten(operands)
     traced, out_tree = _trace(jaxpr, leaves, treedef, (False,) * len(closed(jaxpr).out_avals))
     opened, consts = constants_as_arguments(traced)
     outs = primitive.bind(*consts, *leaves, jaxpr=opened, **params)

@@ -1,4 +1,4 @@
-"""Products of a dense and a quantized array in JAX's own operations, without a dense copy of the latter where that pays.
+"""Products of a dense and a quantized array in JAX's own operations, without a dense copy of it where that pays.
 
 XLA:CPU writes a decoded weight to memory before it multiplies. With few rows of `x`, a loop that decodes a tile into
 cache and multiplies it at once is many times faster: `benchmarks/matmul.py`.
@@ -45,7 +45,7 @@ class Contraction(NamedTuple):
 
 
 def product(x: jax.Array, q: LeafwiseArray, contraction: Contraction, *, in_tiles: bool = True) -> jax.Array:
-    """In float32, or in the dtype of both; without `in_tiles`, or with many rows of x, of the whole array made dense."""
+    """In float32, or in the dtype of both; with many rows of x, or without `in_tiles`, of the array made dense."""
     axis, tile = _tiling(q, contraction)
     rows = math.prod(x.shape[a] for a in contraction.x_free(x.ndim))
     if not in_tiles or rows > MAX_ROWS:

@@ -7,6 +7,7 @@ all (0, a leaf of length 1 that is broadcast). The rules below hold for every su
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -18,7 +19,7 @@ from jax import tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer.jaximus import register
+from eformer.jaximus import Deferred, ImplicitArray, register
 from eformer.kernels.cpu import Matrix
 
 from ._base import QuantizedArray, sharding_of, shards
@@ -48,6 +49,12 @@ class LeafwiseArray(QuantizedArray):
     def stored_matrix(self) -> Matrix | None:
         """This array of 3 axes, each leaf with the first, as the native core reads it; None where it can't."""
         return None
+
+    def deferred(self) -> ImplicitArray | Deferred:
+        if self.moved_from is None:
+            return self
+        origin, permutation = self.moved_from
+        return Deferred(origin, Transposition(permutation))
 
     @property
     def moved_from(self) -> tuple[Self, tuple[int, ...]] | None:
@@ -183,6 +190,14 @@ def transpose(primitive: Any, q: LeafwiseArray, *, permutation: Sequence[int], *
     if isinstance(leaves[q.array_fields[0]], Tracer):
         object.__setattr__(result, "_moved_from", (origin, tuple(permutation)))
     return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposition:
+    permutation: tuple[int, ...]
+
+    def __call__(self, q: Any) -> Any:
+        return transpose(lax.transpose_p, q, permutation=self.permutation)
 
 
 @register("broadcast_in_dim")

@@ -1,7 +1,7 @@
 """The product of a stack of dense and a stack of quantized matrices, as one operation that JAX sees.
 
-So that its derivative runs the same kernels on the transposed matrices, `vmap` makes longer stacks, and where it runs is
-known when the kernel is chosen: when it is lowered.
+So that its derivative runs the same kernels on the transposed matrices, `vmap` makes longer stacks, and the kernel is
+chosen when it is lowered, which is when it is known where it will run.
 """
 
 from __future__ import annotations
