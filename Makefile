@@ -9,7 +9,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq install --prefe
 # Most of a test run is XLA compiling; what one process compiled, the others and the next run take from here.
 COMPILED_ONCE := JAX_COMPILATION_CACHE_DIR=$(VENV)/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
-BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py benchmarks/quantize.py
+BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py benchmarks/quantize.py benchmarks/checkpoint.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -57,7 +57,7 @@ $(VENV)/bin/python:
 	@echo "making $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv --clear $(VENV) || { rm -f $@; exit 1; }
 
-$(VENV)/.tests: pyproject.toml $(VENV)/bin/python
+$(VENV)/.tests: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(VENV)/bin/python
 	@echo "installing the package and what its tests need into $(VENV)"
 	@$(PIP) --editable '.[test]'
 	@touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ def nested_nf4(w: jax.Array, axis: int, block_size: int) -> cpu.Matrix:
     single = nf4(w, axis, block_size)
     codes, nested, offset = reference.encode_dynamic(single.scales[0].reshape(w.shape[0], -1))
     codes = codes.reshape(single.scales[0].shape)
-    return single._replace(scales=(codes, nested, offset, jnp.asarray(reference.dynamic_map())))
+    return replace(single, scales=(codes, nested, offset, jnp.asarray(reference.dynamic_map())))
 
 
 def ternary(w: jax.Array, axis: int, scale_axes: tuple[int, ...] | None) -> cpu.Matrix:
@@ -113,7 +114,7 @@ def example(name: str, shape: tuple[int, ...]) -> tuple[cpu.Matrix, np.ndarray]:
         return made[0].codes, made[0].scales, oracle(made[0])
 
     codes, scales, values = encode(normal(shape))
-    return made[0]._replace(codes=codes, scales=scales), np.asarray(values)
+    return replace(made[0], codes=codes, scales=scales), np.asarray(values)
 
 
 @every_set
@@ -125,7 +126,7 @@ def test_products_and_values(name, shape, instructions):
 
     @jax.jit
     def run(codes: Any, scales: Any, xs: Any) -> Any:
-        m = matrix._replace(codes=codes, scales=scales)
+        m = replace(matrix, codes=codes, scales=scales)
         parts = [jnp.split(x, np.cumsum(ROWS)[:-1], axis=1) for x in xs]
         products = [jnp.concatenate([cpu.matmul(part, m, axis) for part in parts[axis]], 1) for axis in (0, 1)]
         return products, cpu.decode(m)
@@ -152,7 +153,7 @@ WAYS = [(axis, rows) for axis in (0, 1) for rows in (1, 2)]  # each orientation,
 
 @functools.partial(jax.jit, static_argnums=0)
 def products_of(name: str, codes: Any, scales: Any, xs: Any) -> Any:
-    matrix = example(name, SPECIAL)[0]._replace(codes=codes, scales=scales)
+    matrix = replace(example(name, SPECIAL)[0], codes=codes, scales=scales)
     return [cpu.matmul(xs[axis][:, :rows], matrix, axis) for axis, rows in WAYS]
 
 
@@ -178,7 +179,7 @@ def test_special_numbers_in_scales(name, special):
     at = 1 if "nested" in name else 0  # the scales of scales
     scales = list(matrix.scales)
     scales[at] = scales[at].at[(0,) * scales[at].ndim].set(special)
-    values = jax.jit(lambda codes, scales: oracle(matrix._replace(codes=codes, scales=scales)))(matrix.codes, scales)
+    values = jax.jit(lambda codes, scales: oracle(replace(matrix, codes=codes, scales=scales)))(matrix.codes, scales)
     xs = [normal((1, 2, SPECIAL[1 + axis]), seed=1) for axis in (0, 1)]
     outs = products_of(name, matrix.codes, tuple(scales), xs)
     for (axis, rows), out in zip(WAYS, outs, strict=True):
@@ -233,7 +234,7 @@ BAD = {
 def test_bad_calls_are_refused_in_words(message):
     changes, x = BAD[message]
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        cpu.matmul(x, GOOD._replace(**changes), 0).block_until_ready()
+        cpu.matmul(x, replace(GOOD, **changes), 0).block_until_ready()
 
 
 def test_an_instruction_set_that_is_not_there():
@@ -258,7 +259,7 @@ def test_many_calls_at_once_give_equal_results():
 
     def call(device: int) -> None:
         here = jax.device_put(arrays, devices[device % len(devices)])
-        run = jax.jit(lambda x, codes, *scales: cpu.matmul(x, matrix._replace(codes=codes, scales=scales), 0))
+        run = jax.jit(lambda x, codes, *scales: cpu.matmul(x, replace(matrix, codes=codes, scales=scales), 0))
         wrong.extend(device for _ in range(50) if not np.array_equal(run(*here), expected))
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]

@@ -6,17 +6,19 @@ own operations, and a warning says once why it is slower.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-class Matrix(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Matrix:
     """Quantized matrices of `rows` x `cols` values, as the core reads them: `csrc/problem.h` says what it checks."""
 
     format: str  # "int8", "nf4" or "ternary"
