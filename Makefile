@@ -44,7 +44,7 @@ sanitize: ## run the tests of the native core with AddressSanitizer and Undefine
 	@$(MAKE) --no-print-directory $(VENV)-sanitize/bin/python VENV=$(VENV)-sanitize
 	@$(VENV)-sanitize/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary \
 		--config-settings=cmake.define.EFORMER_SANITIZE=ON '.[test]'
-	LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		$(VENV)-sanitize/bin/python -m pytest tests/kernels/test_cpu.py $(ARGS)
 
 clean: ## remove the environment and what the tools left

@@ -7,7 +7,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import pytest
@@ -21,3 +21,11 @@ def getkey() -> Callable[[], jax.Array]:
     """A function that gives a new random key at each call, the same ones in every run of the test."""
     seeds = itertools.count()
     return lambda: jax.random.key(next(seeds))
+
+
+@pytest.fixture
+def compile_quickly() -> Iterator[None]:
+    """For tests that compile many programs to run each once, and ask what a program computes, not how it rounds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -98,14 +98,19 @@ class Shifted(ImplicitArray):
         return self.base + self.by
 
 
+def drawn(key: jax.Array, low: int, high: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Integers from `low` to below `high`, by NumPy, which has nothing to compile."""
+    return np.random.default_rng(np.asarray(jr.key_data(key))).integers(low, high, shape)
+
+
 def integers(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    return jr.randint(key, shape, -1, 2).astype(dtype)
+    return jnp.asarray(drawn(key, -1, 2, shape), dtype)
 
 
 def scaled(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Scaled:
     w, s = jr.split(key)
     columns = (*shape[:-2], 1, *shape[-1:]) if len(shape) > 1 else shape
-    return Scaled(integers(w, shape, dtype), (2 ** jr.randint(s, columns, 0, 2)).astype(jnp.float32))
+    return Scaled(integers(w, shape, dtype), jnp.asarray(2 ** drawn(s, 0, 2, columns), jnp.float32))
 
 
 def scaled_int8(key: jax.Array, shape: tuple[int, ...]) -> Scaled:
@@ -120,7 +125,7 @@ def low_rank(key: jax.Array, shape: tuple[int, ...]) -> LowRank:
 
 
 def filled(key: jax.Array, shape: tuple[int, ...]) -> Filled:
-    return Filled(jr.randint(key, shape[:-2], 1, 3).astype(jnp.float32), shape=shape)
+    return Filled(jnp.asarray(drawn(key, 1, 3, shape[:-2]), jnp.float32), shape=shape)
 
 
 def shifted(key: jax.Array, shape: tuple[int, ...]) -> Shifted:

@@ -1,10 +1,6 @@
-import jax
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def _compile_quickly():
-    """These tests compile many small programs to run each once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def _all_compile_quickly(compile_quickly):
+    """All values here are exact, in whatever order they are computed."""

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from eformer.jaximus import ImplicitArray, implicit, use_implicit
 
-from .arrays import ARRAYS, assert_same, count_materialized, densely, integers, name, scaled
+from .arrays import ARRAYS, assert_same, count_materialized, densely, filled, integers, name, scaled
 from .test_transforms import matmul
 
 arrays = pytest.mark.parametrize("make", ARRAYS, ids=name)
@@ -387,7 +387,7 @@ EINSUMS = {
 }
 
 
-@arrays
+@pytest.mark.parametrize("make", [scaled, filled], ids=name)  # with rules for it, and without
 @pytest.mark.parametrize(("spec", "operands"), EINSUMS.values(), ids=EINSUMS)
 def test_einsum(spec, operands, make, getkey):
     values = {"x": integers(getkey(), (4, 4)), "q": make(getkey(), (4, 4))}

@@ -11,7 +11,7 @@ import pytest
 
 from eformer.jaximus import ImplicitArray, implicit, materialization_error, register
 
-from .arrays import ARRAYS, Filled, Scaled, assert_same, count_materialized, integers, name, scaled
+from .arrays import ARRAYS, Filled, Scaled, assert_same, count_materialized, drawn, integers, name, scaled
 
 arrays = pytest.mark.parametrize("make", ARRAYS, ids=name)
 
@@ -19,7 +19,7 @@ arrays = pytest.mark.parametrize("make", ARRAYS, ids=name)
 def whole(key: jax.Array, shape: tuple[int, ...]) -> Scaled:
     """Of integers, for the operators on bits."""
     w, s = jax.random.split(key)
-    return Scaled(jax.random.randint(w, shape, -5, 6), jax.random.randint(s, (1, shape[-1]), 1, 3))
+    return Scaled(*(jnp.asarray(x, jnp.int32) for x in (drawn(w, -5, 6, shape), drawn(s, 1, 3, (1, shape[-1])))))
 
 
 # --- facts ---

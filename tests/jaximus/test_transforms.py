@@ -49,11 +49,14 @@ WAYS = [
     (outside, scaled, eagerly),
     (outside, low_rank, compiled),
     (inside, filled, compiled),
-    (outside, filled, compiled),
 ]
+WITH_INTEGERS = (outside, scaled_int8, compiled)
+WITH_SHAPE = (outside, filled, compiled)  # a stack of them has leaves of another rank
 ways = pytest.mark.parametrize(("place", "make", "run"), WAYS, ids=name)
-with_integers = pytest.mark.parametrize(("place", "make", "run"), [*WAYS, (outside, scaled_int8, compiled)], ids=name)
+with_integers = pytest.mark.parametrize(("place", "make", "run"), [*WAYS, WITH_INTEGERS], ids=name)
 with_nested = pytest.mark.parametrize(("place", "make", "run"), [*WAYS, (inside, shifted, eagerly)], ids=name)
+stacks = pytest.mark.parametrize(("place", "make", "run"), [*WAYS, WITH_SHAPE], ids=name)
+layers = pytest.mark.parametrize(("place", "make", "run"), [*WAYS, WITH_SHAPE, WITH_INTEGERS], ids=name)
 
 
 def matmul(x, q):
@@ -429,7 +432,7 @@ BATCHES_OF_BOTH = (
 )
 
 
-@ways
+@stacks
 @pytest.mark.parametrize("transform", BATCHES_OF_BOTH, ids=name)
 def test_vmap_over_a_stacked_array(transform, place, make, run, getkey):
     x, q = integers(getkey(), (3, 2, 4)), make(getkey(), (3, 4, 6))
@@ -595,7 +598,7 @@ def test_branches_that_return_different_forms(other, sign, getkey):
     assert_same(implicit(choose)(*operands), densely(choose)(*operands))
 
 
-@ways
+@stacks
 def test_scan_over_rows(place, make, run, getkey):
     """Rows of a matrix, that are no slices of its leaves."""
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 4))
@@ -683,7 +686,7 @@ LAYERS = (
 )
 
 
-@with_integers
+@layers
 @pytest.mark.parametrize("transform", LAYERS, ids=name)
 def test_layers(transform, place, make, run, getkey):
     x, q = integers(getkey(), (2, 4)), make(getkey(), (3, 4, 4))
@@ -723,13 +726,6 @@ def between(outer, inner):
     return tuple(functools.partial(outer, wrap(functools.partial(inner, matmul))) for wrap in (implicit, densely))
 
 
-OUTER = [
-    (outer_grad, scaled),
-    (outer_grad, scaled_int8),
-    (outer_jvp, scaled),
-    (outer_vmap, filled),
-    (outer_vmap_q, scaled),
-]
 INNER = [
     jit,
     scan_constant,
@@ -744,10 +740,14 @@ INNER = [
     checkpoint,
     vmap_closed_over,
 ]
+# Gradients and batches of the array itself with all; the others with one of each kind.
+BETWEEN = [(inner, outer, scaled) for inner in INNER for outer in (outer_grad, outer_vmap_q)]
+KINDS = [jit, scan_constant, scan_carry, cond, checkpoint, vmap_closed_over]
+BETWEEN += [(inner, *other) for inner in KINDS for other in ((outer_jvp, scaled), (outer_vmap, filled))]
+BETWEEN += [(inner, outer_grad, scaled_int8) for inner in (scan_of_checkpoint, switch_returning_it, lax_map)]
 
 
-@pytest.mark.parametrize(("outer", "make"), OUTER, ids=name)
-@pytest.mark.parametrize("inner", INNER, ids=name)
+@pytest.mark.parametrize(("inner", "outer", "make"), BETWEEN, ids=name)
 def test_between(inner, outer, make, getkey):
     x, q = integers(getkey(), (3, 4)), make(getkey(), (4, 4))
     assert_same(*compiled(*between(outer, inner), x, q))

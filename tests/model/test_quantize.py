@@ -35,6 +35,9 @@ class Box:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    def __repr__(self) -> str:  # the same in each process, as the names of tests must be
+        return f"Box({self.value})"
+
 
 jax.tree_util.register_pytree_with_keys(
     Box, lambda box: (((jax.tree_util.GetAttrKey("value"), box.value),), None), lambda _, children: Box(*children)
