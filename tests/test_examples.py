@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from eformer.jaximus import explain, implicit, materialization_error
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -66,3 +67,11 @@ def test_lora_trains_only_the_adapter(lora):
     np.testing.assert_array_equal(trained.w, q.w)
     assert jnp.any(trained.a != q.a)
     assert jnp.any(trained.b != q.b)
+
+
+def test_demo_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLES / "demo.py"), run_name="__main__")
+    assert stopped.value.code == 0
+    assert "usage: eformer demo" in capsys.readouterr().out

@@ -26,7 +26,8 @@ from eformer.jaximus import materialize
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, RSROperatorBinary
 
 COUNT = 100_000  # of each kind
-TRACED = 2_000  # of them with all allocations traced, which is slow
+PARTS = 4  # in which they are tried, so that processes can share them
+TRACED = 500  # of each part with all allocations traced, which is slow
 USED = 25  # of those that open, which are used
 LIMIT = 1 << 26  # bytes that may be taken at once; a file has some hundred
 MORE = 1 << 18  # kilobytes by which the process may grow when it compiles and runs what decodes them
@@ -219,14 +220,15 @@ def test_mutated_files_that_open_can_be_used(seeds: Callable[[Path, random.Rando
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MORE
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("seeds", [safetensors, metadata, bitsandbytes, gguf], ids=lambda f: f.__name__)
-def test_mutated_files(seeds: Callable[[Path, random.Random], Stream], tmp_path: Path):
-    mutated = seeds(tmp_path, random.Random(0))
-    opened = sum(opens(next(mutated)) for _ in range(COUNT - TRACED))
+def test_mutated_files(seeds: Callable[[Path, random.Random], Stream], part: int, tmp_path: Path):
+    count, mutated = COUNT // PARTS, seeds(tmp_path, random.Random(part))
+    opened = sum(opens(next(mutated)) for _ in range(count - TRACED))
     tracemalloc.start()
     try:
         opened += sum(opens(next(mutated)) for _ in range(TRACED))
         assert tracemalloc.get_traced_memory()[1] < LIMIT
     finally:
         tracemalloc.stop()
-    assert COUNT // 1000 < opened < COUNT * 9 // 10  # if all failed, or none, this would test little
+    assert count // 1000 < opened < count * 9 // 10  # if all failed, or none, this would test little

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "model": {"ops", "jaximus"},
     "checkpoint": {"model", "ops", "jaximus", "kernels"},
     "cli": {"checkpoint", "model", "ops", "jaximus"},
+    "__main__": {"cli"},
 }
 
 # Run in a fresh interpreter: what our code does while it is imported, once the packages it stands on are there.

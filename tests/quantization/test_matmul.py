@@ -243,14 +243,14 @@ def tiled_layout(*layout: str, length: int) -> Any:
 
 
 # The axis that is cut is summed over or free, after a parallel one or the first; with a rest and without.
+SUMMED, FREE = ("mk", "kn", ""), ("mk", "nk", "")
+CUT = [SUMMED, FREE, ("bmk", "bkn", "b"), ("mbk", "nbk", "b"), ("mkl", "lkn", "")]
+
+
+@quickly
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("length", [22, 24])
-@pytest.mark.parametrize(
-    "layout",
-    [("mk", "kn", ""), ("mk", "nk", ""), ("bmk", "bkn", "b"), ("mbk", "nbk", "b"), ("mkl", "lkn", "")],
-    ids=layout_id,
-)
-@pytest.mark.parametrize("varies", ["first", "last"])
+@pytest.mark.parametrize(("length", "varies"), [(22, "first"), (22, "last"), (24, "first")])
+@pytest.mark.parametrize("layout", CUT, ids=layout_id)
 def test_tiled_products_of_int8(layout, length, varies):
     x_shape, q_shape, numbers = tiled_layout(*layout, length=length)
     x, (q, dense) = normal(x_shape, seed=1), int8_of(q_shape, varies)
@@ -258,10 +258,13 @@ def test_tiled_products_of_int8(layout, length, varies):
     assert_product(dot(x, q, numbers), x, dense, numbers)
 
 
+# Each weight, and again those whose scales lie along the axis that is cut, or across it.
+TILED = [*((case, SUMMED) for case in WEIGHTS), *((case, FREE) for case in (*TYPED, Case.of("nf4", block_size=4)))]
+
+
 @quickly
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("layout", [("mk", "kn", ""), ("mk", "nk", "")], ids=layout_id)
-@every_weight
+@pytest.mark.parametrize(("case", "layout"), TILED, ids=str)
 def test_tiled_products_and_their_gradients(case, layout):
     x_shape, q_shape, numbers = tiled_layout(*layout, length=22)
     x, (q, dense) = normal(x_shape, seed=1), example(case, q_shape)
@@ -281,8 +284,11 @@ def test_parallel_axes_alone_are_not_cut():
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=name)
-@pytest.mark.parametrize("case", TYPED, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, jnp.float16) for case in TYPED), *((case, jnp.bfloat16) for case in TYPED[::2])],
+    ids=name,
+)
 def test_tiled_products_of_half_precision(case, dtype):
     x, (q, dense) = normal((5, 22), dtype, seed=1), example(case, (22, 6), dtype)
     out = dot(x, q, numbers_of("mk", "kn"))

@@ -29,6 +29,8 @@ CASES = [  # rows, columns, k
     (5, 0, 4),
 ]
 
+# Sums are of integers, or compared at a bound that holds in any order.
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 operators = pytest.mark.parametrize("cls", OPERATORS, ids=lambda cls: cls.__name__)
 may_materialize = pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning")
 
@@ -71,8 +73,11 @@ def test_the_documented_examples():
         assert (cls.commute_ops, cls.warn_on_materialize) == (True, True)
 
 
-@operators
-@pytest.mark.parametrize(("n", "m", "k"), CASES)
+# A ternary operator is two binary ones: of several shapes, both signs in one.
+@pytest.mark.parametrize(
+    ("cls", "n", "m", "k"),
+    [*((RSROperatorBinary, *case) for case in CASES), *((RSROperatorTernary, *CASES[at]) for at in (0, 2, 6))],
+)
 def test_dot_and_materialize_are_exact(cls: Any, n: int, m: int, k: int):
     A = matrix(cls, (n, m))
     q = cls.from_matrix(jnp.asarray(A), k=k)
@@ -84,7 +89,7 @@ def test_dot_and_materialize_are_exact(cls: Any, n: int, m: int, k: int):
     np.testing.assert_array_equal(result, v @ A)
 
 
-@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
 @hypothesis.given(
     cls=st.sampled_from(OPERATORS),
     n=st.integers(0, 20),
@@ -131,9 +136,9 @@ def test_half_precision_is_summed_in_float32():
 
 @operators
 def test_vectors_are_not_truncated_to_integers(cls: Any):
-    A = matrix(cls, (6, 5))
-    v = np.array([0.25, -0.5, 0.75, 1.5, -2.25, 0.125], np.float32)
-    np.testing.assert_array_equal(cls.from_matrix(A).dot(v), v @ A.astype(np.float32))
+    A = matrix(cls, (11, 13))
+    v = integers((11,)).astype(np.float32) / 8
+    np.testing.assert_array_equal(cls.from_matrix(A, k=4).dot(v), v @ A.astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -202,9 +207,9 @@ def test_gradient_is_that_of_the_dense_product(cls: Any):
     A = matrix(cls, (11, 13))
     q = cls.from_matrix(A, k=4)
     v, weights = integers((3, 11)).astype(np.float32), integers((3, 13)).astype(np.float32)
-    gradient = jax.grad(lambda v: jnp.sum(q.dot(v) * weights))(v)
+    gradient = jax.jit(jax.grad(lambda v: jnp.sum(q.dot(v) * weights)))(v)
     np.testing.assert_array_equal(gradient, weights @ A.T)
-    primal, tangent = jax.jvp(q.dot, (v,), (v + 1,))
+    primal, tangent = jax.jit(lambda v: jax.jvp(q.dot, (v,), (v + 1,)))(v)
     np.testing.assert_array_equal(primal, v @ A)
     np.testing.assert_array_equal(tangent, (v + 1) @ A)
 
@@ -214,13 +219,19 @@ def test_jit_vmap_scan_cond_and_remat(cls: Any):
     A = matrix(cls, (11, 13))
     q = cls.from_matrix(A, k=4)
     v = integers((3, 11)).astype(np.float32)
-    expected = v @ A
-    np.testing.assert_array_equal(jax.jit(lambda v, q: q.dot(v))(v, q), expected)
-    np.testing.assert_array_equal(jax.jit(lambda v: cls.from_matrix(A, k=4).dot(v))(v), expected)
-    np.testing.assert_array_equal(jax.vmap(q.dot)(v), expected)
-    np.testing.assert_array_equal(jax.lax.map(q.dot, v), expected)
-    np.testing.assert_array_equal(jax.lax.cond(True, lambda v: q.dot(v), lambda v: 0 * q.dot(v), v), expected)
-    np.testing.assert_array_equal(jax.checkpoint(q.dot)(v), expected)
+
+    @jax.jit
+    def run(v: jax.Array, q: Any) -> Any:
+        return (
+            q.dot(v),
+            cls.from_matrix(A, k=4).dot(v),
+            jax.vmap(q.dot)(v),
+            jax.lax.map(q.dot, v),
+            jax.lax.cond(v[0, 0] < 9, lambda v: q.dot(v), lambda v: 0 * q.dot(v), v),
+            jax.checkpoint(q.dot)(v),
+        )
+
+    np.testing.assert_array_equal(run(v, q), [v @ A] * 6)
 
 
 @operators
@@ -329,15 +340,14 @@ def test_without_the_kernel_the_matrix_is_decoded(cls: Any):
     assert "materialize" not in [met.rule for met, _, _ in explain(jax.lax.dot)(v, q)]
 
 
-@operators
-@pytest.mark.parametrize("other", ["int8", "rsr"])
+@pytest.mark.parametrize(("cls", "other"), [(RSROperatorBinary, "int8"), (RSROperatorTernary, "rsr")])
 def test_both_operands_quantized(cls: Any, other: str):
-    A = matrix(cls, (8, 13))
-    q = cls.from_matrix(A)
-    v = jnp.asarray(normal((4, 8)), jnp.float32)
+    A = matrix(cls, (11, 13))
+    q = cls.from_matrix(A, k=4)
+    v = jnp.asarray(normal((3, 11)), jnp.float32)
     x = RSROperatorTernary.quantize(v) if other == "rsr" else quantize(v, dtype=other)
     result = x @ q
-    assert result.shape == (4, 13)
+    assert result.shape == (3, 13)
     assert_sums(result, np.asarray(x.materialize()), A)
     assert_sums(q.dot(x), np.asarray(x.materialize()), A)
 
@@ -380,8 +390,7 @@ def test_first_column_is_the_highest_bit(k: int, dtype: Any):
     assert q.codes.tolist() == [[2 ** (k - 1), 1]]
 
 
-@pytest.mark.parametrize("k", [1, 3, 9])
-@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bool])
+@pytest.mark.parametrize(("k", "dtype"), [(1, None), (3, jnp.float32), (9, jnp.bool)])
 def test_one_hot_maps_round_trip(k: int, dtype: Any):
     A = matrix(RSROperatorBinary, (6, 10))
     q = RSROperatorBinary.from_matrix(A, k)
@@ -464,8 +473,9 @@ def test_values_that_are_not_seen_are_clipped(cls: Any):
     np.testing.assert_array_equal(q.materialize(), np.clip(A, 0 if cls is RSROperatorBinary else -1, 1))
 
 
-@operators
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint32])
+@pytest.mark.parametrize(
+    ("cls", "dtype"), [(RSROperatorBinary, np.uint8), (RSROperatorTernary, np.int16), (RSROperatorBinary, np.uint32)]
+)
 def test_every_integer_dtype_is_taken(cls: Any, dtype: Any):
     A = np.array([[0, 1, 1], [1, 0, 1]], dtype)
     np.testing.assert_array_equal(cls.from_matrix(A, k=2).materialize(), A)
@@ -554,8 +564,9 @@ def mesh(kind: AxisType) -> Any:
 SPECS = [PartitionSpec(None, "y"), PartitionSpec("x", "y"), PartitionSpec(("x", "y"))]
 
 
-@operators
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(
+    ("cls", "spec"), [(RSROperatorTernary, SPECS[1]), *((RSROperatorBinary, spec) for spec in SPECS)], ids=str
+)
 def test_sharding_the_operator_or_the_matrix_is_the_same(cls: Any, spec: PartitionSpec):
     A = matrix(cls, (16, 32))
     sharding = NamedSharding(mesh(AxisType.Auto), spec)

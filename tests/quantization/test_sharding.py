@@ -13,10 +13,19 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from eformer.jaximus import implicit
 from eformer.ops.quantization import Array8B, ArrayNF4, quantize
 
-from .cases import LAYOUTS, assert_product, normal
+from .cases import Case, assert_product, normal
 
 P = PartitionSpec
 W = normal((32, 64))
+# What devices must agree on: nothing, a mean of all, of a column, of the blocks' scales.
+LAYOUTS = [
+    Case.of("int8"),
+    Case.of("nf4"),
+    Case.of("nf4", block_size=4, double_quantization=True),
+    Case.of("ternary", scale="tensor"),
+    Case.of("ternary", scale="channel"),
+    Case.of("binary"),
+]
 every_layout = pytest.mark.parametrize("case", LAYOUTS, ids=str)
 
 
@@ -33,12 +42,14 @@ def equal(x: Any, y: Any) -> bool:
     return np.array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.parametrize(
-    ("kind", "spec"),
-    [(AxisType.Auto, P("a")), (AxisType.Auto, P(("a", "b"))), (AxisType.Explicit, P("a", "b"))],
-    ids=str,
-)
-@every_layout
+# Explicit axes ask something of every step; automatic ones of those that look across devices.
+COMMUTING = [(case, AxisType.Explicit, P("a", "b")) for case in LAYOUTS]
+COMMUTING += [(case, AxisType.Auto, P("a")) for case in LAYOUTS[2:5]]
+COMMUTING += [(case, AxisType.Auto, P(("a", "b"))) for case in LAYOUTS[:2]]
+
+
+@pytest.mark.usefixtures("compile_quickly")
+@pytest.mark.parametrize(("case", "kind", "spec"), COMMUTING, ids=str)
 def test_sharding_and_quantizing_commute(case, kind, spec):
     sharding = NamedSharding(make_mesh(kind), spec)
     before = case(jax.device_put(W, sharding))
@@ -53,14 +64,16 @@ def test_sharding_and_quantizing_commute(case, kind, spec):
     assert equal(dense, case(W).materialize())
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@every_layout
+JITTED = [*((case, AxisType.Explicit) for case in LAYOUTS[:3]), *((case, AxisType.Auto) for case in LAYOUTS[2:])]
+
+
+@pytest.mark.parametrize(("case", "kind"), JITTED, ids=str)
 def test_under_jit(case, kind):
     mesh = make_mesh(kind)
     w = jax.device_put(W, NamedSharding(mesh, P(None, "b")))
     with jax.set_mesh(mesh):
         q = jax.jit(lambda w: case(w))(w)
-        dense = jax.jit(lambda q: q.materialize())(case(w))
+        dense = jax.jit(lambda q: q.materialize())(q)
         moved = jax.jit(lambda q: q.with_sharding(P()))(q)
     assert jax.tree.all(jax.tree.map(equal, q, case(W)))
     assert equal(dense, case(W).materialize())
@@ -68,6 +81,7 @@ def test_under_jit(case, kind):
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(moved))
 
 
+@pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize("spec", [P("a"), P(None, "b")], ids=str)
 @every_layout
 def test_products_of_sharded_weights(case, spec, auto):

@@ -1,0 +1,3 @@
+"""The command line: `eformer quantize`, `inspect`, `compare`, `convert`, `bench` and `demo`."""
+
+from ._main import main as main

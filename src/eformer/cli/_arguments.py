@@ -1,0 +1,95 @@
+"""What is written on the command line, as what the library takes; a mistake says what would have been right."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from eformer.model import Rule, default_rules, parse_rule
+from eformer.ops.quantization import formats
+
+KEEP = "keep"
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+FILES = (".safetensors", ".gguf")  # all else is the name of a folder
+NO_TARGETS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".json")
+MIN_K = 32  # fewer are not quantized by the rules for whole models
+
+
+def rule(text: str) -> Rule:
+    """PATTERN=FORMAT,option=value,..."""
+    try:
+        return parse_rule(text)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def format_rule(text: str) -> Rule:
+    """FORMAT,option=value,...: a rule for everything."""
+    name = text.partition(",")[0]
+    if name not in (*format_names(), KEEP):
+        raise argparse.ArgumentTypeError(f"unknown format {name!r}; there are {', '.join(format_names())} and {KEEP}")
+    return rule(f".={text}")
+
+
+def format_names() -> list[str]:
+    return [form.name for form in formats()]
+
+
+def model_rules(given: Sequence[Rule], rest: Rule, embeddings: str | None) -> list[Rule]:
+    """The rules given, then those for whole models in the format `rest`; none of these if it is "keep"."""
+    if rest.format is None:
+        return list(given)
+    return [*given, *default_rules(rest.format, embeddings=embeddings, **rest.options)]
+
+
+def byte_count(text: str) -> int:
+    """5GB, 500MB or a number of bytes, in units of 1000."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)?", text.strip(), re.IGNORECASE)
+    count = int(float(found[1]) * UNITS[(found[2] or "").upper()]) if found else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 5GB, 500MB or a number of bytes")
+    return count
+
+
+def target(text: str) -> Path:
+    """A .safetensors or .gguf file, or a folder."""
+    path = Path(text)
+    if path.suffix in NO_TARGETS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must end in {' or '.join(FILES)}, or be a folder: {path.suffix} files are not written"
+        )
+    return path
+
+
+def positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return number
+
+
+class Problem(NamedTuple):
+    """A product of x (m, k) and a weight (k, n)."""
+
+    m: int
+    k: int
+    n: int
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+def problem(text: str) -> Problem:
+    """MxKxN."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
+    if found is None or int(found[2]) < MIN_K:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no problem: write MxKxN such as 1x4096x4096, x of M rows times a weight (K, N), K >= {MIN_K}"
+        )
+    return Problem(*map(int, found.groups()))

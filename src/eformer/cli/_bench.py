@@ -1,0 +1,104 @@
+"""`eformer bench`: products with quantized weights against float32, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from eformer.model import Rule, default_rules, quantize_model
+from eformer.model._text import in_bytes
+
+from ._answer import Answer, table
+from ._arguments import Problem, byte_count, format_rule, positive, problem
+from ._timing import interleaved
+
+HELP = "time products with quantized weights against float32"
+EXAMPLE = """\
+examples:
+  eformer bench
+  eformer bench 1x4096x4096 32x4096x11008 --format int8 --format nf4,block_size=32
+
+MxKxN is x (M, K) times a weight (K, N). The contenders take turns around a ring of distinct weights, so that memory and
+not a cache answers; the least time of many turns counts. Read the ratios.
+"""
+DENSE = "float32"
+MOST_WEIGHTS = 64  # in a ring of small ones
+
+
+class Timed(NamedTuple):
+    format: str
+    seconds: float  # a product
+    nbytes: int  # of one weight
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    default = [Problem(1, 4096, 4096)]
+    parser.add_argument(
+        "problems", type=problem, nargs="*", default=default, metavar="MxKxN", help="default: 1x4096x4096"
+    )
+    parser.add_argument(
+        "--format",
+        type=format_rule,
+        action="append",
+        metavar="FORMAT[,OPTION=VALUE...]",
+        help="a contender, may be given again; default: int8, nf4 and ternary",
+    )
+    parser.add_argument("--repeats", type=positive, default=20, metavar="COUNT", help="turns of each (default: 20)")
+    parser.add_argument(
+        "--ring",
+        type=byte_count,
+        default="800MB",
+        metavar="SIZE",
+        help="of float32 weights to go around (default: 800MB)",
+    )
+
+
+def run(args: argparse.Namespace) -> Answer:
+    contenders = args.format or [format_rule(name) for name in ("int8", "nf4", "ternary")]
+    if any(each.format is None for each in contenders):
+        raise ValueError("--format keep is float32, which is always there; name a format to compare it with")
+    device = jax.devices()[0].device_kind
+    text, found = [f"JAX {jax.__version__} on {device}"], []
+    for each in args.problems:
+        print(f"measuring {each} ...", file=sys.stderr, flush=True)
+        timed = measure(each, contenders, args.repeats, args.ring)
+        text += ["", f"x ({each.m}, {each.k}) @ weight ({each.k}, {each.n})", _table(timed)]
+        results = [{**row._asdict(), "speed": timed[0].seconds / row.seconds} for row in timed]
+        found.append({**each._asdict(), "results": results})
+    return Answer("\n".join(text), {"jax": jax.__version__, "device": device, "problems": found})
+
+
+def measure(problem: Problem, contenders: Sequence[Rule], repeats: int, ring_bytes: int) -> list[Timed]:
+    """Float32 first, then each contender."""
+    m, k, n = problem
+    count = min(MOST_WEIGHTS, max(1, ring_bytes // (4 * k * n)))
+    weights = [jax.random.normal(key, (k, n)) for key in jax.random.split(jax.random.key(0), count)]
+    rings: dict[str, list[Any]] = {DENSE: weights}
+    for each in contenders:
+        assert each.format is not None  # `run` has seen to it
+        rules = default_rules(each.format, min_size=1, **each.options)
+        rings[str(each).removeprefix(".=")] = [quantize_model({"w": w}, rules)["w"] for w in weights]
+    x = jax.random.normal(jax.random.key(1), (m, k))
+    times = interleaved({name: _burst(x, ring) for name, ring in rings.items()}, repeats)
+    return [Timed(name, times[name] / count, ring[0].nbytes) for name, ring in rings.items()]
+
+
+def _burst(x: jax.Array, ring: Sequence[Any]) -> Callable[[], None]:
+    product = jax.jit(lambda x, w: x @ w)
+
+    def burst() -> None:
+        for w in ring:
+            product(x, w).block_until_ready()
+
+    return burst
+
+
+def _table(timed: Sequence[Timed]) -> str:
+    rows = [
+        [t.format, in_bytes(t.nbytes), f"{t.seconds * 1e3:.3f}", f"{timed[0].seconds / t.seconds:.2f}x"] for t in timed
+    ]
+    return table(["weight", "bytes", "ms", "of float32 speed"], rows)

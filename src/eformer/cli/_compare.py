@@ -1,0 +1,44 @@
+"""`eformer compare`: how far two checkpoints are from each other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ._answer import Answer
+from ._compared import compare_checkpoints
+from ._output import check_free, write_page
+from ._progress import showing
+
+HELP = "errors of each array of a checkpoint against another"
+EXAMPLE = """\
+examples:
+  eformer compare model.safetensors small.safetensors
+  eformer compare ./model ./small --sort error --report small.html
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", metavar="A", help="a file, an index of shards or a folder: what is right")
+    parser.add_argument("after", metavar="B", help="the same model in another form")
+    parser.add_argument("--sort", choices=("error", "bytes_before", "bytes_after"), help="largest first")
+    parser.add_argument("--report", type=Path, metavar="PAGE.html", help="write it as a page, with plots")
+    parser.add_argument("--force", action="store_true", help="replace the page if it is there")
+
+
+def run(args: argparse.Namespace) -> Answer:
+    if args.report is not None:
+        check_free(args.report, force=args.force)
+    with showing("comparing", sys.stderr) as progress:
+        found = compare_checkpoints(args.before, args.after, progress)
+    only = {"only_before": list(found.only_before), "only_after": list(found.only_after)}
+    text = [found.report.table(args.sort)]
+    text += [f"only in {args.before}: {name}" for name in found.only_before]
+    text += [f"only in {args.after}: {name}" for name in found.only_after]
+    data = {**json.loads(found.report.to_json()), **only}
+    if args.report is not None:
+        page = write_page(found.report, args.report, title=Path(args.after).name, force=args.force)
+        text, data["report"] = [*text, f"report: {page}"], str(page)
+    return Answer("\n".join(text), data)

@@ -1,0 +1,83 @@
+"""Two checkpoints, array by array: only one pair is in memory at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import NamedTuple
+
+from eformer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from eformer.model import Leaf, Report, report
+
+from ._progress import Progress
+
+
+class Totals(NamedTuple):
+    """Of a checkpoint, by its headers alone."""
+
+    arrays: int
+    quantized: int
+    nbytes: int
+    size: int
+
+    @property
+    def bits(self) -> float:
+        """A weight; NaN where there is none."""
+        return 8 * self.nbytes / self.size if self.size else math.nan
+
+
+def totals(checkpoint: Checkpoint) -> Totals:
+    infos = [checkpoint.info(name) for name in checkpoint]
+    return Totals(
+        len(infos),
+        sum(info.format is not None for info in infos),
+        sum(info.nbytes for info in infos),
+        sum(math.prod(info.shape) for info in infos),
+    )
+
+
+def largest_dense(checkpoint: Checkpoint) -> str | None:
+    """The name of the array that takes the most bytes of those that are not quantized."""
+    dense = {name: checkpoint.info(name) for name in checkpoint if checkpoint.info(name).format is None}
+    return max(dense, key=lambda name: dense[name].nbytes, default=None)
+
+
+class Comparison(NamedTuple):
+    report: Report  # of the arrays that both have
+    only_before: tuple[str, ...]
+    only_after: tuple[str, ...]
+
+
+def compare_checkpoints(
+    before: str | os.PathLike[str], after: str | os.PathLike[str], progress: Progress | None = None
+) -> Comparison:
+    """What became of each array of `before` in `after`; arrays that differ count as quantized, in whichever dtype.
+
+    A CheckpointError if they have no name in common, a ValueError if a shape differs.
+    """
+    with open_checkpoint(before) as old, open_checkpoint(after) as new:
+        names = [name for name in old if name in new]
+        if not names:
+            raise CheckpointError(
+                f"it has no array that {before} has: {_some(new)} here, {_some(old)} there", file=str(after)
+            )
+        total, done = sum(old.info(name).nbytes for name in names), 0
+        leaves: list[Leaf] = []
+        worst, histogram = 0.0, None
+        for name in names:
+            found = report({name: old[name]}, {name: new[name]})
+            (leaf,) = found.leaves
+            changed = leaf.quantized or bool(leaf.distance and leaf.distance.noise)
+            leaves.append(dataclasses.replace(leaf, quantized=changed))
+            if found.histogram is not None and (leaf.error or 0.0) >= worst:
+                worst, histogram = leaf.error or 0.0, found.histogram
+            done += old.info(name).nbytes
+            if progress is not None:
+                progress(name, done, total)
+        only = [tuple(name for name in one if name not in other) for one, other in ((old, new), (new, old))]
+    return Comparison(Report(tuple(leaves), histogram=histogram), *only)
+
+
+def _some(checkpoint: Checkpoint) -> str:
+    return ", ".join(map(repr, list(checkpoint)[:2])) or "none"

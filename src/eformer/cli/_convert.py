@@ -1,0 +1,58 @@
+"""`eformer convert`: from one kind of checkpoint to another."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from eformer.checkpoint import convert, open_checkpoint
+from eformer.model._text import in_bytes
+
+from ._answer import Answer
+from ._arguments import byte_count, target
+from ._compared import totals
+from ._output import claimed
+from ._progress import showing
+
+HELP = "write a checkpoint as safetensors, bitsandbytes or GGUF"
+EXAMPLE = """\
+examples:
+  eformer convert model.gguf model.safetensors
+  eformer convert small.safetensors model.gguf --type Q8_0
+  eformer convert ./small ./for-torch --to bitsandbytes
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="IN", help="a file, an index of shards or a folder")
+    parser.add_argument("target", metavar="OUT", type=target, help="a .safetensors or .gguf file, or a folder")
+    parser.add_argument(
+        "--to", choices=("safetensors", "bitsandbytes", "gguf"), help="the kind; by default as OUT ends, or safetensors"
+    )
+    parser.add_argument("--type", help="for GGUF: F32, F16, BF16, Q8_0, Q4_0 or TQ2_0")
+    parser.add_argument("--shard", type=byte_count, metavar="SIZE", help="split what is larger than that: 5GB, 500MB")
+    parser.add_argument("--force", action="store_true", help="replace what is there")
+
+
+def run(args: argparse.Namespace) -> Answer:
+    suffix = args.target.suffix
+    kind = args.to or ("gguf" if suffix == ".gguf" else "safetensors")
+    if suffix in (".safetensors", ".gguf") and (suffix == ".gguf") != (kind == "gguf"):
+        raise ValueError(f"{args.target} would be {kind}: give OUT the other ending, or none for a folder")
+    with (
+        claimed(args.target, force=args.force) as path,
+        showing("converting", sys.stderr) as progress,
+    ):
+        written = convert(
+            args.source,
+            path,
+            kind,
+            type=args.type,
+            max_shard_bytes=args.shard,
+            overwrite=args.force,
+            progress=progress,
+        )
+    with open_checkpoint(written) as checkpoint:
+        sums = totals(checkpoint)
+    text = f"wrote {written}: {kind}, {sums.arrays} arrays in {in_bytes(sums.nbytes)}"
+    return Answer(text, {"path": str(written), "kind": kind, "arrays": sums.arrays, "bytes": sums.nbytes})

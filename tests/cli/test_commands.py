@@ -1,0 +1,235 @@
+"""Each command does what it says, for readers and for machines."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quantization.cases import assert_same_leaves
+
+from eformer.checkpoint import load, open_checkpoint, save, save_gguf
+from eformer.model import default_rules, quantize_model
+
+from .conftest import tree
+
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+FILES = {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def formats_of(path: Path) -> dict[str, str | None]:
+    with open_checkpoint(path) as checkpoint:
+        return {name: checkpoint.info(name).format for name in checkpoint}
+
+
+# --- quantize ---
+
+
+def test_quantize_is_quantize_model(run, dense: Path, tmp_path: Path):
+    ran = run("quantize", dense, tmp_path / "small", "--format", "nf4")
+    assert ran.code == 0
+    found, expected = load(tmp_path / "small"), quantize_model(tree(), default_rules("nf4"))
+    for old, new in zip(expected["layers"], found["layers"], strict=True):
+        assert_same_leaves(new["kernel"], old["kernel"])
+    assert np.array_equal(found["embed"]["embedding"], expected["embed"]["embedding"])
+    assert {path.name for path in (tmp_path / "small").iterdir()} == FILES
+    assert "2 of 6 arrays are quantized" in ran.out
+    assert "kept as it was: embed.embedding" in ran.out
+    assert "quantizing 100%" in ran.err
+
+
+KERNELS, EMBED = ("layers.0.kernel", "layers.1.kernel"), "embed.embedding"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], dict.fromkeys(KERNELS, "nf4")),
+        (["--format", "int8"], dict.fromkeys(KERNELS, "int8")),
+        (["--embeddings", "int8"], {**dict.fromkeys(KERNELS, "nf4"), EMBED: "int8"}),
+        (["--rule", "layers[.]0.*kernel=int8,axis=-2"], {KERNELS[0]: "int8", KERNELS[1]: "nf4"}),
+        (["--rule", "[.]0[.]=keep", "--rule", "kernel=int8"], {KERNELS[1]: "int8"}),
+        (["--format", "keep", "--rule", "embed=nf4"], {EMBED: "nf4"}),
+        (["--format", "keep"], {}),
+    ],
+    ids=str,
+)
+def test_quantize_goes_by_format_and_rules(
+    options: list[str], expected: dict[str, str], run, dense: Path, tmp_path: Path
+):
+    assert run("quantize", dense, tmp_path / "small.safetensors", *options).code == 0
+    found = formats_of(tmp_path / "small.safetensors")
+    assert {name: form for name, form in found.items() if form} == expected
+
+
+def test_quantize_takes_options_of_the_format(run, dense: Path, tmp_path: Path):
+    assert (
+        run("quantize", dense, tmp_path / "small", "--format", "nf4,block_size=16,double_quantization=true").code == 0
+    )
+    kernel = load(tmp_path / "small")["layers"][0]["kernel"]
+    assert kernel.block_size == 16
+    assert kernel.nested is not None
+
+
+def test_quantize_reads_and_writes_shards(run, dense: Path, tmp_path: Path):
+    assert run("quantize", dense, tmp_path / "a", "--format", "keep", "--shard", "30kB").code == 0
+    index = tmp_path / "a" / "model.safetensors.index.json"
+    assert index.exists()
+    assert run("quantize", index, tmp_path / "b.safetensors").code == 0
+    assert formats_of(tmp_path / "b.safetensors")["layers.0.kernel"] == "nf4"
+
+
+def test_quantize_replaces_with_force(run, dense: Path):
+    before = (dense / "model.safetensors").stat().st_size
+    assert run("quantize", dense, dense, "--force").code == 0
+    assert (dense / "model.safetensors").stat().st_size < before
+    assert {path.name for path in dense.iterdir()} == FILES
+
+
+def test_quantize_reports(run, dense: Path, tmp_path: Path):
+    page = tmp_path / "pages" / "small.html"
+    ran = run("quantize", dense, tmp_path / "small", "--report", page, "--json")
+    data = json.loads(ran.out)
+    assert data["report"] == str(page)
+    assert data["bytes_after"] < data["bytes_before"]
+    assert 0 < data["error"] < 0.15  # the widest gap of NF4 is 0.304 of the largest of a block
+    assert "layers.1.kernel" in page.read_text()
+    assert [path.name for path in page.parent.iterdir()] == [page.name]
+
+
+# --- inspect ---
+
+
+def test_inspect(run, dense: Path, tmp_path: Path):
+    run("quantize", dense, tmp_path / "small")
+    ran = run("inspect", tmp_path / "small")
+    assert ran.code == 0
+    assert re.search(r"layers\.0\.kernel +64x128 +nf4 +4\.61 kB\n", ran.out)
+    assert "6 arrays, 2 quantized" in ran.out
+    data = json.loads(run("inspect", tmp_path / "small", "--json").out)
+    assert data["kind"] == "safetensors"
+    assert data["total"]["quantized"] == 2
+    kernel = next(each for each in data["arrays"] if each["name"] == "layers.0.kernel")
+    assert kernel == {"name": "layers.0.kernel", "shape": [64, 128], "dtype": "float32", "format": "nf4", "bytes": 4608}
+
+
+def test_inspect_shortens_metadata(run, tmp_path: Path):
+    save(tmp_path / "a", {"x": np.ones(3)}, metadata={"who": "me", "text": "long\n" * 100})
+    ran = run("inspect", tmp_path / "a")
+    assert "who: me" in ran.out
+    assert max(map(len, ran.out.splitlines()[1:])) < 80
+
+
+def test_inspect_can_be_trusted_with_any_name(run, tmp_path: Path):
+    save(tmp_path / "a", {"x\x1b[2J\n": np.ones(3)}, metadata={"\x1b[0m": "\x07"})
+    ran = run("inspect", tmp_path / "a")
+    assert ran.out.replace("\n", "").isprintable()
+    assert json.loads(run("inspect", tmp_path / "a", "--json").out)["arrays"][0]["name"] == "x\x1b[2J\n"
+
+
+def test_inspect_of_gguf(run, tmp_path: Path):
+    metadata = {"general.architecture": "x", "list": [1, 2], "yes": True, "half": 0.5}
+    save_gguf(tmp_path / "a.gguf", {"w": np.ones((2, 32), np.float32)}, type="Q8_0", metadata=metadata)
+    data = json.loads(run("inspect", tmp_path / "a.gguf", "--json").out)
+    assert data["kind"] == "gguf"
+    assert data["arrays"][0]["format"] == "Q8_0"
+    assert data["metadata"] == {**metadata, "general.quantization_version": 2}
+
+
+# --- compare ---
+
+
+def test_compare(run, dense: Path, tmp_path: Path):
+    run("quantize", dense, tmp_path / "small", "--format", "int8")
+    ran = run("compare", dense, tmp_path / "small", "--sort", "error", "--report", tmp_path / "page.html")
+    assert ran.code == 0
+    assert "layers." in ran.out.splitlines()[2]  # the largest error first
+    assert (tmp_path / "page.html").exists()
+    data = json.loads(run("compare", dense, tmp_path / "small", "--json").out)
+    errors = {leaf["path"]: leaf["error"] for leaf in data["leaves"]}
+    assert errors["embed.embedding"] == 0
+    assert 0 < errors["layers.0.kernel"] < 0.02
+    assert data["only_before"] == data["only_after"] == []
+
+
+def test_compare_of_dense_arrays(run, tmp_path: Path):
+    x = jax.random.normal(jax.random.key(0), (8, 8))
+    save(tmp_path / "a", {"x": x, "y": x, "old": x})
+    save(tmp_path / "b", {"x": x.astype(jnp.bfloat16), "y": x, "new": x})
+    ran = run("compare", tmp_path / "a", tmp_path / "b", "--json")
+    leaves = {leaf["path"]: leaf for leaf in json.loads(ran.out)["leaves"]}
+    assert 0 < leaves["x"]["error"] <= 2**-8
+    assert leaves["y"]["error"] == 0
+    text = run("compare", tmp_path / "a", tmp_path / "b").out
+    assert re.search(r"^x .*0\.\d\d%", text, re.MULTILINE)
+    assert f"only in {tmp_path / 'a'}: old" in text
+    assert f"only in {tmp_path / 'b'}: new" in text
+
+
+# --- convert ---
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind", "file"),
+    [
+        ("b.gguf", [], "gguf", "b.gguf"),
+        ("b.gguf", ["--type", "F16"], "gguf", "b.gguf"),
+        ("b.safetensors", [], "safetensors", "b.safetensors"),
+        ("b", [], "safetensors", "b/model.safetensors"),
+        ("b", ["--to", "gguf"], "gguf", "b/model.gguf"),
+        ("b", ["--to", "bitsandbytes"], "bitsandbytes", "b/model.safetensors"),
+    ],
+)
+def test_convert(name: str, options: list[str], kind: str, file: str, run, tmp_path: Path):
+    from eformer.ops.quantization import quantize
+
+    weight = jax.random.normal(jax.random.key(0), (4, 64))
+    save(tmp_path / "a", {"layer": {"weight": quantize(weight, dtype="nf4")}})
+    data = json.loads(run("convert", tmp_path / "a", tmp_path / name, *options, "--json").out)
+    assert data["kind"] == kind
+    assert data["path"] == str(tmp_path / file)
+    with open_checkpoint(data["path"]) as checkpoint:
+        assert checkpoint.kind == kind
+        assert checkpoint.info("layer.weight").shape == (4, 64)
+
+
+# --- bench ---
+
+
+def test_bench(run):
+    options = ["--format", "int8", "--format", "nf4,block_size=32", "--repeats", "1", "--ring", "50kB"]
+    ran = run("bench", "1x64x48", "3x32x32", *options, "--json")
+    problems = json.loads(ran.out)["problems"]
+    assert [(each["m"], each["k"], each["n"]) for each in problems] == [(1, 64, 48), (3, 32, 32)]
+    results = problems[0]["results"]
+    assert [each["format"] for each in results] == ["float32", "int8", "nf4,block_size=32"]
+    assert [each["nbytes"] for each in results] == [4 * 64 * 48, 64 * 48 + 4 * 48, 64 * 48 // 2 + 4 * 2 * 48]
+    assert results[0]["speed"] == 1
+    assert all(each["seconds"] > 0 for each in results)
+
+
+def test_bench_as_text(run):
+    ran = run("bench", "1x32x32", "--repeats", "1", "--ring", "1kB")
+    assert re.findall(r"^(float32|int8|nf4|ternary) .*x$", ran.out, re.MULTILINE) == [
+        "float32",
+        "int8",
+        "nf4",
+        "ternary",
+    ]
+    assert "measuring 1x32x32" in ran.err
+
+
+def test_the_least_time_of_all_turns_counts(monkeypatch: pytest.MonkeyPatch):
+    from eformer.cli import _timing
+
+    ticks = iter([0, 5, 10, 14, 20, 23, 30, 36])  # a: 5, 3; b: 4, 6
+    monkeypatch.setattr(_timing.time, "perf_counter", lambda: next(ticks))
+    calls: list[str] = []
+    found: dict[str, Any] = _timing.interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)
+    assert found == {"a": 3, "b": 4}
+    assert calls == ["a", "b"] * 3

@@ -1,0 +1,207 @@
+"""What goes wrong is said in one line; nothing is overwritten, and nothing is left half-written."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eformer
+from eformer.checkpoint import save
+from eformer.cli import main
+from eformer.cli._progress import lines, showing
+
+COMMANDS = ["quantize", "inspect", "compare", "convert", "bench", "demo"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "match"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["quantise"], "invalid choice: 'quantise'"),
+        (["quantize", "a"], "the following arguments are required: OUT"),
+        (
+            ["quantize", "a", "b", "--format", "nf5"],
+            "unknown format 'nf5'; there are ternary, binary, int8, nf4 and keep",
+        ),
+        (["quantize", "a", "b", "--format", "nf4,block=3"], "has no option 'block'; it has 'block_size'"),
+        (["quantize", "a", "b", "--embeddings", "q4"], "invalid choice: 'q4'"),
+        (["quantize", "a", "b", "--rule", "kernel"], "'kernel' is no rule: write PATTERN=FORMAT"),
+        (["quantize", "a", "b", "--rule", "(=nf4"], "the pattern '(' is no regular expression"),
+        (["quantize", "a", "b", "--rule", "w=nf5"], "unknown format 'nf5'"),
+        (["quantize", "a", "b", "--shard", "big"], "'big' is no size: write 5GB, 500MB"),
+        (["quantize", "a", "b.bin"], "'b.bin' must end in .safetensors or .gguf, or be a folder"),
+        (["convert", "a", "b", "--to", "onnx"], "invalid choice: 'onnx'"),
+        (["bench", "4096x4096"], "'4096x4096' is no problem: write MxKxN"),
+        (["bench", "1x16x64"], "K >= 32"),
+        (["bench", "--repeats", "0"], "'0' must be a whole number of at least 1"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage(argv: list[str], match: str, run):
+    ran = run(*argv)
+    assert ran.code == 2
+    assert match in ran.err
+    assert ran.err.count("\n") == 1
+    assert "--help` shows how" in ran.err
+    assert ran.out == ""
+
+
+FAILURES = {
+    "no file": (["inspect", "nowhere"], "there is no 'nowhere'; give a .safetensors or .gguf file"),
+    "no checkpoint": (["inspect", "text.safetensors"], "text.safetensors: "),
+    "an empty folder": (["inspect", "empty"], "the folder has no .safetensors file"),
+    "nothing matches": (
+        ["quantize", "a", "new", "--rule", "kernal=nf4"],
+        "no array is left for kernal=nf4; names look",
+    ),
+    "does not fit": (["quantize", "a", "new", "--rule", "bias=nf4,axis=-2"], "'bias', float32[8], can't be quantized"),
+    "to GGUF": (["quantize", "a", "new.gguf"], "`eformer convert` makes GGUF"),
+    "embeddings of nothing": (["quantize", "a", "new", "--format", "keep", "--embeddings", "int8"], "write a --rule"),
+    "page of itself": (["quantize", "a", "a", "--force", "--report", "p.html"], "write to another place"),
+    "exists": (["quantize", "a", "b"], "b exists; --force replaces it"),
+    "file exists": (["convert", "a", "text.safetensors"], "text.safetensors exists; --force replaces it"),
+    "page exists": (["compare", "a", "b", "--report", "page.html"], "page.html exists; --force replaces it"),
+    "another shape": (["compare", "a", "b"], "'kernel' was [64, 64] and is [8, 8]: that is another array"),
+    "nothing in common": (["compare", "a", "c"], "it has no array that a has: 'other' here, 'bias', 'kernel' there"),
+    "two endings": (["convert", "a", "new.gguf", "--to", "safetensors"], "give OUT the other ending"),
+    "a type for safetensors": (["convert", "a", "new", "--type", "Q8_0"], "is for GGUF"),
+    "unknown type": (["convert", "a", "new.gguf", "--type", "Q9"], "Q9"),
+    "bench of nothing": (["bench", "1x32x32", "--format", "keep"], "name a format to compare it with"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    save("a", {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(8)})
+    save("b", {"kernel": jnp.ones((8, 8))})
+    save("c", {"other": jnp.ones((8, 8))})
+    Path("empty").mkdir()
+    Path("text.safetensors").write_text("this is no checkpoint")
+    Path("page.html").write_text("mine")
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("argv", "match"), FAILURES.values(), ids=FAILURES)
+def test_failures(argv: list[str], match: str, run, folder: Path):
+    before = contents(folder)
+    ran = run(*argv)
+    assert ran.code == 1
+    assert match in ran.err
+    assert len([line for line in ran.err.splitlines() if line.startswith("eformer ")]) == 1
+    assert "Traceback" not in ran.err
+    assert ran.out == ""
+    assert contents(folder) == before
+
+
+def test_traceback_is_there_for_who_asks(folder: Path):
+    del folder
+    with pytest.raises(FileNotFoundError):
+        main(["inspect", "nowhere", "--traceback"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"examples:\n  eformer {command}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"eformer {eformer.__version__}\n"
+
+
+# --- signals and pipes, in a process of their own ---
+
+
+def start(*argv: object, **how: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "eformer", *map(str, argv)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **how}
+    return subprocess.Popen(command, **pipes)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def wait_for(process: subprocess.Popen[str], pattern: str, folder: Path) -> None:
+    while not list(folder.rglob(pattern)):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+@pytest.mark.parametrize("target", ["small", "small.safetensors"])
+def test_an_interrupt_leaves_nothing(target: str, tmp_path: Path):
+    # Each shape is compiled for itself, which takes some seconds in all: time to interrupt.
+    save(tmp_path / "dense", {f"kernel{i}": np.ones((64 + i, 64), np.float32) for i in range(80)})
+    before = contents(tmp_path)
+    process = start("quantize", tmp_path / "dense", tmp_path / target)
+    wait_for(process, "*.tmp", tmp_path)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 1, err
+    assert err.endswith("eformer quantize: interrupted; nothing is left half-written\n")
+    assert out == ""
+    assert contents(tmp_path) == before
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path):
+    save(tmp_path, {f"x{i}": np.ones(2, np.float32) for i in range(5000)})
+    process = start("inspect", tmp_path)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 1
+
+
+# --- progress ---
+
+
+def test_progress_in_plain_lines():
+    stream, times = io.StringIO(), iter([0.0, 0.5, 2.0, 2.1, 4.0])
+    show = lines("copying", stream, lambda: next(times))
+    for done in (100, 1000, 1500, 2000):
+        show("x", done, 2000)
+    assert stream.getvalue().splitlines() == [
+        "copying  50%  1.00 kB of 2.00 kB, 500 B/s, 2 s left",
+        "copying 100%  2.00 kB of 2.00 kB, 500 B/s, 4.0 s",
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal():
+    pytest.importorskip("rich")
+    stream = Terminal()
+    with showing("copying", stream) as show:
+        show("x", 1000, 2000)
+    assert "copying" in stream.getvalue()
+    assert "\x1b[" in stream.getvalue()  # it moves the cursor, as no plain line does
+
+
+def test_progress_without_rich(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    stream = Terminal()
+    with showing("copying", stream) as show:
+        show("x", 2000, 2000)
+    assert stream.getvalue().startswith("copying 100%")
