@@ -7,7 +7,7 @@ ARGS ?=
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary  # -qq: errors only
 # Most of a test run is XLA compiling; what one process compiled, the others and the next run take from here.
-COMPILED_ONCE := JAX_COMPILATION_CACHE_DIR=$(VENV)/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+COMPILED_ONCE := JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py benchmarks/quantize.py benchmarks/checkpoint.py
 
