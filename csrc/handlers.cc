@@ -35,39 +35,16 @@ float FromFloat16(uint16_t bits) {
   return value;
 }
 
-// The rows of x as float32, `stride` apart. Copies have zeros behind each row; x itself serves as it is where it may.
-struct Inputs {
-  std::unique_ptr<float[]> copy;
-  const float* values;
-  int64_t stride;
-
-  const float* Row(int64_t row) const { return values + row * stride; }
-
-  Inputs(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, int64_t rows, int64_t depth, bool may_serve) {
-    const auto type = x.element_type();
-    if (type == ffi::F32 && may_serve) {
-      values = static_cast<const float*>(x.untyped_data());
-      stride = depth;
-      return;
-    }
-    stride = CeilDiv(depth, 16) * 16 + kReadAhead + 16;  // no power of two, so that rows do not share cache sets
-    copy.reset(new float[rows * stride]);
-    values = copy.get();
-    const int64_t at_once = std::max<int64_t>(1, kTask / std::max<int64_t>(depth, 1));
-    ParallelFor(pool, CeilDiv(rows, at_once), [&](int64_t task) {
-      for (int64_t row = task * at_once; row < std::min(rows, (task + 1) * at_once); ++row) {
-        float* to = copy.get() + row * stride;
-        std::fill(to + depth, to + stride, 0.0f);
-        if (type == ffi::F32) {
-          std::memcpy(to, static_cast<const float*>(x.untyped_data()) + row * depth, depth * sizeof(float));
-          continue;
-        }
-        const uint16_t* from = static_cast<const uint16_t*>(x.untyped_data()) + row * depth;
-        for (int64_t k = 0; k < depth; ++k) to[k] = type == ffi::BF16 ? FromBfloat16(from[k]) : FromFloat16(from[k]);
-      }
-    });
+// `count` values of x from `start` on.
+void ReadFloats(const ffi::AnyBuffer& x, int64_t start, int64_t count, float* values) {
+  if (x.element_type() == ffi::F32) {
+    std::memcpy(values, static_cast<const float*>(x.untyped_data()) + start, count * sizeof(float));
+    return;
   }
-};
+  const bool wide_exponent = x.element_type() == ffi::BF16;
+  const uint16_t* from = static_cast<const uint16_t*>(x.untyped_data()) + start;
+  for (int64_t i = 0; i < count; ++i) values[i] = wide_exponent ? FromBfloat16(from[i]) : FromFloat16(from[i]);
+}
 
 // A scale that varies along the depth alone goes with x, one that varies along the width alone with the result.
 struct Scales {
@@ -87,8 +64,8 @@ struct Scales {
     return m.format != Format::kNf4 && m.scale != nullptr && (m.scale_row_step == 0 || m.scale_col_step == 0);
   }
 
-  void ScaleInput(int64_t depth, float* x) const {
-    for (int64_t k = 0; k < depth && of_depth != nullptr; ++k) x[k] *= of_depth[k * step];
+  void ScaleInput(int64_t k0, int64_t k1, float* x) const {
+    for (int64_t k = k0; k < k1 && of_depth != nullptr; ++k) x[k - k0] *= of_depth[k * step];
   }
 
   void ScaleResult(int64_t n0, int64_t n1, float* y) const {
@@ -96,9 +73,58 @@ struct Scales {
   }
 };
 
+// One row of x for each matrix, with zeros behind it, and times the scales that go with it.
+struct SingleRows {
+  int64_t stride;
+  std::unique_ptr<float[]> values;
+
+  const float* operator[](int64_t matrix) const { return values.get() + matrix * stride; }
+
+  SingleRows(const Stack& stack, const ffi::AnyBuffer& x)
+      : stride(stack.first.Depth() + kReadAhead), values(new float[stack.count * stride]()) {
+    const int64_t depth = stack.first.Depth();
+    for (int64_t matrix = 0; matrix < stack.count; ++matrix) {
+      ReadFloats(x, matrix * depth, depth, &values[matrix * stride]);
+      Scales(stack[matrix]).ScaleInput(0, depth, &values[matrix * stride]);
+    }
+  }
+};
+
+// The rows of x for each matrix as `Kernels::multiply` takes them, times the scales that go with them.
+struct PackedRows {
+  int64_t depth;
+  int64_t rows;
+  RowGroups chunks;  // each of which `multiply` can take
+  std::unique_ptr<float[]> values;
+
+  const float* Chunk(int64_t matrix, int64_t chunk) const { return &values[(matrix * rows + chunks.First(chunk)) * depth]; }
+
+  PackedRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
+      : depth(stack.first.Depth()), rows(x.dimensions()[1]), chunks(rows, kMany), values(new float[stack.count * rows * depth]) {
+    constexpr int64_t kPiece = 1024;  // of the depth
+    const int64_t pieces = CeilDiv(depth, kPiece);
+    ParallelFor(pool, stack.count * chunks.count * pieces, [&](int64_t task) {
+      const int64_t matrix = task / (chunks.count * pieces), chunk = task / pieces % chunks.count;
+      const int64_t k0 = task % pieces * kPiece, k1 = std::min(depth, k0 + kPiece);
+      const Scales scales(stack[matrix]);
+      const RowGroups groups(chunks.Size(chunk), stack.kernels->tall);
+      for (int64_t g = 0; g < groups.count; ++g) {
+        const int64_t size = groups.Size(g), first = matrix * rows + chunks.First(chunk) + groups.First(g);
+        float* to = &values[first * depth + k0 * size];
+        for (int64_t r = 0; r < size; ++r) {
+          float row[kPiece];
+          ReadFloats(x, (first + r) * depth + k0, k1 - k0, row);
+          scales.ScaleInput(k0, k1, row);
+          for (int64_t k = 0; k < k1 - k0; ++k) to[k * size + r] = row[k];
+        }
+      }
+    });
+  }
+};
+
 // A row of x per matrix, contracted over the rows: in parts of the depth, and stripes of the width. How it is cut
 // depends on the shape alone, so that results do too.
-void MultiplyRowsByRows(ffi::ThreadPool& pool, const Stack& stack, const Inputs& x, float* y) {
+void MultiplyRowsByRows(ffi::ThreadPool& pool, const Stack& stack, const SingleRows& x, float* y) {
   const Matrix& shape = stack.first;
   const int64_t depth = shape.Depth(), width = shape.Width();
   const bool depth_in_blocks = shape.format == Format::kNf4 && shape.packed_axis == 0;
@@ -113,7 +139,7 @@ void MultiplyRowsByRows(ffi::ThreadPool& pool, const Stack& stack, const Inputs&
     const int64_t k1 = std::min(depth, units * (part + 1) / parts * unit);
     const int64_t n0 = stripe * kStripe, n1 = std::min(width, n0 + kStripe);
     float* to = parts > 1 ? &partial[(matrix * parts + part) * width] : y + matrix * width;
-    stack.kernels->multiply_row_by_rows(stack[matrix], x.Row(matrix), k0, k1, n0, n1, to + n0);
+    stack.kernels->multiply_row_by_rows(stack[matrix], x[matrix], k0, k1, n0, n1, to + n0);
   });
   for (int64_t matrix = 0; matrix < stack.count; ++matrix) {
     float* sums = y + matrix * width;
@@ -125,7 +151,7 @@ void MultiplyRowsByRows(ffi::ThreadPool& pool, const Stack& stack, const Inputs&
   }
 }
 
-void MultiplyRowsByColumns(ffi::ThreadPool& pool, const Stack& stack, const Inputs& x, float* y) {
+void MultiplyRowsByColumns(ffi::ThreadPool& pool, const Stack& stack, const SingleRows& x, float* y) {
   const Matrix& shape = stack.first;
   const int64_t depth = shape.Depth(), width = shape.Width();
   const int64_t unit = shape.format == Format::kNf4 && shape.packed_axis == 0 ? shape.block : 4;
@@ -134,20 +160,22 @@ void MultiplyRowsByColumns(ffi::ThreadPool& pool, const Stack& stack, const Inpu
   ParallelFor(pool, stack.count * tasks, [&](int64_t task) {
     const int64_t matrix = task / tasks, n0 = task % tasks * rows;
     const int64_t n1 = std::min(width, n0 + rows);
-    stack.kernels->multiply_row_by_columns(stack[matrix], x.Row(matrix), n0, n1, y + matrix * width);
+    stack.kernels->multiply_row_by_columns(stack[matrix], x[matrix], n0, n1, y + matrix * width);
     Scales(stack[matrix]).ScaleResult(n0, n1, y + matrix * width);
   });
 }
 
-void MultiplyAny(ffi::ThreadPool& pool, const Stack& stack, const Inputs& x, int64_t rows, float* y) {
-  const int64_t width = stack.first.Width(), panel = stack.kernels->panel(stack.first, rows), tasks = CeilDiv(width, panel);
-  ParallelFor(pool, stack.count * tasks, [&](int64_t task) {
-    const int64_t matrix = task / tasks, n0 = task % tasks * panel, n1 = std::min(width, n0 + panel);
+void MultiplyAny(ffi::ThreadPool& pool, const Stack& stack, const PackedRows& x, float* y) {
+  const int64_t width = stack.first.Width(), panel = stack.kernels->panel(stack.first, x.chunks.Size(0));
+  const int64_t panels = CeilDiv(width, panel);
+  ParallelFor(pool, stack.count * x.chunks.count * panels, [&](int64_t task) {
+    const int64_t matrix = task / (x.chunks.count * panels), chunk = task / panels % x.chunks.count;
+    const int64_t n0 = task % panels * panel, n1 = std::min(width, n0 + panel), rows = x.chunks.Size(chunk);
     Matrix m = stack[matrix];
     const Scales scales(m);
     if (Scales::Apply(m)) m.scale = nullptr;
-    float* sums = y + matrix * rows * width;
-    stack.kernels->multiply(m, x.Row(matrix * rows), x.stride, rows, n0, n1, sums);
+    float* sums = y + (matrix * x.rows + x.chunks.First(chunk)) * width;
+    stack.kernels->multiply(m, x.Chunk(matrix, chunk), rows, n0, n1, sums);
     for (int64_t row = 0; row < rows; ++row) scales.ScaleResult(n0, n1, sums + row * width);
   });
 }
@@ -179,16 +207,10 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cod
     std::memset(sums, 0, y->size_bytes());
     return ffi::Error::Success();
   }
-  const bool one_row = count == 1 && stack.kernels->has_row_kernel(stack.first);
-  const bool scales_input = Scales(stack.first).of_depth != nullptr;
-  const Inputs inputs(pool, x, stack.count * count, depth, /*may_serve=*/!one_row && !scales_input);
-  for (int64_t row = 0; row < stack.count * count && scales_input; ++row) {
-    Scales(stack[row / count]).ScaleInput(depth, &inputs.copy[row * inputs.stride]);
-  }
-  if (!one_row) {
-    MultiplyAny(pool, stack, inputs, count, sums);
+  if (count > 1 || !stack.kernels->has_row_kernel(stack.first)) {
+    MultiplyAny(pool, stack, PackedRows(pool, stack, x), sums);
   } else {
-    (contracted_axis == 0 ? MultiplyRowsByRows : MultiplyRowsByColumns)(pool, stack, inputs, sums);
+    (contracted_axis == 0 ? MultiplyRowsByRows : MultiplyRowsByColumns)(pool, stack, SingleRows(stack, x), sums);
   }
   return ffi::Error::Success();
 }

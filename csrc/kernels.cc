@@ -25,7 +25,7 @@ static bool HasRowKernel(const Matrix& m) {
 
 extern const Kernels kKernels;
 const Kernels kKernels = {EFORMER_STRING(EFORMER_ISA), HasRowKernel, MultiplyRowByRows, MultiplyRowByColumns, Panel,
-                          Multiply, Decode};
+                          kTall, Multiply, Decode};
 
 }  // namespace EFORMER_ISA
 }  // namespace eformer

@@ -41,6 +41,20 @@ constexpr int64_t kReadAhead = 64;
 constexpr int64_t kStripe = 4096;
 // Depth must be cut at multiples of this when `multiply_row_by_rows` covers a part, and at whole blocks.
 constexpr int64_t kDepthStep = 64;
+// Rows of x that `multiply` takes at a time: their sums stay in cache.
+constexpr int64_t kMany = 240;
+
+// Rows of x in groups that share a tile of the result: as few as there can be, as equal as they can be. The groups lie
+// one behind the other, and in each the values of one depth side by side.
+struct RowGroups {
+  int64_t rows;
+  int64_t count;
+
+  EFORMER_INLINE RowGroups(int64_t rows, int64_t tall) : rows(rows), count((rows + tall - 1) / tall) {}
+  EFORMER_INLINE int64_t First(int64_t group) const { return rows * group / count; }
+  EFORMER_INLINE int64_t Size(int64_t group) const { return First(group + 1) - First(group); }
+};
+
 struct Kernels {
   const char* name;
 
@@ -54,12 +68,12 @@ struct Kernels {
   // y[n0:n1] = x @ matrix[n0:n1].T, of a matrix contracted over axis 1; n0 a multiple of what shares a scale or a byte.
   void (*multiply_row_by_columns)(const Matrix& matrix, const float* x, int64_t n0, int64_t n1, float* y);
 
-  // Of how many columns of a result `multiply` should make a multiple at a time, and start at one.
+  // How many columns of the result a call of `multiply` should make, and start at a multiple of.
   int64_t (*panel)(const Matrix& matrix, int64_t count);
 
-  // y[:, n0:n1] of `count` rows of x, `x_stride` floats apart; rows of y are Width() apart.
-  void (*multiply)(const Matrix& matrix, const float* x, int64_t x_stride, int64_t count, int64_t n0, int64_t n1,
-                   float* y);
+  // y[:, n0:n1] of up to kMany rows of x, which lie as RowGroups(count, tall) says; rows of y are Width() apart.
+  int64_t tall;
+  void (*multiply)(const Matrix& matrix, const float* x, int64_t count, int64_t n0, int64_t n1, float* y);
 
   // All values of a row.
   void (*decode)(const Matrix& matrix, int64_t row, float* values);

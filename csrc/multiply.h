@@ -1,4 +1,4 @@
-// Any number of rows of x times any matrix: a part of the matrix is decoded into cache and used for all rows.
+// A group of rows of x, or many, times any matrix: a part of the matrix is decoded into cache and used for all rows.
 #ifndef EFORMER_MULTIPLY_H_
 #define EFORMER_MULTIPLY_H_
 
@@ -7,44 +7,52 @@
 namespace eformer {
 namespace EFORMER_ISA {
 
-constexpr int kWide = 2 * kLanes;                               // columns of a tile of the result
-constexpr int kTall = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;  // rows of it: the tile fits in registers
-
+constexpr int kTall = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;  // rows of a tile of the result, which fits in registers
 constexpr int64_t kStride = kGrain + 16;  // of rows of a part: no power of two, so that they do not share cache sets
-constexpr int64_t kFew = 32;              // rows of x
+constexpr int64_t kFew = 16;              // rows of x for which decoding counts as much as multiplying
+constexpr int64_t kAhead = 2;             // parts, in asking for memory
 
-// How much of the depth is decoded at a time, for kGrain columns of the result. For few rows of x it stays in the first
-// level of cache, and memory is read in long pieces of rows; for many it is large, so that sums are rarely touched.
-static inline int64_t Deep(const Matrix& m, int64_t count) {
-  return m.contracted_axis == 1 ? 512 : count <= kFew ? 32 : 256;
-}
-constexpr int64_t kDeepest = 512;
-constexpr int64_t kAhead = 128;  // bytes
+// How much of the depth is decoded at a time: for few rows of x it stays in the first level of cache.
+static inline int64_t Deep(int64_t count) { return count <= kFew ? 64 : 256; }
+constexpr int64_t kDeepest = 256;
 
+// sums[r] += x[:, r] @ part * scale, of a part of `depth` rows; a scale of nullptr is 1.
 template <int Rows>
-static void MultiplyTile(const float* tile, const float* x, int64_t x_stride, int64_t depth, bool adds,
-                         float* y, int64_t y_stride) {
-  Vec sums[Rows][2] = {};
-  for (int64_t k = 0; k < depth; ++k) {
-    const Vec left = Load(tile + k * kStride), right = Load(tile + k * kStride + kLanes);
-    for (int r = 0; r < Rows; ++r) {
-      const Vec factor = Spread(x[r * x_stride + k]);
-      sums[r][0] += left * factor;
-      sums[r][1] += right * factor;
+struct Tile {
+  static constexpr int kVectors = 2 * Rows <= kTall ? 4 : 2;
+
+  static void Add(const float* part, const float* x, int64_t depth, const float* scale, float* sums) {
+    Vec found[Rows][kVectors] = {};
+    for (int64_t k = 0; k < depth; ++k, part += kStride, x += Rows) {
+      Vec values[kVectors];
+      for (int j = 0; j < kVectors; ++j) values[j] = Load(part + j * kLanes);
+      for (int r = 0; r < Rows; ++r) {
+        const Vec factor = Spread(x[r]);
+        for (int j = 0; j < kVectors; ++j) found[r][j] += values[j] * factor;
+      }
+    }
+    for (int j = 0; j < kVectors; ++j) {
+      const Vec factor = scale != nullptr ? Load(scale + j * kLanes) : Spread(1);
+      for (int r = 0; r < Rows; ++r) {
+        float* sum = sums + r * kGrain + j * kLanes;
+        Store(sum, Load(sum) + found[r][j] * factor);
+      }
     }
   }
-  for (int r = 0; r < Rows; ++r) {
-    float* out = y + r * y_stride;
-    Store(out, adds ? Load(out) + sums[r][0] : sums[r][0]);
-    Store(out + kLanes, adds ? Load(out + kLanes) + sums[r][1] : sums[r][1]);
-  }
-}
 
-typedef void (*TileFunction)(const float*, const float*, int64_t, int64_t, bool, float*, int64_t);
+  // The same for several columns.
+  static void AddAll(const float* part, int64_t columns, const float* x, int64_t depth, const float* scale, float* sums) {
+    for (int64_t i = 0; i < columns; i += kVectors * kLanes) {
+      Add(part + i, x, depth, scale != nullptr ? scale + i : nullptr, sums + i);
+    }
+  }
+};
+
+typedef void (*TileFunction)(const float*, int64_t, const float*, int64_t, const float*, float*);
 
 template <int... Rows>
 struct TileFunctions {
-  static constexpr TileFunction kOf[] = {nullptr, MultiplyTile<Rows>...};
+  static constexpr TileFunction kOf[] = {nullptr, Tile<Rows>::AddAll...};
 };
 
 static inline TileFunction TileOf(int64_t rows) {
@@ -55,14 +63,95 @@ static inline TileFunction TileOf(int64_t rows) {
 #endif
 }
 
-// part[k] = matrix[k0 + k, n : n + width]
+// A part: kGrain columns of the result, and some of the depth.
+enum class Decoding {
+  kNatural,        // values in order
+  kLookUpRows,     // without the scales of blocks, in order of lookup
+  kLookUpColumns,  // even columns, then odd ones, both in order of lookup
+};
+
+// For many rows of x nothing is gained by decoding faster.
+static inline Decoding DecodingOf(const Matrix& m, int64_t count) {
+  if (m.format != Format::kNf4 || m.contracted_axis == 1 || count > kFew) return Decoding::kNatural;
+  if (m.packed_axis == 0) return m.block >= 32 ? Decoding::kLookUpRows : Decoding::kNatural;
+  return m.block % kGrain == 0 ? Decoding::kLookUpColumns : Decoding::kNatural;
+}
+
+// Of which column of a part each of its values is.
+static inline void OrderOf(Decoding decoding, uint8_t (&columns)[kGrain]) {
+  float places[kStrip];
+  for (int i = 0; i < kStrip; ++i) places[i] = static_cast<float>(i);
+  if (decoding != Decoding::kNatural) StoreStrip(places, FromNatural(LoadStrip(places)));
+  for (int i = 0; i < kGrain; ++i) {
+    const int place = static_cast<int>(places[i % kStrip]), half = i / kStrip;
+    columns[i] = static_cast<uint8_t>(decoding == Decoding::kLookUpColumns ? 2 * place + half : kStrip * half + place);
+  }
+}
+
+// Rows are pages apart, which no processor foresees. This is how far from the codes of a part lie those that are needed
+// kAhead parts later: in the same rows, or at the start of the next.
+static inline int64_t BytesAhead(const Matrix& m, int64_t depth, int64_t n, int64_t n0, int64_t n1) {
+  const int64_t columns = kAhead * kGrain, back = n + columns < n1 ? 0 : n1 - n0;
+  const int64_t rows = back == 0 ? 0 : m.packed_axis == 0 ? m.Codes(depth) : depth;
+  return rows * m.RowBytes() + (m.packed_axis == 1 ? m.Codes(columns) - m.Codes(back) : columns - back);
+}
+
+// In these, part[k] = matrix[k0 + k, n : n + kGrain].
+
+static inline void Int8Rows(const Matrix& m, int64_t k0, int64_t depth, int64_t n, int64_t ahead, float* part) {
+  const uint8_t* codes = m.codes + k0 * m.cols + n;
+  for (int64_t k = 0; k < depth; ++k, codes += m.cols, part += kStride) {
+    __builtin_prefetch(codes + ahead);
+    for (int64_t i = 0; i < kGrain; i += kStrip) StoreStrip(part + i, FromInt8(reinterpret_cast<const int8_t*>(codes + i)));
+  }
+}
+
+// May write three rows too many.
+static inline void TernaryRows(const Matrix& m, int64_t k0, int64_t depth, int64_t n, int64_t ahead, float* part) {
+  const uint8_t* codes = m.codes + k0 / 4 * m.cols + n;
+  for (int64_t k = 0; k < depth; k += 4, codes += m.cols, part += 4 * kStride) {
+    __builtin_prefetch(codes + ahead);
+    for (int64_t i = 0; i < kGrain; i += kLanes) {
+      for (int r = 0; r < 4; ++r) Store(part + r * kStride + i, LookUpPair(kTernaryValues, codes + i, 2 * r));
+    }
+  }
+}
+
 static inline void DecodeRows(const Matrix& m, const LoadedTable& table, int64_t k0, int64_t depth, int64_t n,
-                              int64_t width, float* part) {
+                              int64_t width, int64_t ahead, float* part) {
+  const bool whole = width == kGrain && m.scale == nullptr;
+  if (whole && m.format == Format::kInt8) return Int8Rows(m, k0, depth, n, ahead, part);
+  if (whole && m.format == Format::kTernary && m.packed_axis == 0) return TernaryRows(m, k0, depth, n, ahead, part);
   for (int64_t k = 0; k < depth; ++k) {
-    // Rows are pages apart, which no processor foresees: ask for what the next columns will need.
     const uint8_t* codes = m.codes + (m.packed_axis == 0 ? m.Codes(k0 + k + 1) - 1 : k0 + k) * m.RowBytes();
-    __builtin_prefetch(codes + (m.packed_axis == 1 ? m.Codes(n) : n) + kAhead);
+    __builtin_prefetch(codes + (m.packed_axis == 1 ? m.Codes(n) : n) + ahead);
     DecodeRow(m, table, k0 + k, n, width, part + k * kStride);
+  }
+}
+
+static inline void LookUpRows(const Matrix& m, const LoadedTable& table, int64_t k0, int64_t depth, int64_t n,
+                              int64_t ahead, float* part) {
+  const uint8_t* codes = m.codes + k0 / 2 * m.cols + n;
+  for (int64_t k = 0; k < depth; k += 2, codes += m.cols, part += 2 * kStride) {
+    __builtin_prefetch(codes + ahead);
+    for (int64_t i = 0; i < kGrain; i += kStrip) {
+      const Bytes pairs = LoadSome(codes + i, m.cols - n - i);
+      StoreStrip(part + i, LookUp(table, HighNibbles(pairs)));
+      StoreStrip(part + i + kStride, LookUp(table, LowNibbles(pairs)));
+    }
+  }
+}
+
+static inline void LookUpColumns(const Matrix& m, const LoadedTable& table, int64_t k0, int64_t depth, int64_t n,
+                                 int64_t ahead, float* part) {
+  const int64_t row_bytes = m.RowBytes(), scales = m.BlockScaleStride();
+  const uint8_t* codes = m.codes + k0 * row_bytes + n / 2;
+  const float* scale = m.scale + k0 * scales + n / m.block;
+  for (int64_t k = 0; k < depth; ++k, codes += row_bytes, scale += scales, part += kStride) {
+    __builtin_prefetch(codes + ahead);
+    const Bytes pairs = LoadSome(codes, row_bytes - n / 2);
+    StoreStrip(part, Times(LookUp(table, HighNibbles(pairs)), Spread(*scale)));
+    StoreStrip(part + kStrip, Times(LookUp(table, LowNibbles(pairs)), Spread(*scale)));
   }
 }
 
@@ -94,7 +183,7 @@ static inline void Transpose8(const float* from, int64_t from_stride, float* to,
 
 // part[k] = matrix[n : n + width, k0 + k]
 static inline void DecodeColumns(const Matrix& m, const LoadedTable& table, int64_t k0, int64_t depth, int64_t n,
-                                 int64_t width, float* part) {
+                                 int64_t width, int64_t, float* part) {
   alignas(64) float values[8][kDeepest + 16];
   for (int64_t row = 0; row < width; row += 8) {
     const int64_t rows = Min(8, width - row);
@@ -104,44 +193,66 @@ static inline void DecodeColumns(const Matrix& m, const LoadedTable& table, int6
   }
 }
 
-static inline void MultiplyPart(const float* part, int64_t width, int64_t depth, const float* x, int64_t x_stride,
-                                int64_t count, bool adds, float* y, int64_t y_stride) {
-  const int64_t strips = (count + kTall - 1) / kTall;
-  for (int64_t i = 0; i < width; i += kWide) {
-    for (int64_t strip = 0; strip < strips; ++strip) {
-      const int64_t first = count * strip / strips, rows = count * (strip + 1) / strips - first;
-      const float* xs = x + first * x_stride;
-      float* out = y + first * y_stride + i;
-      if (i + kWide <= width) {
-        TileOf(rows)(part + i, xs, x_stride, depth, adds, out, y_stride);
-        continue;
-      }
-      float sums[kTall][kWide];
-      TileOf(rows)(part + i, xs, x_stride, depth, false, sums[0], kWide);
-      for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t j = 0; j < width - i; ++j) out[r * y_stride + j] = sums[r][j] + (adds ? out[r * y_stride + j] : 0);
-      }
-    }
-  }
+// The scales of a block of rows for a part, in order of lookup.
+static inline void BlockScales(const Matrix& m, int64_t k, int64_t n, float (&scales)[kGrain]) {
+  const float* from = m.scale + k / m.block * m.cols + n;
+  const int64_t present = Min(kGrain, m.cols - n);
+  if (present < kGrain) std::memset(scales, 0, sizeof scales);
+  std::memcpy(scales, from, present * sizeof(float));
+  for (int i = 0; i < kGrain; i += kStrip) StoreStrip(scales + i, FromNatural(LoadStrip(scales + i)));
 }
 
 // As Kernels::multiply says.
-static void Multiply(const Matrix& m, const float* x, int64_t x_stride, int64_t count, int64_t n0, int64_t n1, float* y) {
-  const int64_t deep = Deep(m, count);
-  const Floats part((deep + 8) * kStride);
+static void Multiply(const Matrix& m, const float* x, int64_t count, int64_t n0, int64_t n1, float* y) {
+  const Decoding decoding = DecodingOf(m, count);
+  const int64_t deep = Deep(count), depth = m.Depth(), parts = (n1 - n0 + kGrain - 1) / kGrain;
+  const RowGroups groups(count, kTall);
+  const int64_t at_once = count <= kFew ? kGrain : 2 * kLanes;  // for many rows, as much of a part as the first cache holds
+  const Floats part((deep + 8) * kStride), all_sums(parts * count * kGrain);
   const LoadedTable table = Nf4Table();
-  for (int64_t k0 = 0; k0 < m.Depth(); k0 += deep) {
-    const int64_t depth = Min(deep, m.Depth() - k0);
+  alignas(64) float scales[kGrain];
+  for (int64_t k0 = 0, k1; k0 < depth; k0 = k1) {
+    k1 = Min(k0 + deep, depth);
+    if (decoding == Decoding::kLookUpRows) k1 = Min(k1, (k0 / m.block + 1) * m.block);
     for (int64_t n = n0; n < n1; n += kGrain) {
-      const int64_t width = Min(kGrain, n1 - n);
-      (m.contracted_axis == 0 ? DecodeRows : DecodeColumns)(m, table, k0, depth, n, width, part.values);
-      MultiplyPart(part.values, width, depth, x + k0, x_stride, count, k0 > 0, y + n, m.Width());
+      const int64_t ahead = BytesAhead(m, k1 - k0, n, n0, n1);
+      switch (decoding) {
+        case Decoding::kNatural:
+          (m.contracted_axis == 0 ? DecodeRows : DecodeColumns)(m, table, k0, k1 - k0, n, Min(kGrain, n1 - n), ahead,
+                                                                part.values);
+          break;
+        case Decoding::kLookUpRows:
+          BlockScales(m, k0, n, scales);
+          LookUpRows(m, table, k0, k1 - k0, n, ahead, part.values);
+          break;
+        case Decoding::kLookUpColumns:
+          LookUpColumns(m, table, k0, k1 - k0, n, ahead, part.values);
+          break;
+      }
+      float* sums = all_sums.values + (n - n0) * count;
+      for (int64_t i = 0; i < kGrain; i += at_once) {
+        for (int64_t g = 0; g < groups.count; ++g) {
+          const int64_t first = groups.First(g), rows = groups.Size(g);
+          TileOf(rows)(part.values + i, at_once, x + first * depth + k0 * rows, k1 - k0,
+                       decoding == Decoding::kLookUpRows ? scales + i : nullptr, sums + first * kGrain + i);
+        }
+      }
+    }
+  }
+  uint8_t columns[kGrain];
+  OrderOf(decoding, columns);
+  for (int64_t n = n0; n < n1; n += kGrain) {
+    const float* sums = all_sums.values + (n - n0) * count;
+    for (int64_t r = 0; r < count; ++r, sums += kGrain) {
+      float row[kGrain];
+      for (int i = 0; i < kGrain; ++i) row[columns[i]] = sums[i];
+      std::memcpy(y + r * m.Width() + n, row, Min(kGrain, n1 - n) * sizeof(float));
     }
   }
 }
 
 static int64_t Panel(const Matrix& m, int64_t count) {
-  return m.contracted_axis == 0 && count <= kFew ? 8 * kGrain : kGrain;
+  return m.contracted_axis == 0 && count <= kFew ? 8 * kGrain : 2 * kGrain;
 }
 
 }  // namespace EFORMER_ISA

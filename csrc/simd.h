@@ -94,6 +94,11 @@ static inline void AddProduct(Strip& sum, const Strip& a, const Strip& b) {
   for (int i = 0; i < kVecs; ++i) sum.v[i] += a.v[i] * b.v[i];
 }
 
+static inline Strip Times(Strip values, Vec factor) {
+  for (int i = 0; i < kVecs; ++i) values.v[i] *= factor;
+  return values;
+}
+
 static inline void Add(Strip& sum, const Strip& values) {
   for (int i = 0; i < kVecs; ++i) sum.v[i] += values.v[i];
 }
