@@ -1,4 +1,4 @@
-// The values that codes stand for, and strips of codes that end before a vector does.
+// The values that codes stand for, and strips of codes, also where they end before a vector does.
 #ifndef EFORMER_CODES_H_
 #define EFORMER_CODES_H_
 
@@ -67,6 +67,25 @@ struct CopiedBytes {
     for (int i = 0; i < count; ++i) std::memcpy(bytes[i], codes + i * stride, length);
   }
 };
+
+// Rows of bytes at a time. With those asked for next, they fit into the ways of one set of the first cache, where rows
+// whose length is a multiple of 4096 all fall.
+constexpr int kRowGroup = 4;
+
+static inline void PrefetchAfter(const uint8_t* codes, int64_t group_bytes) {
+  __builtin_prefetch(codes + group_bytes);  // the same place in the next group
+}
+
+// Calls add(codes, stride, n) for each strip of columns, from `n` on, with codes of which 32 bytes of each row can be read.
+template <class Add>
+static inline void ForEachStrip(const uint8_t* codes, int64_t stride, int rows, int64_t bytes, const Add& add) {
+  int64_t n = 0;
+  for (; n + kStrip <= bytes; n += kStrip) add(codes + n, stride, n);
+  if (n < bytes) {
+    const CopiedBytes copied(codes + n, stride, rows, bytes - n);
+    add(copied.bytes[0], kStrip, n);
+  }
+}
 
 }  // namespace EFORMER_ISA
 }  // namespace eformer

@@ -2,7 +2,9 @@
 #include "handlers.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <memory>
 
 #include "parallel.h"
@@ -122,9 +124,39 @@ struct PackedRows {
   }
 };
 
+// The same rounded to 127 steps in either direction of the largest.
+struct IntegerRows {
+  int64_t stride;
+  std::unique_ptr<int8_t[]> values;
+  std::unique_ptr<float[]> units;
+  bool finite = true;
+
+  IntegerRows(const Stack& stack, const SingleRows& x)
+      : stride(x.stride), values(new int8_t[stack.count * stride]()), units(new float[stack.count]) {
+    for (int64_t matrix = 0; matrix < stack.count; ++matrix) {
+      float largest = 0;
+      for (int64_t k = 0; k < stride; ++k) {
+        const float size = std::fabs(x[matrix][k]);
+        if (!(size <= std::numeric_limits<float>::max())) finite = false;
+        largest = std::max(largest, size);
+      }
+      units[matrix] = largest / 127;
+      const float steps = largest > 0 ? 127 / largest : 0;
+      if (!finite || !(steps <= std::numeric_limits<float>::max())) {
+        finite = false;
+        return;
+      }
+      for (int64_t k = 0; k < stride; ++k) {
+        values[matrix * stride + k] = static_cast<int8_t>(std::nearbyint(x[matrix][k] * steps));
+      }
+    }
+  }
+};
+
 // A row of x per matrix, contracted over the rows: in parts of the depth, and stripes of the width. How it is cut
-// depends on the shape alone, so that results do too.
-void MultiplyRowsByRows(ffi::ThreadPool& pool, const Stack& stack, const SingleRows& x, float* y) {
+// depends on the shape alone, so that results do too. `multiply(i, k0, k1, n0, n1, y)` does it for a part of matrix i.
+template <class Multiply>
+void MultiplyRowsByRows(ffi::ThreadPool& pool, const Stack& stack, const Multiply& multiply, float* y) {
   const Matrix& shape = stack.first;
   const int64_t depth = shape.Depth(), width = shape.Width();
   const bool depth_in_blocks = shape.format == Format::kNf4 && shape.packed_axis == 0;
@@ -139,7 +171,7 @@ void MultiplyRowsByRows(ffi::ThreadPool& pool, const Stack& stack, const SingleR
     const int64_t k1 = std::min(depth, units * (part + 1) / parts * unit);
     const int64_t n0 = stripe * kStripe, n1 = std::min(width, n0 + kStripe);
     float* to = parts > 1 ? &partial[(matrix * parts + part) * width] : y + matrix * width;
-    stack.kernels->multiply_row_by_rows(stack[matrix], x[matrix], k0, k1, n0, n1, to + n0);
+    multiply(matrix, k0, k1, n0, n1, to + n0);
   });
   for (int64_t matrix = 0; matrix < stack.count; ++matrix) {
     float* sums = y + matrix * width;
@@ -149,6 +181,21 @@ void MultiplyRowsByRows(ffi::ThreadPool& pool, const Stack& stack, const SingleR
     }
     Scales(stack[matrix]).ScaleResult(0, width, sums);
   }
+}
+
+void MultiplyFloatsByRows(ffi::ThreadPool& pool, const Stack& stack, const SingleRows& x, float* y) {
+  const auto multiply = [&](int64_t i, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* to) {
+    stack.kernels->multiply_row_by_rows(stack[i], x[i], k0, k1, n0, n1, to);
+  };
+  MultiplyRowsByRows(pool, stack, multiply, y);
+}
+
+void MultiplyIntegersByRows(ffi::ThreadPool& pool, const Stack& stack, const IntegerRows& x, float* y) {
+  const auto multiply = [&](int64_t i, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* to) {
+    stack.kernels->multiply_integers_by_rows(stack[i], &x.values[i * x.stride], k0, k1, n0, n1, to);
+    for (int64_t n = 0; n < n1 - n0; ++n) to[n] *= x.units[i];
+  };
+  MultiplyRowsByRows(pool, stack, multiply, y);
 }
 
 void MultiplyRowsByColumns(ffi::ThreadPool& pool, const Stack& stack, const SingleRows& x, float* y) {
@@ -163,6 +210,15 @@ void MultiplyRowsByColumns(ffi::ThreadPool& pool, const Stack& stack, const Sing
     stack.kernels->multiply_row_by_columns(stack[matrix], x[matrix], n0, n1, y + matrix * width);
     Scales(stack[matrix]).ScaleResult(n0, n1, y + matrix * width);
   });
+}
+
+void MultiplyOneRow(ffi::ThreadPool& pool, const Stack& stack, const SingleRows& x, bool round_x, float* y) {
+  if (stack.first.contracted_axis == 1) return MultiplyRowsByColumns(pool, stack, x, y);
+  if (round_x && stack.kernels->has_integer_kernel(stack.first)) {
+    const IntegerRows rounded(stack, x);
+    if (rounded.finite) return MultiplyIntegersByRows(pool, stack, rounded, y);
+  }
+  MultiplyFloatsByRows(pool, stack, x, y);
 }
 
 void MultiplyAny(ffi::ThreadPool& pool, const Stack& stack, const PackedRows& x, float* y) {
@@ -182,7 +238,8 @@ void MultiplyAny(ffi::ThreadPool& pool, const Stack& stack, const PackedRows& x,
 
 ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::RemainingArgs scales,
                       ffi::Result<ffi::AnyBuffer> y, std::string_view format, std::string_view instruction_set,
-                      int64_t rows, int64_t cols, int64_t packed_axis, int64_t contracted_axis, int64_t block_size) {
+                      int64_t rows, int64_t cols, int64_t packed_axis, int64_t contracted_axis, int64_t block_size,
+                      bool round_x) {
   Stack stack;
   const Attributes attributes = {format, instruction_set, rows, cols, packed_axis, contracted_axis, block_size};
   if (auto error = MakeStack(pool, attributes, codes, scales, stack); error.failure()) return error;
@@ -210,7 +267,7 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cod
   if (count > 1 || !stack.kernels->has_row_kernel(stack.first)) {
     MultiplyAny(pool, stack, PackedRows(pool, stack, x), sums);
   } else {
-    (contracted_axis == 0 ? MultiplyRowsByRows : MultiplyRowsByColumns)(pool, stack, SingleRows(stack, x), sums);
+    MultiplyOneRow(pool, stack, SingleRows(stack, x), round_x, sums);
   }
   return ffi::Error::Success();
 }
@@ -255,7 +312,8 @@ XLA_FFI_DEFINE_HANDLER(kMatmul, MatmulImpl,
                            .Attr<int64_t>("cols")
                            .Attr<int64_t>("packed_axis")
                            .Attr<int64_t>("contracted_axis")
-                           .Attr<int64_t>("block_size"));
+                           .Attr<int64_t>("block_size")
+                           .Attr<bool>("round_x"));
 
 XLA_FFI_DEFINE_HANDLER(kDecode, DecodeImpl,
                        ffi::Ffi::Bind()

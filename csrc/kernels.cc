@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "columns.h"
+#include "integers.h"
 #include "multiply.h"
 #include "rows.h"
 
@@ -24,8 +25,8 @@ static bool HasRowKernel(const Matrix& m) {
 }
 
 extern const Kernels kKernels;
-const Kernels kKernels = {EFORMER_STRING(EFORMER_ISA), HasRowKernel, MultiplyRowByRows, MultiplyRowByColumns, Panel,
-                          kTall, Multiply, Decode};
+const Kernels kKernels = {EFORMER_STRING(EFORMER_ISA), HasRowKernel, MultiplyRowByRows, HasIntegerKernel,
+                          MultiplyIntegersByRows, MultiplyRowByColumns, Panel, kTall, Multiply, Decode};
 
 }  // namespace EFORMER_ISA
 }  // namespace eformer

@@ -65,6 +65,11 @@ struct Kernels {
   void (*multiply_row_by_rows)(const Matrix& matrix, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                                float* y);
 
+  // The same of an x of whole numbers of at most 127, with kReadAhead zeros behind them, where there is a kernel.
+  bool (*has_integer_kernel)(const Matrix& matrix);
+  void (*multiply_integers_by_rows)(const Matrix& matrix, const int8_t* x, int64_t k0, int64_t k1, int64_t n0,
+                                    int64_t n1, float* y);
+
   // y[n0:n1] = x @ matrix[n0:n1].T, of a matrix contracted over axis 1; n0 a multiple of what shares a scale or a byte.
   void (*multiply_row_by_columns)(const Matrix& matrix, const float* x, int64_t n0, int64_t n1, float* y);
 

@@ -9,23 +9,6 @@
 namespace eformer {
 namespace EFORMER_ISA {
 
-constexpr int kRowGroup = 4;  // rows of bytes at a time: 4 and 8 are alike, 16 a fifth slower (AMD EPYC, AVX2)
-
-static inline void PrefetchAfter(const uint8_t* codes, int64_t group_bytes) {
-  __builtin_prefetch(codes + group_bytes);  // the same place in the next group
-}
-
-// Calls add(sums, codes, stride, n) with a strip of `sums`, and codes of which all 32 bytes of each row can be read.
-template <class Add>
-static inline void ForEachStrip(const uint8_t* codes, int64_t stride, int rows, int64_t bytes, const Add& add) {
-  int64_t n = 0;
-  for (; n + kStrip <= bytes; n += kStrip) add(codes + n, stride, n);
-  if (n < bytes) {
-    const CopiedBytes copied(codes + n, stride, rows, bytes - n);
-    add(copied.bytes[0], kStrip, n);
-  }
-}
-
 static inline void Int8RowByRows(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                                  float* sums) {
   for (int64_t k = k0; k < k1; k += kMaxCopied) {

@@ -138,6 +138,42 @@ def test_products_and_values(name, shape, instructions):
     assert_product(products[1], xs[1], values, 1)
 
 
+# How far one of the values that are multiplied can be from the one that the format stores, per scale.
+ROUNDED = {"int8 per row": 0, "int8 per column": 0, "int8 per matrix": 0, "ternary": 0, "ternary per column": 0}
+ROUNDED |= {"nf4 64 along 1": 0.5 / 127, "nf4 6 along 1": 0.5 / 127}
+
+
+@pytest.mark.parametrize("instructions", [name for name in SETS if name != "portable"])
+@pytest.mark.parametrize("shape", [(2, 70, 33), (1, 530, 200), (1, 3, 5), (1, 259, 4105)], ids=str)
+@pytest.mark.parametrize("name", ROUNDED)
+def test_products_with_rounded_x(name, shape, instructions):
+    """A row of x, times the scales that go with it, is off by at most half of a 127th of its largest."""
+    matrix, values = example(name, shape)
+    x = normal((shape[0], 1, shape[1]), seed=1)
+    with cpu.instruction_set(instructions):
+        out = np.asarray(cpu.matmul(jnp.asarray(x), matrix, 0, round_x=True))
+    of_depth = np.asarray(matrix.scales[0]) if name == "int8 per row" else np.ones((1, 1, 1), np.float32)
+    largest = np.abs(x * of_depth.swapaxes(1, 2)).max(2, keepdims=True).astype(np.float64)
+    bound = largest / 254 * np.abs(values / of_depth).sum(1, keepdims=True)
+    if ROUNDED[name]:
+        scales = np.repeat(np.asarray(matrix.scales[0]), matrix.block_size, axis=1)[:, : shape[1]]
+        bound = bound + ROUNDED[name] * (np.abs(x) + largest / 254) @ scales
+    exact = product(x, values, 0)
+    error, bound = np.abs(out - exact), bound * (1 + 1e-5) + 1e-30
+    np.testing.assert_array_less(error, bound)
+    assert error.max() > 1e-4 * np.abs(exact).max() or shape[1] < 8  # it was rounded
+
+
+@pytest.mark.parametrize("special", [np.nan, np.inf, 1e-44, 0], ids=str)
+def test_special_numbers_are_not_rounded(special):
+    matrix, values = example("nf4 64 along 1", (1, 128, 64))
+    x = np.zeros((1, 1, 128), np.float32)
+    x[0, 0, 5] = special
+    out = cpu.matmul(jnp.asarray(x), matrix, 0, round_x=True)
+    np.testing.assert_array_equal(out, cpu.matmul(jnp.asarray(x), matrix, 0))
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(product(x, values, 0)))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_half_precision(rows, dtype):
@@ -196,8 +232,9 @@ def test_a_ternary_code_of_nan(rows, contracted_axis, instructions):
     matrix = cpu.Matrix("ternary", reference.pack_ternary(jnp.asarray(w), 1), (), 66, 70)
     x = normal((1, rows, (66, 70)[contracted_axis]), seed=1)
     with cpu.instruction_set(instructions):
-        out = np.asarray(cpu.matmul(jnp.asarray(x), matrix, contracted_axis))
-    np.testing.assert_array_equal(np.isnan(out), np.isnan(product(x, w, contracted_axis)))
+        exact, rounded = (cpu.matmul(jnp.asarray(x), matrix, contracted_axis, round_x=r) for r in (False, True))
+    for out in (exact, rounded):
+        np.testing.assert_array_equal(np.isnan(out), np.isnan(product(x, w, contracted_axis)))
 
 
 @pytest.mark.parametrize(("shape", "rows"), [((1, 0, 5), 2), ((1, 5, 0), 2), ((1, 8, 8), 0), ((0, 8, 8), 3)], ids=str)

@@ -97,14 +97,16 @@ def instruction_set(name: str) -> AbstractContextManager[None]:
     return _instruction_set(name)
 
 
-def matmul(x: jax.Array, matrix: Matrix, contracted_axis: int) -> jax.Array:
+def matmul(x: jax.Array, matrix: Matrix, contracted_axis: int, *, round_x: bool = False) -> jax.Array:
     """`x @ matrix`, or `x @ matrix.T` for `contracted_axis=1`, of x (count, m, k) in any float of at most 32 bits.
 
-    The sums and the result are float32.
+    The sums and the result are float32. With `round_x`, one row of x may be rounded to 8 bits where that is faster.
     """
     width = matrix.cols if contracted_axis == 0 else matrix.rows
     call = jax.ffi.ffi_call("eformer_matmul", jax.ShapeDtypeStruct((matrix.count, x.shape[1], width), jnp.float32))
-    return call(x, matrix.codes, *matrix.scales, contracted_axis=contracted_axis, **matrix.attributes())
+    return call(
+        x, matrix.codes, *matrix.scales, contracted_axis=contracted_axis, round_x=round_x, **matrix.attributes()
+    )
 
 
 def decode(matrix: Matrix) -> jax.Array:
