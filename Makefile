@@ -13,7 +13,7 @@ BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py benchmarks/quantize.py 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test lint format demo bench sanitize clean
+.PHONY: help install test lint format demo bench sanitize emulate clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
@@ -47,8 +47,15 @@ sanitize: ## run the tests of the native core with AddressSanitizer and Undefine
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		$(VENV)-sanitize/bin/python -m pytest tests/kernels/test_cpu.py $(ARGS)
 
+# SIMDe (Debian: libsimde-dev) makes AVX-512 of AVX2.
+emulate: ## run the tests of the native core for AVX-512 on a processor that does not have it
+	@$(MAKE) --no-print-directory $(VENV)-emulate/bin/python VENV=$(VENV)-emulate
+	@$(VENV)-emulate/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary \
+		--config-settings=cmake.define.EFORMER_EMULATE_AVX512=ON '.[test]'
+	$(VENV)-emulate/bin/python -m pytest -n auto tests/kernels/test_cpu.py $(ARGS)
+
 clean: ## remove the environment and what the tools left
-	rm -rf $(VENV) $(VENV)-sanitize build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sanitize $(VENV)-emulate build dist .pytest_cache .ruff_cache .hypothesis
 
 # `--clear` takes away the stamps below too, when an environment is made again because its interpreter is gone.
 $(VENV)/bin/python:

@@ -56,7 +56,7 @@ struct TileFunctions {
 };
 
 static inline TileFunction TileOf(int64_t rows) {
-#if defined(__AVX512F__)
+#if defined(EFORMER_AVX512)
   return TileFunctions<1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12>::kOf[rows];
 #else
   return TileFunctions<1, 2, 3, 4, 5, 6>::kOf[rows];

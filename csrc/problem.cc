@@ -15,12 +15,15 @@ std::vector<const Kernels*> AllKernels() {
   std::vector<const Kernels*> found;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    found.push_back(&avx512::kKernels);
-  }
-  if (avx2) found.push_back(&avx2::kKernels);
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#if defined(EFORMER_EMULATE_AVX512)
+  const bool has_avx512 = has_avx2;
+#else
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#endif
+  if (has_avx512) found.push_back(&avx512::kKernels);
+  if (has_avx2) found.push_back(&avx2::kKernels);
 #endif
   found.push_back(&portable::kKernels);
   return found;

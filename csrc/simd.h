@@ -12,11 +12,18 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(EFORMER_EMULATE_AVX512)  // to test it on processors that do not have it
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512.h>
+#endif
+#if defined(__AVX512F__) || defined(EFORMER_EMULATE_AVX512)
+#define EFORMER_AVX512
+#endif
 
 namespace eformer {
 namespace EFORMER_ISA {
 
-#if defined(__AVX512F__)
+#if defined(EFORMER_AVX512)
 constexpr int kLanes = 16;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
@@ -109,7 +116,7 @@ static inline float Sum(const Strip& s) {
   return Sum(sum);
 }
 
-#if defined(__AVX512F__)
+#if defined(EFORMER_AVX512)
 
 static inline Table MakeTable(const float (&values)[16]) {
   Table t;
@@ -131,11 +138,25 @@ struct LoadedTable {
 
 static inline LoadedTable LoadTable(const Table& t) { return {_mm512_load_ps(t.bytes)}; }
 
+typedef int32_t Words __attribute__((vector_size(64)));
+
+// Sixteen values of a byte each as words.
+template <class Byte>
+static inline Words ToWords(const Byte* p) {
+  typedef Byte Sixteen __attribute__((vector_size(16)));
+  Sixteen bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, Words);
+}
+
+static inline Vec LookUp(__m512 values, Words codes) { return (Vec)_mm512_permutexvar_ps((__m512i)codes, values); }
+
 static inline Strip LookUp(const LoadedTable& table, Bytes codes) {
-  const __m256i c = (__m256i)codes;
-  const __m512i low = _mm512_cvtepu8_epi32(_mm256_castsi256_si128(c));
-  const __m512i high = _mm512_cvtepu8_epi32(_mm256_extracti128_si256(c, 1));
-  return {{(Vec)_mm512_permutexvar_ps(low, table.values), (Vec)_mm512_permutexvar_ps(high, table.values)}};
+  typedef uint8_t Sixteen __attribute__((vector_size(16)));
+  const Sixteen low = (Sixteen)_mm256_castsi256_si128((__m256i)codes);
+  const Sixteen high = (Sixteen)_mm256_extracti128_si256((__m256i)codes, 1);
+  return {{LookUp(table.values, __builtin_convertvector(low, Words)),
+           LookUp(table.values, __builtin_convertvector(high, Words))}};
 }
 
 static inline Strip ToNatural(const Strip& s) { return s; }
@@ -143,18 +164,15 @@ static inline Strip FromNatural(const Strip& s) { return s; }
 
 static inline Strip FromInt8(const int8_t* p) {
   Strip s;
-  for (int i = 0; i < kVecs; ++i) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * i));
-    s.v[i] = (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-  }
+  for (int i = 0; i < kVecs; ++i) s.v[i] = __builtin_convertvector(ToWords(p + 16 * i), Vec);
   return s;
 }
 
 // One of four values by the lowest two bits of `codes >> shift`, for kLanes bytes.
 static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
-  const __m512i words = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-  const __m512 table = _mm512_broadcast_f32x4(_mm_loadu_ps(values));
-  return (Vec)_mm512_permutevar_ps(table, _mm512_srli_epi32(words, shift));
+  float table[16];
+  for (int i = 0; i < 16; ++i) table[i] = values[i % 4];  // so that higher bits do not count
+  return LookUp(_mm512_loadu_ps(table), ToWords(codes) >> shift);
 }
 
 #elif defined(__AVX2__)
