@@ -375,6 +375,18 @@ def test_products_with_a_transpose_move_no_codes(form):
     assert " transpose(" not in program
 
 
+@needs_core
+def test_rounding_what_is_multiplied_is_asked_for():
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(1, 128), (128, 64)]))
+    q = quantize(w, dtype="int8", axis=0)
+    exact, rounded = (matmul(x, array) for array in (q, quantize(w, dtype="int8", axis=0, activation_dtype="int8")))
+    step = jnp.abs(x).max() / 127
+    np.testing.assert_array_less(jnp.abs(rounded - exact), 0.501 * step * jnp.abs(q.materialize()).sum(0))
+    assert not jnp.array_equal(rounded, exact)
+    with pytest.raises(ValueError, match="must be None or 'int8', got 'int4'"):
+        q.with_activation_dtype("int4")
+
+
 def test_without_the_kernel_the_weight_is_decoded_whole():
     (x, q), (_, whole) = large("int8"), large("int8", use_kernel=False)
     assert {"scan", "quantized_matmul"} & set(primitives(matmul, x, q))

@@ -29,6 +29,7 @@ class QuantizedArray(ImplicitArray):
     """
 
     use_kernel: bool = aux_field(default=True, kw_only=True)
+    activation_dtype: str | None = aux_field(default=None, kw_only=True)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -75,6 +76,18 @@ class QuantizedArray(ImplicitArray):
         """The same codes and scales, to be decoded to another dtype."""
         changed = jtu.tree_map(lambda leaf: leaf, self)
         object.__setattr__(changed, "dtype", jax.dtypes.canonicalize_dtype(dtype))
+        return changed
+
+    def with_activation_dtype(self, activation_dtype: str | None) -> Self:
+        """The same array, whose matmuls may round what it is multiplied by to "int8" where that is faster; None: never.
+
+        On CPU that is one row of x, for codes packed along the axis that is summed over. The row, times those scales of
+        the array that go with its elements, is rounded to 127 steps in either direction of its largest element, and the
+        values of NF4 to as many of a block's: each product is off by at most half a step of either.
+        """
+        check_activation_dtype(activation_dtype)
+        changed = jtu.tree_map(lambda leaf: leaf, self)
+        object.__setattr__(changed, "activation_dtype", activation_dtype)
         return changed
 
     def dequantize(self) -> jax.Array:
@@ -127,6 +140,11 @@ class QuantizedArray(ImplicitArray):
         else:
             raise TypeError(f"the axes must be None, a PartitionSpec, a tuple or a str, got {axes!r}")
         return self.with_sharding(named_sharding(mesh, spec))
+
+
+def check_activation_dtype(activation_dtype: Any) -> None:
+    if activation_dtype not in (None, "int8"):
+        raise ValueError(f"`activation_dtype` must be None or 'int8', got {activation_dtype!r}")
 
 
 @jax.jit  # one program: a product and a sum that are compiled together round once, so they must be everywhere

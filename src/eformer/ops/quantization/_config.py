@@ -10,7 +10,7 @@ import jax
 
 from eformer.jaximus import ste
 
-from ._base import Format, QuantizedArray, find_format
+from ._base import Format, QuantizedArray, check_activation_dtype, find_format
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_8bit import Array8B as Array8B
 from .implicit_array_nf4 import ArrayNF4 as ArrayNF4
@@ -39,6 +39,7 @@ class QuantizationConfig:
 
     `block_size` is for formats that have blocks. With `simulate`, `quantize` returns a dense array of quantized values,
     with the gradient of the identity. `use_kernel=False` makes matmuls decode the whole array first.
+    `activation_dtype="int8"` lets them round what the array is multiplied by: see `with_activation_dtype`.
 
     >>> from eformer.ops.quantization import QuantizationConfig, QuantizationType
     >>> QuantizationConfig(dtype="int8").dtype is QuantizationType.INT8
@@ -49,6 +50,7 @@ class QuantizationConfig:
     block_size: int = 64
     simulate: bool = False
     use_kernel: bool = True
+    activation_dtype: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _checked_type(self.dtype))
@@ -56,6 +58,7 @@ class QuantizationConfig:
         for name in ("simulate", "use_kernel"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}")
+        check_activation_dtype(self.activation_dtype)
 
 
 def quantize(
@@ -64,6 +67,8 @@ def quantize(
     dtype: QuantizationType | str | None = None,
     block_size: int = 64,
     simulate: bool = False,
+    *,
+    activation_dtype: str | None = None,
     **options: Any,
 ) -> Any:
     """`array` in a quantized format: "nf4" by default, "int8", "ternary", "binary", or one registered.
@@ -71,13 +76,14 @@ def quantize(
     A `config` is taken instead of the arguments after it. `options` are the format's own, such as `axis` for "nf4" and
     "int8" or `scale="channel"` for "ternary". With `simulate`, the result is the dense array of the quantized values,
     with the gradient of the identity (`straight_through`); otherwise an implicit array, without gradient.
+    `activation_dtype="int8"` trades exactness of its matmuls for speed: see `QuantizedArray.with_activation_dtype`.
 
     >>> import jax.numpy as jnp
     >>> from eformer.ops.quantization import quantize
     >>> quantize(jnp.ones((128, 256)), dtype="nf4")
     ArrayNF4(float32[128, 256], 18,432 bytes)
     """
-    config = _config(config, dtype, block_size, simulate)
+    config = _config(config, dtype, block_size, simulate, activation_dtype)
     if config.simulate:
         return straight_through(array, config, **options)
     return _encode(array, config, options)
@@ -101,10 +107,12 @@ def straight_through(
     return ste(lambda x: _encode(x, config, options))(array)
 
 
-def _config(config: Any, dtype: Any, block_size: Any, simulate: Any) -> QuantizationConfig:
+def _config(
+    config: Any, dtype: Any, block_size: Any, simulate: Any, activation_dtype: Any = None
+) -> QuantizationConfig:
     if config is None:
         dtype = QuantizationType.NF4 if dtype is None else dtype
-        return QuantizationConfig(dtype, block_size=block_size, simulate=simulate)
+        return QuantizationConfig(dtype, block_size, simulate, activation_dtype=activation_dtype)
     if not isinstance(config, QuantizationConfig):
         raise TypeError(
             f"`config` must be a QuantizationConfig, got {type(config).__name__} {config!r}; a name goes to `dtype`"
@@ -117,7 +125,8 @@ def _encode(array: Any, config: QuantizationConfig, options: dict[str, Any]) -> 
     _check_options(form, options)
     # What the config says of matters that the format does not have is no concern of it.
     general = {"block_size": config.block_size, "use_kernel": config.use_kernel}
-    return form.encode(array, **{k: v for k, v in general.items() if k in form.options}, **options)
+    made = form.encode(array, **{k: v for k, v in general.items() if k in form.options}, **options)
+    return made if config.activation_dtype is None else made.with_activation_dtype(config.activation_dtype)
 
 
 def _check_options(form: Format, options: dict[str, Any]) -> None:

@@ -40,8 +40,8 @@ def _in_jax(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int) -> j
 
 
 def _on_cpu(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int) -> jax.Array:
-    matrix = jtu.tree_unflatten(treedef, leaves).stored_matrix()
-    return cpu.matmul(x, matrix, contracted_axis)
+    q = jtu.tree_unflatten(treedef, leaves)
+    return cpu.matmul(x, q.stored_matrix(), contracted_axis, round_x=q.activation_dtype == "int8")
 
 
 def _lower_on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
