@@ -7,8 +7,9 @@
 
 namespace eformer {
 
-XLA_FFI_Handler* MatmulHandler();  // x, codes, scales... -> x @ matrix in float32
-XLA_FFI_Handler* DecodeHandler();  // codes, scales... -> the matrix in float32
+XLA_FFI_Handler* MatmulHandler();    // x, codes, scales... -> x @ matrix in float32
+XLA_FFI_Handler* SegmentsHandler();  // x, codes... -> x @ matrix of bits in float32
+XLA_FFI_Handler* DecodeHandler();    // codes, scales... -> the matrix in float32
 
 // What this processor can run, the best first.
 std::vector<const char*> InstructionSets();

@@ -285,6 +285,39 @@ def test_use_core_takes_a_bool(value):
         cpu.use_core(value)
 
 
+@pytest.mark.parametrize("signs", [1, 2], ids=["binary", "ternary"])
+@pytest.mark.parametrize(("k", "rows"), [(1, 1), (5, 3), (8, 1), (8, 9), (9, 1), (9, 2)])
+def test_segments(k, rows, signs):
+    shape = (2, 3, 40)  # matrices, blocks, elements of x
+    codes = [np.random.default_rng(i).integers(2**k, size=shape) for i in range(signs)]
+    codes = [jnp.asarray(c, jnp.uint8 if k <= 8 else jnp.uint16) for c in codes]
+    bits = [np.asarray(reference.decode_rsr(c, k, shape[1] * k), np.float64) for c in codes]
+    values = bits[0] - bits[1] if signs == 2 else bits[0]
+    x = normal((2, rows, 40), seed=1)
+    out = cpu.segment_product(jnp.asarray(x), tuple(codes), k)
+    assert_product(
+        out, np.concatenate([x] * signs, -1), np.concatenate(bits, 1) * np.repeat([1, -1], 40)[: signs * 40, None], 0
+    )
+    assert out.shape == (2, rows, 3 * k)
+    x[1, 0, 7] = np.inf
+    out = cpu.segment_product(jnp.asarray(x), tuple(codes), k)
+    dense = product(x, values, 0)
+    assert np.all(np.isnan(out) | (np.asarray(out) == dense) | np.isfinite(dense))
+    assert not np.any(np.isfinite(out) & ~np.isfinite(dense))
+
+
+def test_bad_codes_of_segments_are_refused_in_words():
+    x, codes = jnp.ones((1, 1, 8)), jnp.zeros((1, 2, 8), jnp.uint8)
+    for message, call in {
+        "x must be float32 of 3 axes": lambda: cpu.segment_product(x.astype(jnp.bfloat16), (codes,), 4),
+        "codes must be uint16": lambda: cpu.segment_product(x, (codes,), 9),
+        r"codes must be uint8 \(1, blocks, 8\)": lambda: cpu.segment_product(x, (codes[..., :7],), 4),
+        "k must be 1 to 16": lambda: cpu.segment_product(x, (codes,), 17),
+    }.items():
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            call().block_until_ready()
+
+
 def test_many_calls_at_once_give_equal_results():
     """From several threads, on several devices, while the pool that they share is busy with each other."""
     matrix = nf4(jnp.asarray(normal((1, 1024, 1024))), 1, 64)

@@ -115,3 +115,13 @@ def decode(matrix: Matrix) -> jax.Array:
         "eformer_decode", jax.ShapeDtypeStruct((matrix.count, matrix.rows, matrix.cols), jnp.float32)
     )
     return call(matrix.codes, *matrix.scales, **matrix.attributes())
+
+
+def segment_product(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.Array:
+    """Float32 x (count, rows, n) times the bits of codes[0] (count, blocks, n), less those of codes[1] if there is one.
+
+    Each code is `k` bits, for `k` columns of the result (count, rows, blocks * k), the highest first.
+    """
+    count, rows, _ = x.shape
+    result = jax.ShapeDtypeStruct((count, rows, codes[0].shape[1] * k), jnp.float32)
+    return jax.ffi.ffi_call("eformer_segments", result)(x, *codes, k=k)

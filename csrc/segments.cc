@@ -1,0 +1,130 @@
+// x times a matrix of bits, or the difference of two, by Redundant Segment Reduction (arXiv 2411.06360): of each block of
+// k columns, elements of x that meet the same k bits are summed first.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "handlers.h"
+#include "parallel.h"
+#include "problem.h"
+
+namespace eformer {
+namespace {
+
+constexpr int64_t kBlocksAtOnce = 8;
+constexpr int kRows = 8;  // of x at a time: their sums lie side by side
+
+typedef float Rows __attribute__((vector_size(4 * kRows)));
+
+// y[j] = the sum of x[i] over all i whose codes[0][i] has bit j, the highest first, less those of codes[1]. `sums` holds
+// 2^k values. Zeros are multiplied too, so that infinities give NaN where they do in a dense product.
+template <class Value, class Code>
+void SegmentProduct(const Value* x, int64_t n, const std::vector<const Code*>& codes, int64_t k, Value* sums, Value* y) {
+  std::fill(sums, sums + (int64_t{1} << k), Value{});
+  const Code* first = codes[0];
+  if (codes.size() == 1) {
+    for (int64_t i = 0; i < n; ++i) sums[first[i]] += x[i];
+  } else {
+    const Code* second = codes[1];
+    for (int64_t i = 0; i < n; ++i) {
+      sums[first[i]] += x[i];
+      sums[second[i]] -= x[i];
+    }
+  }
+  for (int64_t j = 0; j < k; ++j) {
+    const int64_t half = int64_t{1} << (k - 1 - j);
+    Value with{}, without{};
+    for (int64_t i = 0; i < half; ++i) {
+      without += sums[i];
+      with += sums[i + half];
+      sums[i] += sums[i + half];
+    }
+    y[j] = with + without * 0.0f;
+  }
+}
+
+struct Call {
+  const float* x;
+  int64_t count, rows, n, blocks, k;
+  std::vector<const void*> codes;
+  float* y;
+};
+
+template <class Value, class Code>
+void Run(ffi::ThreadPool& pool, const Call& c) {
+  constexpr int64_t kWide = sizeof(Value) / sizeof(float);
+  const int64_t groups = (c.rows + kWide - 1) / kWide, tasks = (c.blocks + kBlocksAtOnce - 1) / kBlocksAtOnce;
+  const std::unique_ptr<Value[]> packed(new Value[c.count * groups * c.n]());
+  float* to = reinterpret_cast<float*>(packed.get());
+  for (int64_t row = 0; row < c.count * c.rows; ++row) {
+    const int64_t group = row / c.rows * groups + row % c.rows / kWide, lane = row % c.rows % kWide;
+    for (int64_t i = 0; i < c.n; ++i) to[(group * c.n + i) * kWide + lane] = c.x[row * c.n + i];
+  }
+  ParallelFor(pool, c.count * tasks, [&](int64_t task) {
+    const std::unique_ptr<Value[]> sums(new Value[int64_t{1} << c.k]);
+    std::vector<Value> y(c.k);
+    const int64_t matrix = task / tasks, start = task % tasks * kBlocksAtOnce;
+    for (int64_t block = start; block < std::min(c.blocks, start + kBlocksAtOnce); ++block) {
+      std::vector<const Code*> codes;
+      for (const void* of_all : c.codes) codes.push_back(static_cast<const Code*>(of_all) + (matrix * c.blocks + block) * c.n);
+      for (int64_t group = 0; group < groups; ++group) {
+        SegmentProduct(&packed[(matrix * groups + group) * c.n], c.n, codes, c.k, sums.get(), y.data());
+        const float* found = reinterpret_cast<const float*>(y.data());
+        for (int64_t lane = 0; lane < std::min(kWide, c.rows - group * kWide); ++lane) {
+          float* out = c.y + ((matrix * c.rows + group * kWide + lane) * c.blocks + block) * c.k;
+          for (int64_t j = 0; j < c.k; ++j) out[j] = found[j * kWide + lane];
+        }
+      }
+    }
+  });
+}
+
+ffi::Error SegmentsImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs codes, ffi::Result<ffi::AnyBuffer> y,
+                        int64_t k) {
+  const auto shape = x.dimensions(), out = y->dimensions();
+  if (x.element_type() != ffi::F32 || shape.size() != 3) {
+    return ffi::Error::InvalidArgument("x must be float32 of 3 axes, got " + Describe(x));
+  }
+  if (k < 1 || k > 16 || codes.size() < 1 || codes.size() > 2) {
+    return ffi::Error::InvalidArgument("k must be 1 to 16, with one or two buffers of codes");
+  }
+  Call call = {x.typed_data<float>(), shape[0], shape[1], shape[2], 0, k, {}, y->typed_data<float>()};
+  const auto type = k <= 8 ? ffi::U8 : ffi::U16;
+  for (size_t i = 0; i < codes.size(); ++i) {
+    const auto buffer = *codes.get<ffi::AnyBuffer>(i);
+    const auto found = buffer.dimensions();
+    if (buffer.element_type() != type || found.size() != 3 || found[0] != call.count || found[2] != call.n ||
+        (i > 0 && found[1] != call.blocks)) {
+      return ffi::Error::InvalidArgument("codes must be " + std::string(k <= 8 ? "uint8" : "uint16") + " (" +
+                                         std::to_string(call.count) + ", blocks, " + std::to_string(call.n) + "), got " +
+                                         Describe(buffer));
+    }
+    call.blocks = found[1];
+    call.codes.push_back(buffer.untyped_data());
+  }
+  if (y->element_type() != ffi::F32 || out.size() != 3 || out[0] != call.count || out[1] != call.rows ||
+      out[2] != call.blocks * k) {
+    return ffi::Error::InvalidArgument("the result must be float32 (count, rows, blocks * k), got " + Describe(*y));
+  }
+  if (y->element_count() == 0) return ffi::Error::Success();
+  const bool one = call.rows == 1;
+  const auto run = k <= 8 ? (one ? Run<float, uint8_t> : Run<Rows, uint8_t>)
+                          : (one ? Run<float, uint16_t> : Run<Rows, uint16_t>);
+  run(pool, call);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER(kSegments, SegmentsImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<int64_t>("k"));
+
+XLA_FFI_Handler* SegmentsHandler() { return kSegments; }
+
+}  // namespace eformer
