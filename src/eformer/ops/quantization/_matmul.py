@@ -61,15 +61,15 @@ def dot_general(
     (l_summed, r_summed), (l_batch, r_batch) = ((tuple(map(int, a)), tuple(map(int, b))) for a, b in dimension_numbers)
     if not isinstance(lhs, LeafwiseArray):
         assert isinstance(rhs, LeafwiseArray)
-        return _product(lhs, rhs, Contraction(l_summed, r_summed, l_batch, r_batch)).astype(out_dtype)
+        return _product(lhs, rhs, Contraction(l_summed, r_summed, l_batch, r_batch), out_dtype)
     assert not isinstance(rhs, LeafwiseArray)
     contraction = Contraction(r_summed, l_summed, r_batch, l_batch)
-    out = _product(rhs, lhs, contraction)
+    out = _product(rhs, lhs, contraction, out_dtype)
     batch, free = len(r_batch), len(contraction.x_free(rhs.ndim))
-    return jnp.moveaxis(out, range(batch, batch + free), range(out.ndim - free, out.ndim)).astype(out_dtype)
+    return jnp.moveaxis(out, range(batch, batch + free), range(out.ndim - free, out.ndim))
 
 
-def _product(x: jax.Array, q: LeafwiseArray, contraction: Contraction) -> jax.Array:
+def _product(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: Any) -> jax.Array:
     if q.moved_from is not None:  # `x @ q.T` reads the codes as they lie, and nothing is moved
         origin, permutation = q.moved_from
         summed, batch = (tuple(permutation[a] for a in axes) for axes in (contraction.q_summed, contraction.q_batch))
@@ -77,19 +77,18 @@ def _product(x: jax.Array, q: LeafwiseArray, contraction: Contraction) -> jax.Ar
         if _free_in_order(origin, moved, [permutation[a] for a in contraction.q_free(q.ndim)]):
             q, contraction = origin, moved
     if not (q.use_kernel and _use_kernel.value):
-        return product(x, q, contraction, in_tiles=False)
+        return product(x, q, contraction, in_tiles=False).astype(dtype)
     stacked = _stacked(q, contraction) if cpu.is_available() else None
     if stacked is None or stacked[0].stored_matrix() is None:
-        return product(x, q, contraction)
+        return product(x, q, contraction).astype(dtype)
     matrices, contracted_axis = stacked
     batch = [x.shape[a] for a in contraction.x_batch]
     rows = contraction.x_free(x.ndim)
+    summed = _summed_of_x(contraction)
+    shape = [math.prod(batch), *(x.shape[a] for a in rows), math.prod(x.shape[a] for a in summed)]
     out_shape = [*batch, *(x.shape[a] for a in rows), *(q.shape[a] for a in contraction.q_free(q.ndim))]
-    groups = (contraction.x_batch, rows, _summed_of_x(contraction))
-    x = jnp.transpose(x, [axis for group in groups for axis in group]).reshape(
-        [math.prod(x.shape[a] for a in group) for group in groups]
-    )
-    return quantized_matmul(x, matrices, contracted_axis).reshape(out_shape)
+    x = jnp.transpose(x, [*contraction.x_batch, *rows, *summed]).reshape(shape)
+    return quantized_matmul(x, matrices, contracted_axis, dtype).reshape(out_shape)
 
 
 def _free_in_order(origin: LeafwiseArray, contraction: Contraction, free: list[int]) -> bool:
