@@ -20,16 +20,13 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.jaximus import Deferred, ImplicitArray, register
-from eformer.kernels.cpu import Matrix
+from ._base import sharding_of, shards
+from ._divisible import DivisibleArray, Grain, Leaves
 
-from ._base import QuantizedArray, sharding_of, shards
-
-Grain = int
-Leaves = dict[str, jax.Array]
 ALL: Grain = 0
 
 
-class LeafwiseArray(QuantizedArray):
+class LeafwiseArray(DivisibleArray):
     """A quantized array each leaf of which has the array's rank."""
 
     array_fields: ClassVar[tuple[str, ...]]  # the leaves that have the array's axes, the codes first
@@ -45,10 +42,6 @@ class LeafwiseArray(QuantizedArray):
     def factors(self) -> tuple[jax.Array, jax.Array | None]:
         """`values` and `scale`, of this array's rank, with `values * scale == decode()`; a None is 1."""
         return self.decode(), None
-
-    def stored_matrix(self) -> Matrix | None:
-        """This array of 3 axes, each leaf with the first, as the native core reads it; None where it can't."""
-        return None
 
     def deferred(self) -> ImplicitArray | Deferred:
         if self.moved_from is None:
@@ -70,16 +63,17 @@ class LeafwiseArray(QuantizedArray):
         return self
 
     def divisible(self) -> Self:
-        """An equal array that has only leaves of the array's rank, made without looking across devices."""
         return self._single()
 
     def of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
-        """The part of this array that these parts of the leaves are; their entries may stand for less than before."""
-        del grains  # all of them are as they were, unless blocks can be cut
+        del grains  # they are what they were, unless blocks can be cut
         return self._mapped(lambda name, _: leaves[name])
 
+    def leaf_axes(self) -> dict[str, tuple[tuple[int, Grain], ...]]:
+        grains = [self.grains(axis) for axis in range(self.ndim)]
+        return {name: tuple((axis, each[name]) for axis, each in enumerate(grains)) for name in self.named_leaves()}
+
     def named_leaves(self) -> Leaves:
-        """The leaves that have the array's axes, the codes first."""
         found = {name: getattr(self, name) for name in self.array_fields}
         return {name: leaf for name, leaf in found.items() if leaf is not None}
 

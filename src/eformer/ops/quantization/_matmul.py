@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from eformer.jaximus import materialize, register
 from eformer.kernels import cpu
 
-from ._base import is_explicit, sharding_of
+from ._base import is_explicit, sharding_of, typed_as
 from ._contraction import Contraction, product
 from ._leafwise import LeafwiseArray, reshaped
 from ._quantized_matmul import quantized_matmul
@@ -44,20 +44,28 @@ def dot_general(
 ) -> jax.Array:
     if isinstance(lhs, LeafwiseArray) and isinstance(rhs, LeafwiseArray):
         lhs = lhs.materialize()  # the other stays as it is
+    dense_params = {
+        "dimension_numbers": dimension_numbers,
+        "preferred_element_type": preferred_element_type,
+        **params,
+    }
     # Two dtypes without one asked for: JAX chooses the result's by its own rule.
     out_dtype = preferred_element_type or (lhs.dtype if lhs.dtype == rhs.dtype else None)
     half_or_single = out_dtype is not None and all(
         jnp.dtype(d) in (jnp.float32, jnp.bfloat16, jnp.float16) for d in (lhs.dtype, rhs.dtype, out_dtype)
     )
-    explicit = any(is_explicit(sharding_of(leaf)) for leaf in jax.tree.leaves((lhs, rhs)))
-    if not half_or_single or explicit or any(value is not None for value in params.values()):
-        # Other dtypes, shardings that are part of types, a precision or sharding asked for: as JAX does it.
-        return primitive.bind(
-            *materialize([lhs, rhs]),
-            dimension_numbers=dimension_numbers,
-            preferred_element_type=preferred_element_type,
-            **params,
-        )
+    asked = {name: value for name, value in params.items() if value is not None}
+    if not half_or_single or asked.keys() - {"out_sharding"}:  # other dtypes, a precision asked for: as JAX does it
+        return primitive.bind(*materialize([lhs, rhs]), **dense_params)
+    if asked or any(is_explicit(sharding_of(leaf)) for leaf in jax.tree.leaves((lhs, rhs))):
+        return typed_as(
+            lambda lhs, rhs: primitive.bind(*materialize([lhs, rhs]), **dense_params),
+            lambda lhs, rhs: _dot(lhs, rhs, dimension_numbers, out_dtype),
+        )(lhs, rhs)
+    return _dot(lhs, rhs, dimension_numbers, out_dtype)
+
+
+def _dot(lhs: Any, rhs: Any, dimension_numbers: Any, out_dtype: Any) -> jax.Array:
     (l_summed, r_summed), (l_batch, r_batch) = ((tuple(map(int, a)), tuple(map(int, b))) for a, b in dimension_numbers)
     if not isinstance(lhs, LeafwiseArray):
         assert isinstance(rhs, LeafwiseArray)

@@ -29,13 +29,14 @@ class Placement(enum.Enum):
     ALONE = enum.auto()  # nobody: there is one device, or `shard_map` has given each its part
     MESH = enum.auto()  # XLA, over the axes of a mesh
     UNKNOWN = enum.auto()  # XLA in another way
+    EXPORT = enum.auto()  # whoever reads the file that the program is written to
 
 
 def placement(ctx: Any) -> Placement:
     """Of the context that a lowering rule gets."""
     module = ctx.module_context
-    if module.lowering_parameters.for_export:  # a file holds no call into this process
-        return Placement.UNKNOWN
+    if module.lowering_parameters.for_export:
+        return Placement.EXPORT
     context = module.axis_context
     manual = getattr(context, "manual_axes", None)
     if manual is not None:

@@ -22,13 +22,29 @@ from eformer.jaximus import needs_devices_to_lower
 from eformer.kernels import cpu
 
 from ._contraction import Contraction, product
+from ._divisible import DivisibleArray
 from ._leafwise import LeafwiseArray
 from ._partition import SUMMED, Dim, Placement, Problem, partitioned, placement
 
 quantized_matmul_p = Primitive("quantized_matmul")
 
 
-def quantized_matmul(x: jax.Array, q: LeafwiseArray, contracted_axis: int, dtype: Any) -> jax.Array:
+@functools.singledispatch
+def multiply(q: Any, x: jax.Array, contracted_axis: int, *, in_tiles: bool = True) -> jax.Array:
+    """What `quantized_matmul` gives, in JAX's own operations, of a float dtype of at least 32 bits or an integer one.
+
+    Without `in_tiles` there is no loop over parts of `q`.
+    """
+    del x, contracted_axis, in_tiles
+    raise TypeError(f"{type(q).__name__} has no product of stacks")
+
+
+@multiply.register
+def _(q: LeafwiseArray, x: jax.Array, contracted_axis: int, *, in_tiles: bool = True) -> jax.Array:
+    return product(x, q, Contraction((x.ndim - 1,), (contracted_axis + 1,), (0,), (0,)), in_tiles=in_tiles)
+
+
+def quantized_matmul(x: jax.Array, q: DivisibleArray, contracted_axis: int, dtype: Any) -> jax.Array:
     """`x @ q`, or `x @ q.mT` for `contracted_axis=1`, as `dtype` (count, ..., n): of x (count, ..., k) and q of 3 axes.
 
     Every leaf of `q` has the stack's axis first. Sums are float32; what devices add up among them is of `dtype`.
@@ -38,49 +54,48 @@ def quantized_matmul(x: jax.Array, q: LeafwiseArray, contracted_axis: int, dtype
     return quantized_matmul_p.bind(x, *leaves, treedef=treedef, contracted_axis=contracted_axis, dtype=dtype)
 
 
-def _in_rows(x: jax.Array, multiply: Callable[[jax.Array], jax.Array], dtype: Any) -> jax.Array:
-    """`multiply` of x with one axis of rows, its result with the axes that x has."""
-    rows = x.shape[1:-1]
-    out = multiply(x.reshape(x.shape[0], math.prod(rows), x.shape[-1]))
-    return out.reshape(x.shape[0], *rows, out.shape[-1]).astype(dtype)
-
-
 def _in_jax(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
-    q = jtu.tree_unflatten(treedef, leaves)
-    return product(x, q, Contraction((x.ndim - 1,), (contracted_axis + 1,), (0,), (0,))).astype(dtype)
+    return multiply(jtu.tree_unflatten(treedef, leaves), x, contracted_axis).astype(dtype)
+
+
+def _for_xla_to_divide(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
+    q = jtu.tree_unflatten(treedef, leaves).divisible()
+    return multiply(q, x, contracted_axis, in_tiles=False).astype(dtype)  # a loop over tiles would gather them
 
 
 def _on_cpu(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
-    matrix = jtu.tree_unflatten(treedef, leaves).stored_matrix()
-    return _in_rows(x, lambda x: cpu.matmul(x, matrix, contracted_axis), dtype)
+    q = jtu.tree_unflatten(treedef, leaves)
+    matrix = q.stored_matrix()
+    if matrix is None:
+        return multiply(q, x, contracted_axis).astype(dtype)
+    rows = x.shape[1:-1]
+    out = cpu.matmul(x.reshape(x.shape[0], math.prod(rows), x.shape[-1]), matrix, contracted_axis)
+    return out.reshape(x.shape[0], *rows, out.shape[-1]).astype(dtype)
 
 
 def _over_mesh(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
     """Each device multiplies its parts, by the kernel that it would use alone."""
     q = jtu.tree_unflatten(treedef, leaves).divisible()
-    by_name = q.named_leaves()
     axes = ("count", SUMMED, "n") if contracted_axis == 0 else ("count", "n", SUMMED)
     rows = tuple(Dim(f"row{i}") for i in range(x.ndim - 2))
-
-    def dims(name: str) -> tuple[Dim, ...]:
-        grains = (q.grains(axis)[name] for axis in range(3))
-        return tuple(Dim(axis if grain else None, grain) for axis, grain in zip(axes, grains, strict=True))
-
+    dims = {
+        name: tuple(Dim(axes[axis] if grain else None, grain) for axis, grain in grains)
+        for name, grains in q.leaf_axes().items()
+    }
     sizes = {**dict(zip(axes, q.shape, strict=True)), **{f"row{i}": n for i, n in enumerate(x.shape[1:-1])}}
     problem = Problem(
         x=(Dim("count"), *rows, Dim(SUMMED)),
-        leaves=tuple(map(dims, by_name)),
+        leaves=tuple(dims.values()),
         out=(Dim("count"), *rows, Dim("n")),
         sizes=tuple(sizes.items()),
     )
 
     def local(x: jax.Array, leaves: Sequence[jax.Array], grains: Sequence[tuple[int, ...]]) -> jax.Array:
-        names = list(by_name)
-        part = q.of_parts(dict(zip(names, leaves, strict=True)), dict(zip(names, grains, strict=True)))
+        part = q.of_parts(dict(zip(dims, leaves, strict=True)), dict(zip(dims, grains, strict=True)))
         return quantized_matmul(x, part, contracted_axis, dtype)
 
     identity = f"quantized_matmul {jtu.tree_structure(q)} {contracted_axis} {dtype}"
-    return partitioned(problem, local, identity, x, list(by_name.values()))
+    return partitioned(problem, local, identity, x, [q.named_leaves()[name] for name in dims])
 
 
 def lowering(on_device: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -91,7 +106,13 @@ def lowering(on_device: Callable[..., jax.Array]) -> Callable[..., Any]:
     """
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-        function = {Placement.ALONE: on_device, Placement.MESH: _over_mesh, Placement.UNKNOWN: _in_jax}[placement(ctx)]
+        by_placement = {
+            Placement.ALONE: on_device,
+            Placement.MESH: _over_mesh,
+            Placement.UNKNOWN: _for_xla_to_divide,
+            Placement.EXPORT: _in_jax,
+        }
+        function = by_placement[placement(ctx)]
         return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, **params)
 
     return lower
@@ -145,6 +166,6 @@ quantized_matmul_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[quantized_matmul_p] = _jvp
 ad.primitive_transposes[quantized_matmul_p] = _transpose
 batching.primitive_batchers[quantized_matmul_p] = _batch
-mlir.register_lowering(quantized_matmul_p, mlir.lower_fun(_in_jax, multiple_results=False))
+mlir.register_lowering(quantized_matmul_p, lowering(_in_jax))
 mlir.register_lowering(quantized_matmul_p, lowering(_on_cpu), platform="cpu")
 needs_devices_to_lower(quantized_matmul_p)
