@@ -156,6 +156,12 @@ def typed_as(dense: Callable[..., jax.Array], function: Callable[..., jax.Array]
     return call
 
 
+def asked_of(params: dict[str, Any]) -> set[str]:
+    """The parameters of a primitive that ask for something: neither None nor a layout over axes that are XLA's."""
+    silent = {name for name, value in params.items() if isinstance(value, NamedSharding) and not is_explicit(value)}
+    return {name for name, value in params.items() if value is not None} - silent
+
+
 def is_explicit(sharding: ShardingType) -> bool:
     """Whether the sharding is part of the array's type, as on meshes with explicit axes."""
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from eformer.jaximus import materialize, register
 from eformer.kernels import cpu
 
-from ._base import is_explicit, sharding_of, typed_as
+from ._base import asked_of, is_explicit, sharding_of, typed_as
 from ._contraction import Contraction, product
 from ._leafwise import LeafwiseArray, reshaped
 from ._quantized_matmul import quantized_matmul
@@ -54,8 +54,8 @@ def dot_general(
     half_or_single = out_dtype is not None and all(
         jnp.dtype(d) in (jnp.float32, jnp.bfloat16, jnp.float16) for d in (lhs.dtype, rhs.dtype, out_dtype)
     )
-    asked = {name: value for name, value in params.items() if value is not None}
-    if not half_or_single or asked.keys() - {"out_sharding"}:  # other dtypes, a precision asked for: as JAX does it
+    asked = asked_of(params)
+    if not half_or_single or asked - {"out_sharding"}:  # other dtypes, a precision asked for: as JAX does it
         return primitive.bind(*materialize([lhs, rhs]), **dense_params)
     if asked or any(is_explicit(sharding_of(leaf)) for leaf in jax.tree.leaves((lhs, rhs))):
         return typed_as(

@@ -42,7 +42,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from eformer.jaximus import aux_field, is_implicit, materialize, register
 from eformer.kernels import reference
 
-from ._base import checked_array, is_explicit, laid_out, sharding_of, shards, typed_as
+from ._base import asked_of, checked_array, is_explicit, laid_out, sharding_of, shards, typed_as
 from ._divisible import DivisibleArray, Grain, Leaves
 from ._quantized_matmul import multiply, quantized_matmul
 
@@ -509,7 +509,7 @@ def _contract(
     rows = (tuple(range(stack)), (stack,))
     dtype = jnp.dtype(preferred_element_type or jnp.result_type(x.dtype, q.dtype))
     loses = _accumulator(dtype).itemsize < x.dtype.itemsize
-    asked = {name for name, value in params.items() if value is not None}
+    asked = asked_of(params)
     if tuple(map(tuple, q_axes)) != rows or not q.use_kernel or loses or asked - {"out_sharding"}:
         return NotImplemented
     x = materialize(x)
