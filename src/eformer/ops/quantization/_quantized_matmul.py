@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax import tree_util as jtu
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -50,8 +50,17 @@ def quantized_matmul(x: jax.Array, q: DivisibleArray, contracted_axis: int, dtyp
     Every leaf of `q` has the stack's axis first. Sums are float32; what devices add up among them is of `dtype`.
     """
     leaves, treedef = jtu.tree_flatten(q)
+    x, *leaves = _varying_alike([x, *leaves])
     dtype = jnp.dtype(dtype)
     return quantized_matmul_p.bind(x, *leaves, treedef=treedef, contracted_axis=contracted_axis, dtype=dtype)
+
+
+def _varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The operands, in `shard_map` all typed as differing along each axis of the mesh that one of them differs along."""
+    varying = [jax.typeof(operand).mat.varying for operand in operands]
+    every = frozenset().union(*varying)
+    pairs = zip(operands, varying, strict=True)
+    return [lax.pcast(operand, tuple(sorted(every - own)), to="varying") for operand, own in pairs]
 
 
 def _in_jax(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
@@ -125,7 +134,7 @@ def _run(*operands: Any, **params: Any) -> jax.Array:
 
 def _abstract_eval(x: Any, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> Any:
     shape = jtu.tree_unflatten(treedef, leaves).shape
-    return ShapedArray((*x.shape[:-1], shape[2 - contracted_axis]), dtype)
+    return x.update(shape=(*x.shape[:-1], shape[2 - contracted_axis]), dtype=dtype, weak_type=False)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
