@@ -18,8 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
 
@@ -105,11 +107,11 @@ def partitioned(problem: Problem, local: Local, identity: str, x: jax.Array, lea
             del mark
             cut = [_cut(problem, mesh.shape, dims, leaf, parts) for dims, leaf in zip(problem.leaves, leaves, strict=True)]
             product = local(x, [leaf for leaf, _ in cut], tuple(grains for _, grains in cut))
-            for position, dim in enumerate(problem.out):
-                for name in scattered.get(dim.axis or "", ()):
-                    product = lax.psum_scatter(product, name, scatter_dimension=position, tiled=True)
-            summed = [name for name in parts[SUMMED] if all(name not in names for names in scattered.values())]
-            return lax.psum(product, tuple(summed)) if summed else product
+            pieces = [(name, i) for i, dim in enumerate(problem.out) for name in scattered.get(dim.axis or "", ())]
+            whole = tuple(name for name in parts[SUMMED] if all(name != piece for piece, _ in pieces))
+            if not parts[SUMMED]:
+                return product
+            return summed_p.bind(product, whole=whole, pieces=tuple(pieces), mesh=tuple(mesh.shape.items()))
 
         return mesh, on_device, place(problem.out, out), places
 
@@ -118,6 +120,36 @@ def partitioned(problem: Problem, local: Local, identity: str, x: jax.Array, lea
     call = custom_partitioning(whole)
     call.def_partition(partition, sharding_rule=_rule(problem, all_dims))
     return call(jnp.asarray(mark), x, *leaves)
+
+
+# What devices add up, as an operation of its own: JAX lowers this inside XLA's compiler, in whatever mesh the caller
+# set. If its axes are explicit, JAX 0.12 writes their types into the addition, which XLA then can't read.
+summed_p = Primitive("summed_over_mesh")
+
+
+def _summed(x: jax.Array, *, whole: Any, pieces: Any, mesh: Any) -> jax.Array:
+    del mesh
+    for name, position in pieces:
+        x = lax.psum_scatter(x, name, scatter_dimension=position, tiled=True)
+    return lax.psum(x, whole) if whole else x
+
+
+@summed_p.def_abstract_eval
+def _(x: Any, *, whole: Any, pieces: Any, mesh: Any) -> Any:
+    del whole
+    shape = list(x.shape)
+    for name, position in pieces:
+        shape[position] //= dict(mesh)[name]
+    return x.update(shape=tuple(shape))
+
+
+def _lower_summed(ctx: Any, x: Any, *, mesh: Any, **params: Any) -> Any:
+    names, sizes = zip(*mesh, strict=True)
+    with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))):
+        return mlir.lower_fun(_summed, multiple_results=False)(ctx, x, mesh=mesh, **params)
+
+
+mlir.register_lowering(summed_p, _lower_summed)
 
 
 def _rule(problem: Problem, all_dims: Sequence[Dims]) -> SdyShardingRule:
