@@ -16,7 +16,6 @@ from ._rules import materialize_rule as materialize_rule
 from ._rules import register as register
 from ._ste import ste as ste
 from ._trace import implicit as implicit
-from ._trace import needs_devices_to_lower as needs_devices_to_lower
 from ._trace import use_implicit as use_implicit
 from ._tree import tree_flatten_with_implicit as tree_flatten_with_implicit
 from ._tree import tree_flatten_with_path_with_implicit as tree_flatten_with_path_with_implicit

@@ -18,9 +18,6 @@ from jax import tree_util as jtu
 # Stands for "no sharding asked for" in the parameters of `jit`.
 from jax._src import sharding_impls
 
-# Primitives whose lowering is told which devices, and which mesh, the program is for.
-from jax._src.dispatch import prim_requires_devices_during_lowering
-
 # Makes the constants of a jaxpr its first arguments: `remat` takes a jaxpr without constants.
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 
@@ -392,8 +389,3 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         consts, carry, _ = params.pop("ft_in").unpack()
         return len(consts), len(carry)
     return params.pop("num_consts"), params.pop("num_carry")
-
-
-def needs_devices_to_lower(primitive: Any) -> None:
-    """Have the lowering of a primitive told which mesh the program is for: one that takes itself apart needs it."""
-    prim_requires_devices_during_lowering.add(primitive)

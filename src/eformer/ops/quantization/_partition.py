@@ -8,7 +8,9 @@ platform, is taken apart in the same way.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +23,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 
@@ -29,8 +31,8 @@ class Placement(enum.Enum):
     """Who divides the work of the operation that is being lowered."""
 
     ALONE = enum.auto()  # nobody: there is one device, or `shard_map` has given each its part
-    MESH = enum.auto()  # XLA, over the axes of a mesh
-    UNKNOWN = enum.auto()  # XLA in another way
+    DEVICES = enum.auto()  # XLA, over several devices
+    UNKNOWN = enum.auto()  # XLA, over devices that can't be told, or over some axes of a `shard_map`
     EXPORT = enum.auto()  # whoever reads the file that the program is written to
 
 
@@ -46,8 +48,25 @@ def placement(ctx: Any) -> Placement:
         return Placement.UNKNOWN if rest else Placement.ALONE
     if (getattr(context, "num_devices", 1) or 1) == 1:
         return Placement.ALONE
-    mesh = getattr(context, "abstract_mesh", None)
-    return Placement.UNKNOWN if mesh is None or mesh.empty else Placement.MESH
+    return Placement.DEVICES if _devices(ctx) else Placement.UNKNOWN
+
+
+def _devices(ctx: Any) -> tuple[jax.Device, ...] | None:
+    """As many devices as the program runs on. XLA counts them and does not care which they are."""
+    module = ctx.module_context
+    known = module.axis_context.device_assignment
+    if known is None:
+        backend = module.get_backend(optional=True)
+        known = () if backend is None else tuple(backend.devices())[: module.axis_context.num_devices]
+    return known if len(known) == module.axis_context.num_devices else None
+
+
+def lower_partitioned(ctx: Any, function: Callable[..., jax.Array], *operands: Any) -> Any:
+    """Lower a function that calls `partitioned`, with `devices` for it."""
+    devices = _devices(ctx)
+    context = dataclasses.replace(ctx.module_context.axis_context, device_assignment=devices)
+    ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+    return mlir.lower_fun(functools.partial(function, devices=devices), multiple_results=False)(ctx, *operands)
 
 
 SUMMED = "k"  # the axis that is summed over; all other names are up to the caller
@@ -83,7 +102,15 @@ class Problem(NamedTuple):
 Local = Callable[[jax.Array, Sequence[jax.Array], tuple[tuple[int, ...], ...]], jax.Array]
 
 
-def partitioned(problem: Problem, local: Local, identity: str, x: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
+def partitioned(
+    problem: Problem,
+    local: Local,
+    identity: str,
+    x: jax.Array,
+    leaves: Sequence[jax.Array],
+    *,
+    devices: Sequence[jax.Device],
+) -> jax.Array:
     """`local` of the parts of `x` and `leaves` that each device needs, put together again.
 
     `identity` says what `local` computes. XLA's cache of compiled programs sees the operands of the call and not what
@@ -95,10 +122,14 @@ def partitioned(problem: Problem, local: Local, identity: str, x: jax.Array, lea
         del mark
         return local(x, leaves, grains)
 
-    def partition(mesh: Any, operands: Sequence[Any], result: Any) -> Any:
-        _, x, codes, *_ = (_parts_of(dims, each) for dims, each in zip(all_dims, operands, strict=True))
-        parts = _divide(problem, mesh.shape, x, codes, _parts_of(problem.out, result))
-        scattered = _scattered(problem, mesh.shape, parts, _parts_of(problem.out, result))
+    def partition(_: Any, operands: Sequence[Any], result: Any) -> Any:
+        _, x, codes, *_ = operands
+        starts = [_starts(each, devices) for each in (x, codes, result)]
+        mesh = _mesh(devices, starts)
+        dims = (problem.x, problem.leaves[0], problem.out)
+        given, stored, wanted = (_parts_of(*each, mesh) for each in zip(dims, starts, strict=True))
+        parts = _divide(problem, mesh.shape, x=given, codes=stored, out=wanted)
+        scattered = _scattered(problem, mesh.shape, parts, wanted)
         place = lambda dims, parts: NamedSharding(mesh, _spec(problem, mesh.shape, dims, parts))  # noqa: E731
         out = {axis: (*names, *scattered.get(axis, ())) for axis, names in parts.items()}
         places = tuple(place(dims, parts) for dims in all_dims)
@@ -107,8 +138,8 @@ def partitioned(problem: Problem, local: Local, identity: str, x: jax.Array, lea
             del mark
             cut = [_cut(problem, mesh.shape, dims, leaf, parts) for dims, leaf in zip(problem.leaves, leaves, strict=True)]
             product = local(x, [leaf for leaf, _ in cut], tuple(grains for _, grains in cut))
-            pieces = [(name, i) for i, dim in enumerate(problem.out) for name in scattered.get(dim.axis or "", ())]
-            whole = tuple(name for name in parts[SUMMED] if all(name != piece for piece, _ in pieces))
+            pieces = [(scattered[dim.axis], i) for i, dim in enumerate(problem.out) if dim.axis in scattered]
+            whole = tuple(name for name in parts[SUMMED] if all(name not in names for names, _ in pieces))
             if not parts[SUMMED]:
                 return product
             return summed_p.bind(product, whole=whole, pieces=tuple(pieces), mesh=tuple(mesh.shape.items()))
@@ -118,7 +149,7 @@ def partitioned(problem: Problem, local: Local, identity: str, x: jax.Array, lea
     mark = np.full((1,), zlib.crc32(f"{problem} {identity}".encode()), np.uint32)
     all_dims = ((Dim(None),), problem.x, *problem.leaves)
     call = custom_partitioning(whole)
-    call.def_partition(partition, sharding_rule=_rule(problem, all_dims))
+    call.def_partition(partition, sharding_rule=_rule(problem, all_dims), decode_shardings=False)
     return call(jnp.asarray(mark), x, *leaves)
 
 
@@ -129,8 +160,8 @@ summed_p = Primitive("summed_over_mesh")
 
 def _summed(x: jax.Array, *, whole: Any, pieces: Any, mesh: Any) -> jax.Array:
     del mesh
-    for name, position in pieces:
-        x = lax.psum_scatter(x, name, scatter_dimension=position, tiled=True)
+    for names, position in pieces:
+        x = lax.psum_scatter(x, names, scatter_dimension=position, tiled=True)
     return lax.psum(x, whole) if whole else x
 
 
@@ -138,8 +169,8 @@ def _summed(x: jax.Array, *, whole: Any, pieces: Any, mesh: Any) -> jax.Array:
 def _(x: Any, *, whole: Any, pieces: Any, mesh: Any) -> Any:
     del whole
     shape = list(x.shape)
-    for name, position in pieces:
-        shape[position] //= dict(mesh)[name]
+    for names, position in pieces:
+        shape[position] //= math.prod(dict(mesh)[name] for name in names)
     return x.update(shape=tuple(shape))
 
 
@@ -178,17 +209,62 @@ def _rule(problem: Problem, all_dims: Sequence[Dims]) -> SdyShardingRule:
     return SdyShardingRule(operands, (result,), reduction_factors=reduced, **factor_sizes)
 
 
-def _parts_of(dims: Dims, operand: Any) -> dict[str, tuple[str, ...]]:
-    spec = operand.sharding.spec
-    entries = [*spec, *[None] * (len(dims) - len(spec))]
-    found = zip(dims, entries, strict=True)
-    return {dim.axis: _names(entry) for dim, entry in found if dim.axis is not None}
+def _mesh(devices: Sequence[jax.Device], starts: Sequence[np.ndarray]) -> Mesh:
+    """A mesh over all devices with an axis for each prime factor of their number, in an order that names most parts.
+
+    XLA knows devices by their number, and no mesh. What any mesh divides, and parts of its axes, this one can name.
+    """
+
+    def named(sizes: tuple[int, ...]) -> int:
+        return sum(len(axes) for each in starts for axes in _axes(each, sizes))
+
+    sizes = max(_orders(_primes(len(devices))), key=named)
+    return Mesh(np.array(devices, object).reshape(sizes), tuple(f"axis{i}" for i in range(len(sizes))))
 
 
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
+def _primes(n: int) -> list[int]:
+    """The prime factors of a number, smallest first."""
+    smallest = next((p for p in range(2, n + 1) if n % p == 0), None)
+    return [] if smallest is None else [smallest, *_primes(n // smallest)]
+
+
+def _orders(factors: list[int]) -> list[tuple[int, ...]]:
+    """All different orders; one for a power of a prime, and few for numbers that machines come in."""
+    if not factors:
+        return [()]
+    without = {factor: [*factors[: factors.index(factor)], *factors[factors.index(factor) + 1 :]] for factor in factors}
+    return [(factor, *rest) for factor, others in without.items() for rest in _orders(others)]
+
+
+def _starts(operand: Any, devices: Sequence[jax.Device]) -> np.ndarray:
+    """Where in each dimension the part of a device begins, for each device: of as many elements as there are devices."""
+    shape = (len(devices),) * len(operand.shape)
+    if operand.sharding.is_fully_replicated:
+        return np.zeros((len(devices), len(shape)), int)
+    indices = operand.sharding.devices_indices_map(shape)
+    return np.array([[part.start or 0 for part in indices[device]] for device in devices])
+
+
+def _axes(starts: np.ndarray, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Which axes of a mesh of `sizes` divide each dimension, the outermost first; none, if these can't say it all."""
+    return [_axes_of_dimension(each.reshape(sizes)) for each in starts.T]
+
+
+def _axes_of_dimension(starts: np.ndarray) -> tuple[int, ...]:
+    steps = [int(np.take(starts, 1, axis).flat[0]) for axis in range(starts.ndim)]
+    axes = sorted((axis for axis, step in enumerate(steps) if step), key=lambda axis: -steps[axis])
+    rest = starts.size
+    for axis in axes:
+        rest //= starts.shape[axis]
+        if steps[axis] != rest:
+            return ()
+    expected = sum(step * np.indices(starts.shape)[axis] for axis, step in enumerate(steps))
+    return tuple(axes) if np.array_equal(starts, expected) else ()
+
+
+def _parts_of(dims: Dims, starts: np.ndarray, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    found = zip(dims, _axes(starts, mesh.devices.shape), strict=True)
+    return {dim.axis: tuple(mesh.axis_names[a] for a in axes) for dim, axes in found if dim.axis is not None}
 
 
 def _divide(problem: Problem, mesh: Mapping[str, int], x: Parts, codes: Parts, out: Parts) -> dict[str, tuple[str, ...]]:

@@ -18,13 +18,12 @@ from jax import tree_util as jtu
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from eformer.jaximus import needs_devices_to_lower
 from eformer.kernels import cpu
 
 from ._contraction import Contraction, product
 from ._divisible import DivisibleArray
 from ._leafwise import LeafwiseArray
-from ._partition import SUMMED, Dim, Placement, Problem, partitioned, placement
+from ._partition import SUMMED, Dim, Placement, Problem, lower_partitioned, partitioned, placement
 
 quantized_matmul_p = Primitive("quantized_matmul")
 
@@ -82,7 +81,9 @@ def _on_cpu(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtyp
     return out.reshape(x.shape[0], *rows, out.shape[-1]).astype(dtype)
 
 
-def _over_mesh(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
+def _over_devices(
+    x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any, devices: Sequence[jax.Device]
+) -> jax.Array:
     """Each device multiplies its parts, by the kernel that it would use alone."""
     q = jtu.tree_unflatten(treedef, leaves).divisible()
     axes = ("count", SUMMED, "n") if contracted_axis == 0 else ("count", "n", SUMMED)
@@ -104,25 +105,23 @@ def _over_mesh(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, d
         return quantized_matmul(x, part, contracted_axis, dtype)
 
     identity = f"quantized_matmul {jtu.tree_structure(q)} {contracted_axis} {dtype}"
-    return partitioned(problem, local, identity, x, [q.named_leaves()[name] for name in dims])
+    return partitioned(problem, local, identity, x, [q.named_leaves()[name] for name in dims], devices=devices)
 
 
 def lowering(on_device: Callable[..., jax.Array]) -> Callable[..., Any]:
     """How a platform lowers the product: `on_device` where one device, or each of several, is on its own.
 
-    Over a mesh that XLA divides the work on, each device calls it on its parts. XLA's own operations are used where a
-    call of the kernel can't be: in a program written to a file, and under `shard_map` over some axes of a mesh only.
+    Where XLA divides the work, each device calls it on its parts. XLA's own operations are used where a call of the
+    kernel can't be: in a program written to a file, and under `shard_map` over some axes of a mesh only.
     """
 
+    functions = {Placement.ALONE: on_device, Placement.UNKNOWN: _for_xla_to_divide, Placement.EXPORT: _in_jax}
+
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-        by_placement = {
-            Placement.ALONE: on_device,
-            Placement.MESH: _over_mesh,
-            Placement.UNKNOWN: _for_xla_to_divide,
-            Placement.EXPORT: _in_jax,
-        }
-        function = by_placement[placement(ctx)]
-        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, **params)
+        where = placement(ctx)
+        if where is Placement.DEVICES:
+            return lower_partitioned(ctx, functools.partial(_over_devices, **params), *operands)
+        return mlir.lower_fun(functions[where], multiple_results=False)(ctx, *operands, **params)
 
     return lower
 
@@ -177,4 +176,3 @@ ad.primitive_transposes[quantized_matmul_p] = _transpose
 batching.primitive_batchers[quantized_matmul_p] = _batch
 mlir.register_lowering(quantized_matmul_p, lowering(_in_jax))
 mlir.register_lowering(quantized_matmul_p, lowering(_on_cpu), platform="cpu")
-needs_devices_to_lower(quantized_matmul_p)
