@@ -121,6 +121,8 @@ def _stacked(q: LeafwiseArray, contraction: Contraction) -> tuple[LeafwiseArray,
         contracted_axis, axes = 1, (batch, free, summed)
     else:
         return None
+    if any(q.alignment(axis) > 1 for axis in batch):
+        return None
     shape = tuple(math.prod(q.shape[a] for a in group) for group in axes)
     if q.ndim == 2:
         return jax.tree.map(lambda leaf: leaf[None], q), contracted_axis
