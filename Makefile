@@ -17,7 +17,7 @@ BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py benchmarks/quantize.py 
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
-		printf '%-14s %s\n' "$$name" "$$what"; done
+		printf '%-23s %s\n' "$$name" "$$what"; done
 
 install: $(VENV)/.tests ## make the environment, with all that the tests need
 

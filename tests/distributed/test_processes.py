@@ -36,7 +36,8 @@ def running(processes: int, step: str, folder: Path) -> Iterator[list[subprocess
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, str(WORKER), address, str(processes)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    devices = f"--xla_force_host_platform_device_count={worker.DEVICES // processes}"
+    environment = {**os.environ, "XLA_FLAGS": devices, "PYTHONPATH": os.pathsep.join(sys.path)}
     started = [
         subprocess.Popen([*command, str(i), step, str(folder)], stdout=-1, stderr=-1, text=True, env=environment)
         for i in range(processes)
@@ -51,7 +52,8 @@ def running(processes: int, step: str, folder: Path) -> Iterator[list[subprocess
 
 def answer(process: subprocess.Popen[str]) -> dict[str, float]:
     """What a process says of its work; Gloo writes lines of its own."""
-    assert process.stdout and process.stderr
+    assert process.stdout
+    assert process.stderr
     line = next((line for line in process.stdout if line.startswith("{")), None)
     assert line, process.stderr.read()
     return json.loads(line)

@@ -1,7 +1,7 @@
 """One of several processes that share a model: they quantize it, train a step, and save; or load what was saved.
 
-`worker.py ADDRESS PROCESSES INDEX STEP FOLDER`, with eight devices in all. The parent reads what the first prints. After
-"make" they save once more, and the last one is killed before it has written all of its parts.
+`worker.py ADDRESS PROCESSES INDEX STEP FOLDER`, with eight devices in all. The parent reads what the first prints.
+After "make" they save once more, and the last one is killed before it has written all of its parts.
 """
 
 from __future__ import annotations
@@ -13,11 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DEVICES = 8
-if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES // int(sys.argv[2])}"
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +23,7 @@ from eformer.checkpoint import _write, load, save
 from eformer.jaximus import implicit
 from eformer.model import Rule, quantize_model
 
+DEVICES = 8  # of all processes; the parent gives each its part
 P = PartitionSpec
 FORMATS = {"up": "nf4", "down": "int8", "gate": "ternary"}
 SHAPES = {"up": (64, 128), "gate": (64, 128), "down": (128, 64)}

@@ -178,7 +178,8 @@ def test_stacks_are_divided_along_the_stack():
 @pytest.mark.parametrize("form", ["int8", "nf4", "rsr"])
 def test_products_in_shard_map(form):
     mesh = make_mesh()
-    x, q = place(normal((8, 64), seed=1), mesh, P("data", "model")), place(WEIGHTS[form](normal((64, 128))), mesh, P("model"))
+    x = place(normal((8, 64), seed=1), mesh, P("data", "model"))
+    q = place(WEIGHTS[form](normal((64, 128))), mesh, P("model"))
     specs = {"in_specs": (P("data", "model"), P("model")), "out_specs": P("data")}
     function = jax.shard_map(lambda x, w: jax.lax.psum(x @ w, "model"), mesh=mesh, **specs)
     product, program = compiled(function, x, q)
@@ -187,6 +188,22 @@ def test_products_in_shard_map(form):
     assert_product(product, x, q)
     cotangent, _ = compiled(jax.grad(lambda x, q: jnp.sum(function(x, q) ** 2)), x, q)
     assert_product(cotangent, 2 * np.asarray(product), np.asarray(q.materialize()).T)
+
+
+# --- quantizing ---
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4", "ternary", "rsr"])
+def test_quantizing_in_parts_never_holds_the_whole(form):
+    """Devices exchange sums and largest magnitudes, and none has more than its quarter of anything."""
+    sharding = NamedSharding(make_mesh(), P("model"))
+    w = jax.device_put(normal((128, 64)), sharding)
+    program = jax.jit(lambda w: WEIGHTS[form](w).with_sharding(sharding)).lower(w).compile().as_text()
+    sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"= \w+\[([\d,]+)\]", program)]
+    assert max(sizes) <= w.size // 4
+    assert set(kinds(program)) <= {"all-reduce"}
+    codes, *_ = WEIGHTS[form](w).named_leaves().values()  # made without `jit`
+    assert codes.addressable_shards[0].data.size == codes.size // 4
 
 
 # --- parts that cut what is stored together ---

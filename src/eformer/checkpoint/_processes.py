@@ -33,7 +33,7 @@ def from_first(make: Callable[[], Any]) -> Any:
     if is_first():
         try:
             given = {"value": make()}
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001  # raised below, when all know of it
             given, error = {"error": type(raised).__name__, "message": str(raised)}, raised
     told = json.loads(_broadcast(json.dumps(given).encode()))
     if error is not None:
@@ -62,7 +62,7 @@ def _all(value: bool) -> bool:
 
 @contextlib.contextmanager
 def shared_file(path: Path, *, size: int, overwrite: bool) -> Iterator[BinaryIO]:
-    """`atomic_file` of `size` bytes that all processes write to; it takes its name when all have written their parts."""
+    """`atomic_file` of `size` bytes that all processes write to; it appears when all have written their parts."""
     if not are_several():
         with atomic_file(path, overwrite=overwrite) as file:
             file.truncate(size)
@@ -75,7 +75,7 @@ def shared_file(path: Path, *, size: int, overwrite: bool) -> Iterator[BinaryIO]
             yield file
             file.flush()
             os.fsync(file.fileno())
-    except BaseException as raised:
+    except BaseException as raised:  # noqa: BLE001  # raised below, when all know of it
         error = raised
     whole = _all(error is None)
     from_first(lambda: publish(temporary, path, overwrite=overwrite) if whole else temporary.unlink(missing_ok=True))

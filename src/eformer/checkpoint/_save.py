@@ -41,8 +41,8 @@ def save(
     `progress` is called with a name, the bytes done and the bytes in all.
 
     Arrays that devices have in parts are written part by part. Where there are several processes
-    (`jax.distributed.initialize`), all of them call this, each writes the parts that its devices have, and the folder is
-    one that all of them see.
+    (`jax.distributed.initialize`), all of them call this, each writes the parts that its devices have, and the folder
+    is one that all of them see.
 
     >>> import os, tempfile
     >>> import jax.numpy as jnp

@@ -194,9 +194,7 @@ def decode_dynamic(codes: jax.Array, nested: jax.Array, offset: jax.Array, block
     return _merge(product, codes.ndim - 1, codes.shape[-1]) + offset[..., None]
 
 
-def decode_dynamic_matrix(
-    codes: jax.Array, nested: jax.Array, offset: jax.Array, block_size: int = 256
-) -> jax.Array:
+def decode_dynamic_matrix(codes: jax.Array, nested: jax.Array, offset: jax.Array, block_size: int = 256) -> jax.Array:
     """`decode_dynamic` of codes (..., rows, cols) taken as one row after the other, without moving any.
 
     So that devices which have parts of the matrix, and all scales, need not exchange them.

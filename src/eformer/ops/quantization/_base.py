@@ -151,7 +151,8 @@ def typed_as(dense: Callable[..., jax.Array], function: Callable[..., jax.Array]
 
     def call(*operands: Any) -> jax.Array:
         sharding = jax.eval_shape(dense, *operands).sharding  # raises as dense JAX does, if that is not clear
-        return jax.sharding.auto_axes(function, out_sharding=sharding)(*operands)
+        typed: Any = jax.sharding.auto_axes(function, out_sharding=sharding)
+        return typed(*operands)
 
     return call
 

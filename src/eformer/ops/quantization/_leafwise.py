@@ -20,6 +20,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.jaximus import Deferred, ImplicitArray, register
+
 from ._base import sharding_of, shards
 from ._divisible import DivisibleArray, Grain, Leaves
 
@@ -418,9 +419,9 @@ def _fill_value(dtype: Any) -> Any:
 def concatenate(primitive: Any, *operands: LeafwiseArray, dimension: int, **params: Any) -> Any:
     arrays = [q._single() for q in operands]
     first = arrays[0]
+    names = first.named_leaves().keys()
     alike = all(
-        type(q) is type(first) and q.named_leaves().keys() == first.named_leaves().keys() and _unlike(q) == _unlike(first)
-        for q in arrays
+        type(q) is type(first) and q.named_leaves().keys() == names and _unlike(q) == _unlike(first) for q in arrays
     )
     if not alike or any(ALL in q.grains(dimension).values() for q in arrays):
         return NotImplemented

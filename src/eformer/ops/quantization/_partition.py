@@ -8,66 +8,21 @@ platform, is taken apart in the same way.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-
-
-class Placement(enum.Enum):
-    """Who divides the work of the operation that is being lowered."""
-
-    ALONE = enum.auto()  # nobody: there is one device, or `shard_map` has given each its part
-    DEVICES = enum.auto()  # XLA, over several devices
-    UNKNOWN = enum.auto()  # XLA, over devices that can't be told, or over some axes of a `shard_map`
-    EXPORT = enum.auto()  # whoever reads the file that the program is written to
-
-
-def placement(ctx: Any) -> Placement:
-    """Of the context that a lowering rule gets."""
-    module = ctx.module_context
-    if module.lowering_parameters.for_export:
-        return Placement.EXPORT
-    context = module.axis_context
-    manual = getattr(context, "manual_axes", None)
-    if manual is not None:
-        rest = {name for name, size in context.mesh.shape.items() if size > 1} - set(manual)
-        return Placement.UNKNOWN if rest else Placement.ALONE
-    if (getattr(context, "num_devices", 1) or 1) == 1:
-        return Placement.ALONE
-    return Placement.DEVICES if _devices(ctx) else Placement.UNKNOWN
-
-
-def _devices(ctx: Any) -> tuple[jax.Device, ...] | None:
-    """As many devices as the program runs on. XLA counts them and does not care which they are."""
-    module = ctx.module_context
-    known = module.axis_context.device_assignment
-    if known is None:
-        backend = module.get_backend(optional=True)
-        known = () if backend is None else tuple(backend.devices())[: module.axis_context.num_devices]
-    return known if len(known) == module.axis_context.num_devices else None
-
-
-def lower_partitioned(ctx: Any, function: Callable[..., jax.Array], *operands: Any) -> Any:
-    """Lower a function that calls `partitioned`, with `devices` for it."""
-    devices = _devices(ctx)
-    context = dataclasses.replace(ctx.module_context.axis_context, device_assignment=devices)
-    ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
-    return mlir.lower_fun(functools.partial(function, devices=devices), multiple_results=False)(ctx, *operands)
-
+from ._device_axes import axes_of, mesh_of, starts_of
 
 SUMMED = "k"  # the axis that is summed over; all other names are up to the caller
 
@@ -79,7 +34,7 @@ class Dim(NamedTuple):
     grain: int = 1
 
 
-Dims = tuple[Dim, ...]
+Dims: TypeAlias = tuple[Dim, ...]
 Parts = Mapping[str, tuple[str, ...]]  # of an axis: the axes of the mesh that divide it, the outermost first
 
 
@@ -109,7 +64,7 @@ def partitioned(
     x: jax.Array,
     leaves: Sequence[jax.Array],
     *,
-    devices: Sequence[jax.Device],
+    devices: Sequence[Any],
 ) -> jax.Array:
     """`local` of the parts of `x` and `leaves` that each device needs, put together again.
 
@@ -124,8 +79,8 @@ def partitioned(
 
     def partition(_: Any, operands: Sequence[Any], result: Any) -> Any:
         _, x, codes, *_ = operands
-        starts = [_starts(each, devices) for each in (x, codes, result)]
-        mesh = _mesh(devices, starts)
+        starts = [starts_of(each, devices) for each in (x, codes, result)]
+        mesh = mesh_of(devices, starts)
         dims = (problem.x, problem.leaves[0], problem.out)
         given, stored, wanted = (_parts_of(*each, mesh) for each in zip(dims, starts, strict=True))
         parts = _divide(problem, mesh.shape, x=given, codes=stored, out=wanted)
@@ -136,7 +91,9 @@ def partitioned(
 
         def on_device(mark: jax.Array, x: jax.Array, *leaves: jax.Array) -> jax.Array:
             del mark
-            cut = [_cut(problem, mesh.shape, dims, leaf, parts) for dims, leaf in zip(problem.leaves, leaves, strict=True)]
+            cut = [
+                _cut(problem, mesh.shape, dims, leaf, parts) for dims, leaf in zip(problem.leaves, leaves, strict=True)
+            ]
             product = local(x, [leaf for leaf, _ in cut], tuple(grains for _, grains in cut))
             pieces = [(scattered[dim.axis], i) for i, dim in enumerate(problem.out) if dim.axis in scattered]
             whole = tuple(name for name in parts[SUMMED] if all(name not in names for names, _ in pieces))
@@ -186,7 +143,7 @@ mlir.register_lowering(summed_p, _lower_summed)
 def _rule(problem: Problem, all_dims: Sequence[Dims]) -> SdyShardingRule:
     """How Shardy carries a layout from one operand to another: along the axes of x, the codes and the result.
 
-    Scales take the layout that the codes have. They have no say, for their entries may stand for more than a device has.
+    Scales take the layout of the codes and have no say, for their entries may stand for more than a device has.
     """
     codes = {dim.axis: dim.grain for dim in problem.leaves[0] if dim.axis}
     sizes = dict(problem.sizes)
@@ -209,65 +166,14 @@ def _rule(problem: Problem, all_dims: Sequence[Dims]) -> SdyShardingRule:
     return SdyShardingRule(operands, (result,), reduction_factors=reduced, **factor_sizes)
 
 
-def _mesh(devices: Sequence[jax.Device], starts: Sequence[np.ndarray]) -> Mesh:
-    """A mesh over all devices with an axis for each prime factor of their number, in an order that names most parts.
-
-    XLA knows devices by their number, and no mesh. What any mesh divides, and parts of its axes, this one can name.
-    """
-
-    def named(sizes: tuple[int, ...]) -> int:
-        return sum(len(axes) for each in starts for axes in _axes(each, sizes))
-
-    sizes = max(_orders(_primes(len(devices))), key=named)
-    return Mesh(np.array(devices, object).reshape(sizes), tuple(f"axis{i}" for i in range(len(sizes))))
-
-
-def _primes(n: int) -> list[int]:
-    """The prime factors of a number, smallest first."""
-    smallest = next((p for p in range(2, n + 1) if n % p == 0), None)
-    return [] if smallest is None else [smallest, *_primes(n // smallest)]
-
-
-def _orders(factors: list[int]) -> list[tuple[int, ...]]:
-    """All different orders; one for a power of a prime, and few for numbers that machines come in."""
-    if not factors:
-        return [()]
-    without = {factor: [*factors[: factors.index(factor)], *factors[factors.index(factor) + 1 :]] for factor in factors}
-    return [(factor, *rest) for factor, others in without.items() for rest in _orders(others)]
-
-
-def _starts(operand: Any, devices: Sequence[jax.Device]) -> np.ndarray:
-    """Where in each dimension the part of a device begins, for each device: of as many elements as there are devices."""
-    shape = (len(devices),) * len(operand.shape)
-    if operand.sharding.is_fully_replicated:
-        return np.zeros((len(devices), len(shape)), int)
-    indices = operand.sharding.devices_indices_map(shape)
-    return np.array([[part.start or 0 for part in indices[device]] for device in devices])
-
-
-def _axes(starts: np.ndarray, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Which axes of a mesh of `sizes` divide each dimension, the outermost first; none, if these can't say it all."""
-    return [_axes_of_dimension(each.reshape(sizes)) for each in starts.T]
-
-
-def _axes_of_dimension(starts: np.ndarray) -> tuple[int, ...]:
-    steps = [int(np.take(starts, 1, axis).flat[0]) for axis in range(starts.ndim)]
-    axes = sorted((axis for axis, step in enumerate(steps) if step), key=lambda axis: -steps[axis])
-    rest = starts.size
-    for axis in axes:
-        rest //= starts.shape[axis]
-        if steps[axis] != rest:
-            return ()
-    expected = sum(step * np.indices(starts.shape)[axis] for axis, step in enumerate(steps))
-    return tuple(axes) if np.array_equal(starts, expected) else ()
-
-
 def _parts_of(dims: Dims, starts: np.ndarray, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    found = zip(dims, _axes(starts, mesh.devices.shape), strict=True)
+    found = zip(dims, axes_of(starts, mesh.devices.shape), strict=True)
     return {dim.axis: tuple(mesh.axis_names[a] for a in axes) for dim, axes in found if dim.axis is not None}
 
 
-def _divide(problem: Problem, mesh: Mapping[str, int], x: Parts, codes: Parts, out: Parts) -> dict[str, tuple[str, ...]]:
+def _divide(
+    problem: Problem, mesh: Mapping[str, int], x: Parts, codes: Parts, out: Parts
+) -> dict[str, tuple[str, ...]]:
     """Which axes of the mesh divide each axis of the product.
 
     The codes stay where they are. Only where the mesh divides the rows of x and of the result by an axis, and the codes
@@ -301,7 +207,9 @@ def _fitting(problem: Problem, mesh: Mapping[str, int], axis: str, names: list[s
     """As many of the names as divide the axis into parts of whole codes; rows that are left over are filled up."""
     if axis in problem.rows:
         return tuple(names)
-    grain = math.lcm(*(dim.grain for dims in (problem.x, problem.leaves[0], problem.out) for dim in dims if dim.axis == axis))
+    grain = math.lcm(
+        *(dim.grain for dims in (problem.x, problem.leaves[0], problem.out) for dim in dims if dim.axis == axis)
+    )
     while names and dict(problem.sizes)[axis] % (grain * math.prod(mesh[name] for name in names)):
         names = names[:-1]
     return tuple(names)
@@ -312,10 +220,9 @@ def _scattered(problem: Problem, mesh: Mapping[str, int], parts: Parts, out: Par
     found: dict[str, tuple[str, ...]] = {}
     for axis, names in out.items():
         rest = names[len(parts[axis]) :]
-        divided = math.prod(mesh[name] for name in names)
-        if names[: len(parts[axis])] == parts[axis] and rest and set(rest) <= set(parts[SUMMED]):
-            if dict(problem.sizes)[axis] % divided == 0:
-                found[axis] = rest
+        last = names[: len(parts[axis])] == parts[axis] and rest and set(rest) <= set(parts[SUMMED])
+        if last and dict(problem.sizes)[axis] % math.prod(mesh[name] for name in names) == 0:
+            found[axis] = rest
     return found
 
 

@@ -23,7 +23,8 @@ from eformer.kernels import cpu
 from ._contraction import Contraction, product
 from ._divisible import DivisibleArray
 from ._leafwise import LeafwiseArray
-from ._partition import SUMMED, Dim, Placement, Problem, lower_partitioned, partitioned, placement
+from ._partition import SUMMED, Dim, Problem, partitioned
+from ._placement import Placement, lower_partitioned, placement
 
 quantized_matmul_p = Primitive("quantized_matmul")
 
@@ -55,7 +56,7 @@ def quantized_matmul(x: jax.Array, q: DivisibleArray, contracted_axis: int, dtyp
 
 
 def _varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """The operands, in `shard_map` all typed as differing along each axis of the mesh that one of them differs along."""
+    """The operands, in `shard_map` all typed as differing along each axis of the mesh that one differs along."""
     varying = [jax.typeof(operand).mat.varying for operand in operands]
     every = frozenset().union(*varying)
     pairs = zip(operands, varying, strict=True)
@@ -82,7 +83,7 @@ def _on_cpu(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtyp
 
 
 def _over_devices(
-    x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any, devices: Sequence[jax.Device]
+    x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any, devices: Sequence[Any]
 ) -> jax.Array:
     """Each device multiplies its parts, by the kernel that it would use alone."""
     q = jtu.tree_unflatten(treedef, leaves).divisible()

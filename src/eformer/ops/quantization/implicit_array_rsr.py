@@ -447,10 +447,7 @@ def _product_of_stack(q: RSROperator, x: jax.Array) -> jax.Array:
     """`x` (count, ..., n) times `q` (count, n, m)."""
     count, *free, n = x.shape
     rows = x.reshape(count, math.prod(free), n)
-    if count == 1:
-        out = jtu.tree_map(lambda codes: codes[0], q)._product(rows[0])
-    else:
-        out = q._product(rows)
+    out = jtu.tree_map(lambda codes: codes[0], q)._product(rows[0]) if count == 1 else q._product(rows)
     return out.reshape(count, *free, q.shape[-1])
 
 
