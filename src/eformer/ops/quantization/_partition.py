@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from ._device_axes import axes_of, mesh_of, starts_of
 
@@ -89,17 +89,21 @@ def partitioned(
         out = {axis: (*names, *scattered.get(axis, ())) for axis, names in parts.items()}
         places = tuple(place(dims, parts) for dims in all_dims)
 
-        def on_device(mark: jax.Array, x: jax.Array, *leaves: jax.Array) -> jax.Array:
-            del mark
-            cut = [
-                _cut(problem, mesh.shape, dims, leaf, parts) for dims, leaf in zip(problem.leaves, leaves, strict=True)
-            ]
+        def compute(x: jax.Array, *leaves: jax.Array) -> jax.Array:
+            pairs = zip(problem.leaves, leaves, strict=True)
+            cut = [_cut(problem, mesh.shape, dims, leaf, parts) for dims, leaf in pairs]
             product = local(x, [leaf for leaf, _ in cut], tuple(grains for _, grains in cut))
-            pieces = [(scattered[dim.axis], i) for i, dim in enumerate(problem.out) if dim.axis in scattered]
-            whole = tuple(name for name in parts[SUMMED] if all(name not in names for names, _ in pieces))
-            if not parts[SUMMED]:
-                return product
-            return summed_p.bind(product, whole=whole, pieces=tuple(pieces), mesh=tuple(mesh.shape.items()))
+            summed = set(parts[SUMMED])
+            for position, dim in enumerate(problem.out):
+                if dim.axis in scattered:
+                    names = scattered[dim.axis]
+                    product = lax.psum_scatter(product, names, scatter_dimension=position, tiled=True)
+                    summed -= set(names)
+            return lax.psum(product, tuple(sorted(summed))) if summed else product
+
+        def on_device(mark: jax.Array, *operands: jax.Array) -> jax.Array:
+            del mark
+            return on_device_p.bind(*operands, function=compute, mesh=tuple(mesh.shape.items()))
 
         return mesh, on_device, place(problem.out, out), places
 
@@ -110,34 +114,29 @@ def partitioned(
     return call(jnp.asarray(mark), x, *leaves)
 
 
-# What devices add up, as an operation of its own: JAX lowers this inside XLA's compiler, in whatever mesh the caller
-# set. If its axes are explicit, JAX 0.12 writes their types into the addition, which XLA then can't read.
-summed_p = Primitive("summed_over_mesh")
+# What a device does, as an operation of its own: JAX lowers it inside XLA's compiler, in whatever mesh the caller set.
+# If the axes of that are explicit, JAX 0.12 writes types of theirs into the program, which XLA then can't read.
+on_device_p = Primitive("on_device")
 
 
-def _summed(x: jax.Array, *, whole: Any, pieces: Any, mesh: Any) -> jax.Array:
-    del mesh
-    for names, position in pieces:
-        x = lax.psum_scatter(x, names, scatter_dimension=position, tiled=True)
-    return lax.psum(x, whole) if whole else x
+@on_device_p.def_abstract_eval
+def _(x: Any, *leaves: Any, function: Any, mesh: Any) -> Any:
+    with use_abstract_mesh(_automatic(mesh)):
+        out = jax.eval_shape(function, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (x, *leaves)))
+    return x.update(shape=out.shape, dtype=out.dtype)
 
 
-@summed_p.def_abstract_eval
-def _(x: Any, *, whole: Any, pieces: Any, mesh: Any) -> Any:
-    del whole
-    shape = list(x.shape)
-    for names, position in pieces:
-        shape[position] //= math.prod(dict(mesh)[name] for name in names)
-    return x.update(shape=tuple(shape))
+def _lower_on_device(ctx: Any, *operands: Any, function: Any, mesh: Any) -> Any:
+    with use_abstract_mesh(_automatic(mesh)):
+        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
 
-def _lower_summed(ctx: Any, x: Any, *, mesh: Any, **params: Any) -> Any:
+def _automatic(mesh: tuple[tuple[str, int], ...]) -> AbstractMesh:
     names, sizes = zip(*mesh, strict=True)
-    with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))):
-        return mlir.lower_fun(_summed, multiple_results=False)(ctx, x, mesh=mesh, **params)
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-mlir.register_lowering(summed_p, _lower_summed)
+mlir.register_lowering(on_device_p, _lower_on_device)
 
 
 def _rule(problem: Problem, all_dims: Sequence[Dims]) -> SdyShardingRule:
