@@ -8,16 +8,11 @@ the tables of docs/distributed.md.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-MOST = 1024
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={MOST}"
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +23,8 @@ from eformer.jaximus import implicit
 from eformer.ops.quantization import quantize
 
 P = PartitionSpec
-MESHES = {1: (1, 1), 8: (1, 8), 64: (8, 8), 256: (32, 8), 1024: (128, 8)}  # devices: (data, model)
+MODEL = 8  # devices that a product is divided over, as many as there are heads of keys; the others divide the batch
+DEVICES = (1, 8, 64, 256, 1024)
 LENGTH = 1024  # tokens, of one sequence for each row of devices along "data"
 FORMATS: dict[str, Callable[[Any], Any]] = {
     "bf16": lambda w: w,
@@ -66,6 +62,9 @@ class Shape:
             "up": ((self.width, self.inner), columns),
             "down": ((self.inner, self.width), rows),
         }
+
+    def head_weights(self) -> dict[str, tuple[tuple[int, int], PartitionSpec]]:
+        return {"head": ((self.width, self.vocabulary), P("data", "model"))}
 
 
 MODELS = {
@@ -118,24 +117,41 @@ class Cost:
 
 def cost(shape: Shape, devices: int, form: str) -> Cost:
     """Of one step: a sequence of LENGTH tokens for each row of devices."""
-    sizes = MESHES[devices]
-    grid = np.array(jax.devices()[:devices]).reshape(sizes)
-    mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    x = _struct((sizes[0], LENGTH, shape.width), mesh, P("data"))
-    ends = {"head": ((shape.width, shape.vocabulary), P("data", "model"))}
+    mesh = make_mesh(devices)
+    x = _struct((mesh.shape["data"], LENGTH, shape.width), mesh, P("data"))
     blocks = _compiled(partial(block, shape=shape), shape.weights(), x, mesh, P("data"), form).times(shape.layers)
     # The table of embeddings has as many weights as the head, divided in the same way.
-    last = _compiled(head, ends, x, mesh, P("data", "model"), form)
+    last = _compiled(head, shape.head_weights(), x, mesh, P("data", "model"), form)
     return blocks + last + Cost(last.held, 0, 0, 0)
+
+
+def make_mesh(devices: int) -> Mesh:
+    grid = np.array(jax.devices()[:devices]).reshape(-1, min(devices, MODEL))
+    return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def held(weights: Any, mesh: Mesh, form: str) -> int:
+    """Bytes of these weights that a device has."""
+    made = [_weight(each, spec, mesh, form) for each, spec in weights.values()]
+    return sum(_bytes_of_part(leaf) for leaf in jax.tree.leaves(made))
+
+
+def fewest(shape: Shape, form: str, gigabytes: int) -> str:
+    """On how many devices, a power of two, the weights take at most nine tenths of the memory."""
+    for devices in (2**i for i in range(11)):
+        mesh = make_mesh(devices)
+        whole = shape.layers * held(shape.weights(), mesh, form) + 2 * held(shape.head_weights(), mesh, form)
+        if whole <= 0.9e9 * gigabytes:
+            return f"{devices:,}"
+    return "none"
 
 
 def _compiled(function: Any, weights: Any, x: Any, mesh: Mesh, out: PartitionSpec, form: str) -> Cost:
     made = {name: _weight(each, spec, mesh, form) for name, (each, spec) in weights.items()}
-    program = jax.jit(implicit(function), out_shardings=NamedSharding(mesh, out)).lower(made, x).compile()
-    held = sum(_bytes_of_part(leaf) for leaf in jax.tree.leaves(made))
-    moves = collectives(program.as_text())
+    program: Any = jax.jit(implicit(function), out_shardings=NamedSharding(mesh, out)).lower(made, x).compile()
+    moves = collectives(program.as_text(), all_half=form == "bf16")
     moved, gathered = sum(size for _, size in moves), sum(size for kind, size in moves if kind == "all-gather")
-    return Cost(held, program.memory_analysis().temp_size_in_bytes, moved, gathered)
+    return Cost(held(weights, mesh, form), program.memory_analysis().temp_size_in_bytes, moved, gathered)
 
 
 def _struct(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -155,16 +171,22 @@ def _bytes_of_part(leaf: Any) -> int:
     return int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
 
 
-def collectives(program: str) -> list[tuple[str, float]]:
-    """Kind, and the bytes that a device receives, of each collective of a program, in the usual rings."""
+def collectives(program: str, *, all_half: bool) -> list[tuple[str, float]]:
+    """Kind, and the bytes that a device receives, of each collective of a program, in the usual rings.
+
+    This backend adds up in float32 what others add up in bfloat16, and says so. It gathers bfloat16 as float32 too, and
+    does not say so: with `all_half`, float32 counts as bfloat16.
+    """
     found = []
     for line in program.splitlines():
         match = re.search(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", line)
         if match is None:
             continue
         arrays = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-        size = sum(SIZES[dtype] * np.prod([int(n) for n in dims.split(",") if n], dtype=float) for dtype, dims in arrays)
-        if "promoted" in line:  # this backend adds up in float32 what others add up in bfloat16
+        size = sum(
+            SIZES[dtype] * np.prod([int(n) for n in dims.split(",") if n], dtype=float) for dtype, dims in arrays
+        )
+        if all_half or "promoted" in line:
             size /= 2
         kind, others = match[2], 1 - 1 / _group(line)
         factors = {"all-reduce": 2 * others, "reduce-scatter": others * _group(line), "collective-permute": 1}
@@ -191,12 +213,17 @@ def _group(line: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(DEVICES))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--devices", nargs="+", type=int, default=list(MESHES), choices=list(MESHES))
+    parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES), choices=list(DEVICES))
     given = parser.parse_args()
     costs = {
-        (model, n, form): cost(MODELS[model], n, form) for model in given.models for n in given.devices for form in FORMATS
+        (model, n, form): cost(MODELS[model], n, form)
+        for model in given.models
+        for n in given.devices
+        for form in FORMATS
     }
     print("GB held by each device: weights, and in brackets XLA's temporaries beside them\n")
     _table(given, lambda c: f"{c.held / 1e9:.2f} ({c.working / 1e9:.1f})", costs)
@@ -207,10 +234,7 @@ def main() -> None:
     print("|---|---|" + "---|" * len(CHIPS))
     for model in given.models:
         for form in FORMATS:
-            fits = [
-                next((str(n) for n in given.devices if costs[model, n, form].held <= 0.9e9 * size), "none")
-                for size in CHIPS.values()
-            ]
+            fits = [fewest(MODELS[model], form, size) for size in CHIPS.values()]
             print(f"| {model} | {form} | " + " | ".join(fits) + " |")
 
 
