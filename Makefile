@@ -13,16 +13,19 @@ BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py benchmarks/quantize.py 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test lint format demo bench sanitize emulate clean
+.PHONY: help install test test-distributed lint format demo bench sanitize emulate clean
 
 help: ## what there is
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
-		printf '%-14s %s\n' "$$name" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
+		printf '%-23s %s\n' "$$name" "$$what"; done
 
 install: $(VENV)/.tests ## make the environment, with all that the tests need
 
 test: $(VENV)/.tests ## run the tests; ARGS are pytest's
 	$(COMPILED_ONCE) $(VENV)/bin/python -m pytest -n auto $(ARGS)
+
+test-distributed: $(VENV)/.tests ## the tests with two and four processes
+	EFORMER_TEST_PROCESSES=1 $(VENV)/bin/python -m pytest -n 0 tests/distributed $(ARGS)
 
 lint: $(VENV)/.linters ## check style, formatting and types
 	$(VENV)/bin/ruff check .

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from quantization.cases import Case, assert_same_leaves, every_case, every_format, normal
 
-from eformer.checkpoint import CheckpointError, load, open_checkpoint, save
+from eformer.checkpoint import CheckpointError, _write, load, open_checkpoint, save
 from eformer.checkpoint._dtypes import DTYPES
 from eformer.ops.quantization import Array8B, RSROperatorBinary, RSROperatorTernary, quantize
 
@@ -318,6 +318,23 @@ def test_no_device_holds_the_whole(tmp_path: Path):
     found = load(save(tmp_path, {"w": normal((8, 4))}), sharding=NamedSharding(mesh(), PartitionSpec("x", "y")))["w"]
     assert {shard.data.shape for shard in found.addressable_shards} == {(2, 2)}
     assert bits(found) == bits(normal((8, 4)))
+
+
+@pytest.mark.parametrize(("case", "spec"), SHARDED, ids=str)
+def test_saving_from_devices_part_by_part(case: Case, spec: tuple[Any, ...], tmp_path: Path, monkeypatch: Any):
+    """The file is that of the whole array, of which no more than a part is in memory at once, and fits other meshes."""
+    q = case(normal((64, 128)))
+    spread = q.with_sharding(NamedSharding(mesh(), PartitionSpec(*spec)))
+    parts: list[int] = []
+    bytes_of = _write.contiguous_bytes
+    monkeypatch.setattr(_write, "contiguous_bytes", lambda *args: parts.append(np.size(args[0])) or bytes_of(*args))
+    whole = Path(save(tmp_path / "whole", {"w": q})).read_bytes()
+    parts.clear()
+    path = Path(save(tmp_path / "parts", {"w": spread}))
+    assert path.read_bytes() == whole
+    assert sorted(set(parts)) == sorted({leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(spread)})
+    other = NamedSharding(Mesh(np.array(jax.devices()), ("all",)), PartitionSpec(None, "all"))
+    assert_same_leaves(load(path, sharding=other)["w"], q.with_sharding(other))
 
 
 def test_shardings_by_name_function_and_like(tmp_path: Path):

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from eformer.jaximus import implicit
 from eformer.ops.quantization import Array8B, ArrayNF4, quantize
 
-from .cases import Case, assert_product, normal
+from .cases import Case, normal
 
 P = PartitionSpec
 W = normal((32, 64))
@@ -26,7 +24,6 @@ LAYOUTS = [
     Case.of("ternary", scale="channel"),
     Case.of("binary"),
 ]
-every_layout = pytest.mark.parametrize("case", LAYOUTS, ids=str)
 
 
 def make_mesh(kind: AxisType) -> Any:
@@ -79,15 +76,6 @@ def test_under_jit(case, kind):
     assert equal(dense, case(W).materialize())
     assert jax.tree.all(jax.tree.map(equal, moved, case(W)))
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(moved))
-
-
-@pytest.mark.usefixtures("compile_quickly")
-@pytest.mark.parametrize("spec", [P("a"), P(None, "b")], ids=str)
-@every_layout
-def test_products_of_sharded_weights(case, spec, auto):
-    x = normal((3, 32), seed=1)
-    q = case(W).with_sharding(NamedSharding(auto, spec))
-    assert_product(jax.jit(implicit(jnp.matmul))(x, q), x, case(W))
 
 
 def test_leaves_take_the_part_they_can(auto):

@@ -17,19 +17,32 @@ def atomic_file(path: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
     It is written under a name of its own in the same folder, brought to the disk and renamed. A process that is killed
     leaves at most that other file, which begins with a dot and ends in ".tmp".
     """
-    check_free(path, overwrite=overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
+    temporary = started(path, overwrite=overwrite)
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "r+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        check_free(path, overwrite=overwrite)
-        os.replace(temporary, path)
+        publish(temporary, path, overwrite=overwrite)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def started(path: Path, *, size: int = 0, overwrite: bool) -> Path:
+    """An empty file of `size` bytes that is to become `path`."""
+    check_free(path, overwrite=overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
+    with open(temporary, "xb") as file:
+        file.truncate(size)
+    return temporary
+
+
+def publish(temporary: Path, path: Path, *, overwrite: bool) -> None:
+    """Give a file that is on the disk its name."""
+    check_free(path, overwrite=overwrite)
+    os.replace(temporary, path)
     sync_folder(path.parent)
 
 

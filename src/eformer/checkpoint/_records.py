@@ -59,9 +59,12 @@ def structs(value: Any) -> Any:
     return jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), value)
 
 
-def items_of(named: Sequence[tuple[str, Any]]) -> list[Item]:
-    """Named leaves of a tree as items. Python's numbers become arrays of 64 bits; what has no values raises."""
-    found = [_item(name, leaf) for name, leaf in named]
+def items_of(named: Sequence[tuple[str, Any]], *, spread: bool = False) -> list[Item]:
+    """Named leaves of a tree as items. Python's numbers become arrays of 64 bits; what has no values raises.
+
+    So does an array that other processes have parts of, unless it may be `spread`.
+    """
+    found = [_item(name, leaf, spread) for name, leaf in named]
     names = [item.name for item in found]
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
@@ -69,7 +72,7 @@ def items_of(named: Sequence[tuple[str, Any]]) -> list[Item]:
     return found
 
 
-def _item(name: str, leaf: Any) -> Item:
+def _item(name: str, leaf: Any, spread: bool) -> Item:
     if isinstance(leaf, (bool, int, float)):
         leaf = np.asarray(leaf)
     if is_implicit(leaf) and not isinstance(leaf, QuantizedArray):
@@ -79,8 +82,8 @@ def _item(name: str, leaf: Any) -> Item:
         raise TypeError(f"{name!r} is a {type(leaf).__name__}; only arrays and numbers can be saved")
     if any(jnp.issubdtype(part.dtype, jax.dtypes.prng_key) for part in parts):
         raise TypeError(f"{name!r} is a random key; save `jax.random.key_data(key)`, and wrap what you load")
-    if not all(getattr(part, "is_fully_addressable", True) for part in parts):
-        raise ValueError(f"{name!r} is spread over several processes; Orbax saves such arrays, or gather it first")
+    if not spread and not all(getattr(part, "is_fully_addressable", True) for part in parts):
+        raise ValueError(f"{name!r} is spread over several processes: `save` it as safetensors, or gather it first")
     return Item(name, structs(leaf), lambda: leaf)
 
 

@@ -40,6 +40,10 @@ def save(
     The file appears when it is complete and on the disk. A kill at any moment leaves the old one as it was.
     `progress` is called with a name, the bytes done and the bytes in all.
 
+    Arrays that devices have in parts are written part by part. Where there are several processes
+    (`jax.distributed.initialize`), all of them call this, each writes the parts that its devices have, and the folder
+    is one that all of them see.
+
     >>> import os, tempfile
     >>> import jax.numpy as jnp
     >>> from eformer.checkpoint import load, save
@@ -52,7 +56,7 @@ def save(
     named, structure = flattened(tree)
     return write_items(
         path,
-        items_of(named),
+        items_of(named, spread=True),
         tree=structure,
         metadata=metadata,
         max_shard_bytes=max_shard_bytes,

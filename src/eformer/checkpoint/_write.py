@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from ._atomic import atomic_file, check_free, sync_folder
+import jax
+import numpy as np
+
+from ._atomic import check_free, sync_folder
 from ._describe import KEY, VERSION
 from ._dtypes import dtype_name
 from ._header import MAX_HEADER, METADATA
+from ._processes import from_first, is_first, shared_file
 from ._progress import Meter, Progress
 from ._records import Part, Record, contiguous_bytes
 from ._sources import INDEX_SUFFIX, SUFFIX, shards_of
@@ -35,27 +39,34 @@ def write_safetensors(
     index = single.with_name(single.name + INDEX_SUFFIX)
     _check_names(records)
     shards = _shards(records, max_shard_bytes)
-    for target in (single, index):
-        check_free(target, overwrite=overwrite)
-    old = _written_before(single, index)
+
+    def plan() -> Any:
+        for target in (single, index):
+            check_free(target, overwrite=overwrite)
+        old = [str(path) for path in _written_before(single, index)]
+        return old, _shard_names(single, len(shards)) if len(shards) > 1 else []
+
+    old, names = from_first(plan)
+    old = set(map(Path, old))
     meter = Meter(progress, sum(record.nbytes for record in records))
     given = _checked_metadata(metadata)
     if len(shards) == 1:
         _write_file(single, shards[0], {**given, **_ours(shards[0], tree)}, overwrite, meter)
-        _remove(old - {single})
+        from_first(lambda: _remove(old - {single}))
         return single
-    names = _shard_names(single, len(shards))
     weight_map = {p.name: name for name, shard in zip(names, shards, strict=True) for r in shard for p in r.parts}
     summary = {"total_size": meter.total, **given, KEY: {"version": VERSION, "tree": tree}}
     try:
         for name, shard in zip(names, shards, strict=True):
             _write_file(single.with_name(name), shard, {**given, **_ours(shard, None)}, False, meter)
-        with atomic_file(index, overwrite=overwrite) as file:
-            file.write(json.dumps({"metadata": summary, "weight_map": weight_map}, indent=1).encode())
+        text = json.dumps({"metadata": summary, "weight_map": weight_map}, indent=1).encode()
+        with shared_file(index, size=len(text), overwrite=overwrite) as file:
+            if is_first():
+                file.write(text)
     except BaseException:
-        _remove({single.with_name(name) for name in names})
+        from_first(lambda: _remove({single.with_name(name) for name in names}))
         raise
-    _remove(old - {index})
+    from_first(lambda: _remove(old - {index}))
     return index
 
 
@@ -145,17 +156,45 @@ def _write_file(path: Path, records: Sequence[Record], metadata: dict[str, str],
         offsets[part.name] = end
         end += part.nbytes
     header = _header(parts, offsets, metadata)
-    with atomic_file(path, overwrite=overwrite) as file:
-        file.write(header)
+    with shared_file(path, size=len(header) + end, overwrite=overwrite) as file:
+        if is_first():
+            file.write(header)
         for record in records:
             for part, value in zip(record.parts, record.values(), strict=True):
-                file.seek(len(header) + offsets[part.name])
-                data = contiguous_bytes(value, part)
-                for start in range(0, len(data), CHUNK):
-                    file.write(data[start : start + CHUNK])
-                    meter.add(record.name, len(data[start : start + CHUNK]))
-                del data, value
+                done = meter.done
+                for index, piece in _pieces(value):
+                    _write_piece(file, len(header) + offsets[part.name], part, index, piece, record.name, meter)
+                others = done + part.nbytes - meter.done  # bytes that other processes write
+                if others:
+                    meter.add(record.name, others)
+                del value
             record.done()
+
+
+def _pieces(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The parts of an array that this process writes, and where they belong; those that devices have, one by one."""
+    if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
+        return ((shard.index, shard.data) for shard in value.addressable_shards if shard.replica_id == 0)
+    return [((), value)] if is_first() else []
+
+
+def _write_piece(file: BinaryIO, offset: int, part: Part, index: Any, piece: Any, name: str, meter: Meter) -> None:
+    slices = [slice(*each.indices(n)) for each, n in zip(index, part.shape, strict=False)]
+    shape = tuple(each.stop - each.start for each in slices) or part.shape
+    data = contiguous_bytes(piece, Part(part.name, part.dtype, shape))
+    if not len(data):
+        return
+    if shape[1:] != part.shape[1:]:  # it does not lie in one run
+        file.flush()
+        target = np.memmap(file, np.uint8, "r+", offset, (*part.shape, part.dtype.itemsize))
+        target[tuple(slices)] = np.frombuffer(data, np.uint8).reshape(*shape, part.dtype.itemsize)
+        target.flush()
+        meter.add(name, len(data))
+        return
+    file.seek(offset + (slices[0].start * len(data) // shape[0] if slices else 0))
+    for start in range(0, len(data), CHUNK):
+        file.write(data[start : start + CHUNK])
+        meter.add(name, len(data[start : start + CHUNK]))
 
 
 def _header(parts: Sequence[Part], offsets: Mapping[str, int], metadata: dict[str, str]) -> bytes:

@@ -141,7 +141,7 @@ class ImplicitTrace(Trace):
         with jexc.set_current_trace(self.parent_trace):
             for tracer, spec in zip(tracers, params.pop("in_specs"), strict=True):
                 operand = unwrap(tracer)
-                leaf_specs = operand.leaf_specs(spec) if is_implicit(operand) else spec
+                leaf_specs = _leaf_specs(operand, spec, params["mesh"]) if is_implicit(operand) else spec
                 operands.append(materialize(operand) if leaf_specs is None else operand)
                 specs.append(spec if leaf_specs is None else leaf_specs)
             leaves, treedef = jtu.tree_flatten(operands)
@@ -159,6 +159,12 @@ class ImplicitTrace(Trace):
 
             params["debug_info"] = params["debug_info"].with_unknown_names()
             return primitive.bind(*leaves, subfuns=(body,), in_specs=tuple(leaf_specs), **params)
+
+
+def _leaf_specs(operand: ImplicitArray, spec: Any, mesh: Any) -> Any:
+    """`operand.leaf_specs(spec)`, which finds the mesh of the `shard_map` around it."""
+    with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+        return operand.leaf_specs(spec)
 
 
 def unwrap(x: Any) -> Any:

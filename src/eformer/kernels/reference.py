@@ -189,13 +189,31 @@ def encode_dynamic(x: jax.Array, block_size: int = 256) -> tuple[jax.Array, jax.
 
 
 def decode_dynamic(codes: jax.Array, nested: jax.Array, offset: jax.Array, block_size: int = 256) -> jax.Array:
-    blocks = _split(jnp.asarray(dynamic_map())[codes], -1, block_size) * nested[..., None]
-    # For the last bit: some programs multiply and add in one instruction that rounds once, and some do not. No such
-    # instruction fits with integers in between; what is added to them is 0, or changes the digits of a NaN.
-    integer = jnp.dtype(f"int{8 * blocks.dtype.itemsize}")
-    zero = jnp.isnan(nested)[..., None].astype(integer)
-    product = lax.bitcast_convert_type(lax.bitcast_convert_type(blocks, integer) + zero, blocks.dtype)
+    values = _split(jnp.asarray(dynamic_map())[codes], -1, block_size)
+    product = _rounded_product(values, nested[..., None])
     return _merge(product, codes.ndim - 1, codes.shape[-1]) + offset[..., None]
+
+
+def decode_dynamic_matrix(codes: jax.Array, nested: jax.Array, offset: jax.Array, block_size: int = 256) -> jax.Array:
+    """`decode_dynamic` of codes (..., rows, cols) taken as one row after the other, without moving any.
+
+    So that devices which have parts of the matrix, and all scales, need not exchange them.
+    """
+    rows, cols = (lax.broadcasted_iota(jnp.int32, codes.shape[-2:], axis) for axis in (0, 1))
+    scale = jnp.take(nested, (rows * codes.shape[-1] + cols) // block_size, axis=-1)
+    return _rounded_product(jnp.asarray(dynamic_map())[codes], scale) + offset[..., None, None]
+
+
+def _rounded_product(values: jax.Array, scale: jax.Array) -> jax.Array:
+    """The product, rounded before something is added to it.
+
+    For the last bit: some programs multiply and add in one instruction that rounds once, and some do not. No such
+    instruction fits with integers in between; what is added to them is 0, or changes the digits of a NaN.
+    """
+    product = values * scale
+    integer = jnp.dtype(f"int{8 * product.dtype.itemsize}")
+    zero = jnp.isnan(scale).astype(integer)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(product, integer) + zero, product.dtype)
 
 
 def pack_ternary(values: jax.Array, axis: int) -> jax.Array:

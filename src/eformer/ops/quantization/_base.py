@@ -164,6 +164,23 @@ def laid_out(make: Callable[[jax.Array], QuantizedArray], array: jax.Array) -> A
     return jax.sharding.auto_axes(make, out_sharding=leaves)(array)
 
 
+def typed_as(dense: Callable[..., jax.Array], function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`function`, which leaves layouts to XLA, where they are part of types: its result has the type `dense` gives."""
+
+    def call(*operands: Any) -> jax.Array:
+        sharding = jax.eval_shape(dense, *operands).sharding  # raises as dense JAX does, if that is not clear
+        typed: Any = jax.sharding.auto_axes(function, out_sharding=sharding)
+        return typed(*operands)
+
+    return call
+
+
+def asked_of(params: dict[str, Any]) -> set[str]:
+    """The parameters of a primitive that ask for something: neither None nor a layout over axes that are XLA's."""
+    silent = {name for name, value in params.items() if isinstance(value, NamedSharding) and not is_explicit(value)}
+    return {name for name, value in params.items() if value is not None} - silent
+
+
 def is_explicit(sharding: ShardingType) -> bool:
     """Whether the sharding is part of the array's type, as on meshes with explicit axes."""
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types

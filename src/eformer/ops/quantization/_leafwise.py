@@ -20,16 +20,14 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.jaximus import Deferred, ImplicitArray, register
-from eformer.kernels.cpu import Matrix
 
-from ._base import QuantizedArray, sharding_of, shards
+from ._base import sharding_of, shards
+from ._divisible import DivisibleArray, Grain, Leaves
 
-Grain = int
-Leaves = dict[str, jax.Array]
 ALL: Grain = 0
 
 
-class LeafwiseArray(QuantizedArray):
+class LeafwiseArray(DivisibleArray):
     """A quantized array each leaf of which has the array's rank."""
 
     array_fields: ClassVar[tuple[str, ...]]  # the leaves that have the array's axes, the codes first
@@ -45,10 +43,6 @@ class LeafwiseArray(QuantizedArray):
     def factors(self) -> tuple[jax.Array, jax.Array | None]:
         """`values` and `scale`, of this array's rank, with `values * scale == decode()`; a None is 1."""
         return self.decode(), None
-
-    def stored_matrix(self) -> Matrix | None:
-        """This array of 3 axes, each leaf with the first, as the native core reads it; None where it can't."""
-        return None
 
     def deferred(self) -> ImplicitArray | Deferred:
         if self.moved_from is None:
@@ -69,11 +63,22 @@ class LeafwiseArray(QuantizedArray):
         """An equal array that has only leaves of the array's rank."""
         return self
 
-    def _leaves(self) -> Leaves:
+    def divisible(self) -> Self:
+        return self._single()
+
+    def of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
+        del grains  # they are what they were, unless blocks can be cut
+        return self._mapped(lambda name, _: leaves[name])
+
+    def leaf_axes(self) -> dict[str, tuple[tuple[int, Grain], ...]]:
+        grains = [self.grains(axis) for axis in range(self.ndim)]
+        return {name: tuple((axis, each[name]) for axis, each in enumerate(grains)) for name in self.named_leaves()}
+
+    def named_leaves(self) -> Leaves:
         found = {name: getattr(self, name) for name in self.array_fields}
         return {name: leaf for name, leaf in found.items() if leaf is not None}
 
-    def _grains(self, axis: int) -> dict[str, Grain]:
+    def grains(self, axis: int) -> dict[str, Grain]:
         """The grain of each leaf along `axis`."""
         size = self.shape[axis]
 
@@ -81,10 +86,10 @@ class LeafwiseArray(QuantizedArray):
             given = self._grain(name, axis)
             return ALL if leaf.shape[axis] == 1 and -(-size // max(given, 1)) != 1 else given
 
-        return {name: grain(name, leaf) for name, leaf in self._leaves().items()}
+        return {name: grain(name, leaf) for name, leaf in self.named_leaves().items()}
 
     def _is_blocked(self, axis: int) -> bool:
-        return any(grain > 1 for grain in self._grains(axis).values())
+        return any(grain > 1 for grain in self.grains(axis).values())
 
     def is_stacked(self) -> bool:
         lengths = {leaf.shape[:1] for leaf in jtu.tree_leaves(self)}
@@ -98,7 +103,7 @@ class LeafwiseArray(QuantizedArray):
         for axis, entry in enumerate(entries):
             # Inside `shard_map` a device sees its own part only, so the part must hold whole entries of every leaf.
             part = self.shape[axis] // (shards(mesh, entry) if not mesh.empty else 1)
-            if entry is not None and (mesh.empty or any(g > 1 and part % g for g in self._grains(axis).values())):
+            if entry is not None and (mesh.empty or any(g > 1 and part % g for g in self.grains(axis).values())):
                 return None
         return self._mapped(lambda _, leaf: PartitionSpec(*self._leaf_entries(leaf, entries)))
 
@@ -128,7 +133,7 @@ class LeafwiseArray(QuantizedArray):
     def sliced(self, start: int, size: int, axis: int) -> Self:
         """The part of `size` elements from `start` along `axis`, where every leaf can be cut."""
         single = self._single()
-        grains = single._grains(axis)
+        grains = single.grains(axis)
 
         def part(name: str, leaf: jax.Array) -> jax.Array:
             grain = grains[name]
@@ -136,7 +141,7 @@ class LeafwiseArray(QuantizedArray):
                 return leaf
             return lax.slice_in_dim(leaf, start // grain, -(-(start + size) // grain), axis=axis)
 
-        leaves = {name: part(name, leaf) for name, leaf in single._leaves().items()}
+        leaves = {name: part(name, leaf) for name, leaf in single.named_leaves().items()}
         return single._rebuilt(leaves, _unmoved(self.ndim), _replaced(self.shape, axis, size))
 
     def tiles(self, axis: int, size: int) -> Self:
@@ -147,7 +152,7 @@ class LeafwiseArray(QuantizedArray):
         count = self.shape[axis] // size
         whole = self.sliced(0, count * size, axis) if self.shape[axis] % size else self._single()
         first = self.sliced(0, size, axis)  # knows the static fields of a part
-        grains = whole._grains(axis)
+        grains = whole.grains(axis)
 
         def stack(name: str, leaf: jax.Array) -> jax.Array:
             if grains[name] == ALL:
@@ -160,7 +165,7 @@ class LeafwiseArray(QuantizedArray):
 
     def alignment(self, axis: int) -> int:
         """Positions along `axis` at which every leaf can be cut."""
-        return math.lcm(*(max(grain, 1) for grain in self._single()._grains(axis % self.ndim).values()))
+        return math.lcm(*(max(grain, 1) for grain in self._single().grains(axis % self.ndim).values()))
 
 
 def axis_from_start(axis: int, ndim: int) -> int:
@@ -184,7 +189,7 @@ def _replaced(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
 @register("transpose")
 def transpose(primitive: Any, q: LeafwiseArray, *, permutation: Sequence[int], **params: Any) -> Any:
     origin, q = q, q._single()
-    leaves = {n: primitive.bind(leaf, permutation=permutation, **params) for n, leaf in q._leaves().items()}
+    leaves = {n: primitive.bind(leaf, permutation=permutation, **params) for n, leaf in q.named_leaves().items()}
     moved = {old: new for new, old in enumerate(permutation)}
     result = q._rebuilt(leaves, moved, tuple(q.shape[old] for old in permutation))
     if isinstance(leaves[q.array_fields[0]], Tracer):
@@ -224,7 +229,7 @@ def broadcast_in_dim(
 
     leaves = {
         name: primitive.bind(leaf, shape=target(name, leaf), broadcast_dimensions=tuple(broadcast_dimensions), **params)
-        for name, leaf in q._leaves().items()
+        for name, leaf in q.named_leaves().items()
     }
     return q._rebuilt(leaves, moved, tuple(shape))
 
@@ -242,11 +247,11 @@ def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> Any:
     q = q._single()
     if 0 in q.shape:
         return NotImplemented
-    sizes: dict[str, list[int]] = {name: [] for name in q._leaves()}
+    sizes: dict[str, list[int]] = {name: [] for name in q.named_leaves()}
     moved: dict[int, int] = {}
     for olds, news in _groups(q.shape, new_sizes):
-        for name, leaf in q._leaves().items():
-            grains = {q._grains(old)[name] for old in olds}
+        for name, leaf in q.named_leaves().items():
+            grains = {q.grains(old)[name] for old in olds}
             if len(olds) == len(news) == 1:
                 sizes[name] += [leaf.shape[olds[0]]]
             elif grains <= {1}:
@@ -256,7 +261,7 @@ def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> Any:
             else:
                 return NotImplemented
         moved.update(zip(olds, news, strict=False))
-    leaves = {name: lax.reshape(leaf, sizes[name]) for name, leaf in q._leaves().items()}
+    leaves = {name: lax.reshape(leaf, sizes[name]) for name, leaf in q.named_leaves().items()}
     return q._rebuilt(leaves, moved, tuple(new_sizes))
 
 
@@ -288,9 +293,9 @@ def squeeze(primitive: Any, q: LeafwiseArray, *, dimensions: Sequence[int], **pa
     q = q._single()
     gone = {axis % q.ndim for axis in dimensions}
     kept = [axis for axis in range(q.ndim) if axis not in gone]
-    if any(q._grain(name, axis) > 1 for axis in gone for name in q._leaves()):
+    if any(q._grain(name, axis) > 1 for axis in gone for name in q.named_leaves()):
         return NotImplemented
-    leaves = {n: primitive.bind(leaf, dimensions=dimensions, **params) for n, leaf in q._leaves().items()}
+    leaves = {n: primitive.bind(leaf, dimensions=dimensions, **params) for n, leaf in q.named_leaves().items()}
     return q._rebuilt(leaves, {old: new for new, old in enumerate(kept)}, tuple(q.shape[axis] for axis in kept))
 
 
@@ -315,13 +320,13 @@ def slice_rule(
     def part(name: str, leaf: jax.Array) -> jax.Array:
         ranges = [
             (0, 1, 1) if grain == ALL else (start // grain, -(-limit // grain), stride)
-            for grain, (start, limit, stride) in zip((q._grains(a)[name] for a in range(q.ndim)), bounds, strict=True)
+            for grain, (start, limit, stride) in zip((q.grains(a)[name] for a in range(q.ndim)), bounds, strict=True)
         ]
         starts, limits, steps = zip(*ranges, strict=True) if ranges else ((), (), ())
         return primitive.bind(leaf, start_indices=starts, limit_indices=limits, strides=steps, **params)
 
     shape = tuple(-(-(limit - start) // stride) for start, limit, stride in bounds)
-    return q._rebuilt({n: part(n, leaf) for n, leaf in q._leaves().items()}, _unmoved(q.ndim), shape)
+    return q._rebuilt({n: part(n, leaf) for n, leaf in q.named_leaves().items()}, _unmoved(q.ndim), shape)
 
 
 @register("dynamic_slice")
@@ -334,12 +339,12 @@ def dynamic_slice(primitive: Any, q: LeafwiseArray, *starts: Any, slice_sizes: S
     starts = tuple(jnp.clip(start, 0, bound) for start, bound in zip(starts, bounds, strict=True))
 
     def part(name: str, leaf: jax.Array) -> jax.Array:
-        whole = [q._grains(axis)[name] != 1 for axis in range(q.ndim)]
+        whole = [q.grains(axis)[name] != 1 for axis in range(q.ndim)]
         first = [jnp.zeros_like(s) if w else s for s, w in zip(starts, whole, strict=True)]
         sizes = [d if w else n for d, n, w in zip(leaf.shape, slice_sizes, whole, strict=True)]
         return primitive.bind(leaf, *first, slice_sizes=tuple(sizes), **params)
 
-    return q._rebuilt({n: part(n, leaf) for n, leaf in q._leaves().items()}, _unmoved(q.ndim), tuple(slice_sizes))
+    return q._rebuilt({n: part(n, leaf) for n, leaf in q.named_leaves().items()}, _unmoved(q.ndim), tuple(slice_sizes))
 
 
 @register("gather")
@@ -360,12 +365,12 @@ def gather(
     indexed = numbers.start_index_map
     batched = numbers.operand_batching_dims
     for axis, size in enumerate(slice_sizes):
-        in_blocks = any(q._grain(name, axis) > 1 for name in q._leaves())
+        in_blocks = any(q._grain(name, axis) > 1 for name in q.named_leaves())
         if in_blocks and (axis in indexed or axis in batched or size != q.shape[axis]):
             return NotImplemented
         if in_blocks and axis in numbers.collapsed_slice_dims:
             return NotImplemented
-        if axis in batched and ALL in q._grains(axis).values():
+        if axis in batched and ALL in q.grains(axis).values():
             return NotImplemented
         if axis not in indexed and axis not in batched and size != q.shape[axis]:
             return NotImplemented
@@ -377,7 +382,7 @@ def gather(
     inner_mode = lax.GatherScatterMode.CLIP if fills else mode
 
     def part(name: str, leaf: jax.Array) -> jax.Array:
-        grains = [q._grains(axis)[name] for axis in range(q.ndim)]
+        grains = [q.grains(axis)[name] for axis in range(q.ndim)]
         sizes = [n if grain == 1 else d for grain, n, d in zip(grains, slice_sizes, leaf.shape, strict=True)]
         # A leaf that is broadcast along an indexed axis has its only entry at 0.
         at = indices * beside_indices([grains[axis] != ALL for axis in indexed])
@@ -385,7 +390,7 @@ def gather(
             leaf, at, dimension_numbers=numbers, slice_sizes=tuple(sizes), mode=inner_mode, fill_value=None, **params
         )
 
-    leaves = {name: part(name, leaf) for name, leaf in q._leaves().items()}
+    leaves = {name: part(name, leaf) for name, leaf in q.named_leaves().items()}
     offset_axes = [a for a in range(q.ndim) if a not in numbers.collapsed_slice_dims and a not in batched]
     moved = dict(zip(offset_axes, numbers.offset_dims, strict=True))
     rank = len(numbers.offset_dims) + indices.ndim - 1
@@ -414,15 +419,15 @@ def _fill_value(dtype: Any) -> Any:
 def concatenate(primitive: Any, *operands: LeafwiseArray, dimension: int, **params: Any) -> Any:
     arrays = [q._single() for q in operands]
     first = arrays[0]
+    names = first.named_leaves().keys()
     alike = all(
-        type(q) is type(first) and q._leaves().keys() == first._leaves().keys() and _unlike(q) == _unlike(first)
-        for q in arrays
+        type(q) is type(first) and q.named_leaves().keys() == names and _unlike(q) == _unlike(first) for q in arrays
     )
-    if not alike or any(ALL in q._grains(dimension).values() for q in arrays):
+    if not alike or any(ALL in q.grains(dimension).values() for q in arrays):
         return NotImplemented
     if any(q.shape[dimension] % q.alignment(dimension) for q in arrays[:-1]):
         return NotImplemented
-    columns = {name: [q._leaves()[name] for q in arrays] for name in first._leaves()}
+    columns = {name: [q.named_leaves()[name] for q in arrays] for name in first.named_leaves()}
     for leaves in columns.values():
         if len({_replaced(leaf.shape, dimension, 0) for leaf in leaves}) > 1:
             return NotImplemented

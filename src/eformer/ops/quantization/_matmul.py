@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from eformer.jaximus import materialize, register
 from eformer.kernels import cpu
 
-from ._base import is_explicit, sharding_of
+from ._base import asked_of, is_explicit, sharding_of, typed_as
 from ._contraction import Contraction, product
 from ._leafwise import LeafwiseArray, reshaped
 from ._quantized_matmul import quantized_matmul
@@ -44,32 +44,40 @@ def dot_general(
 ) -> jax.Array:
     if isinstance(lhs, LeafwiseArray) and isinstance(rhs, LeafwiseArray):
         lhs = lhs.materialize()  # the other stays as it is
+    dense_params = {
+        "dimension_numbers": dimension_numbers,
+        "preferred_element_type": preferred_element_type,
+        **params,
+    }
     # Two dtypes without one asked for: JAX chooses the result's by its own rule.
     out_dtype = preferred_element_type or (lhs.dtype if lhs.dtype == rhs.dtype else None)
     half_or_single = out_dtype is not None and all(
         jnp.dtype(d) in (jnp.float32, jnp.bfloat16, jnp.float16) for d in (lhs.dtype, rhs.dtype, out_dtype)
     )
-    explicit = any(is_explicit(sharding_of(leaf)) for leaf in jax.tree.leaves((lhs, rhs)))
-    if not half_or_single or explicit or any(value is not None for value in params.values()):
-        # Other dtypes, shardings that are part of types, a precision or sharding asked for: as JAX does it.
-        return primitive.bind(
-            *materialize([lhs, rhs]),
-            dimension_numbers=dimension_numbers,
-            preferred_element_type=preferred_element_type,
-            **params,
-        )
+    asked = asked_of(params)
+    if not half_or_single or asked - {"out_sharding"}:  # other dtypes, a precision asked for: as JAX does it
+        return primitive.bind(*materialize([lhs, rhs]), **dense_params)
+    if asked or any(is_explicit(sharding_of(leaf)) for leaf in jax.tree.leaves((lhs, rhs))):
+        return typed_as(
+            lambda lhs, rhs: primitive.bind(*materialize([lhs, rhs]), **dense_params),
+            lambda lhs, rhs: _dot(lhs, rhs, dimension_numbers, out_dtype),
+        )(lhs, rhs)
+    return _dot(lhs, rhs, dimension_numbers, out_dtype)
+
+
+def _dot(lhs: Any, rhs: Any, dimension_numbers: Any, out_dtype: Any) -> jax.Array:
     (l_summed, r_summed), (l_batch, r_batch) = ((tuple(map(int, a)), tuple(map(int, b))) for a, b in dimension_numbers)
     if not isinstance(lhs, LeafwiseArray):
         assert isinstance(rhs, LeafwiseArray)
-        return _product(lhs, rhs, Contraction(l_summed, r_summed, l_batch, r_batch)).astype(out_dtype)
+        return _product(lhs, rhs, Contraction(l_summed, r_summed, l_batch, r_batch), out_dtype)
     assert not isinstance(rhs, LeafwiseArray)
     contraction = Contraction(r_summed, l_summed, r_batch, l_batch)
-    out = _product(rhs, lhs, contraction)
+    out = _product(rhs, lhs, contraction, out_dtype)
     batch, free = len(r_batch), len(contraction.x_free(rhs.ndim))
-    return jnp.moveaxis(out, range(batch, batch + free), range(out.ndim - free, out.ndim)).astype(out_dtype)
+    return jnp.moveaxis(out, range(batch, batch + free), range(out.ndim - free, out.ndim))
 
 
-def _product(x: jax.Array, q: LeafwiseArray, contraction: Contraction) -> jax.Array:
+def _product(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: Any) -> jax.Array:
     if q.moved_from is not None:  # `x @ q.T` reads the codes as they lie, and nothing is moved
         origin, permutation = q.moved_from
         summed, batch = (tuple(permutation[a] for a in axes) for axes in (contraction.q_summed, contraction.q_batch))
@@ -77,19 +85,18 @@ def _product(x: jax.Array, q: LeafwiseArray, contraction: Contraction) -> jax.Ar
         if _free_in_order(origin, moved, [permutation[a] for a in contraction.q_free(q.ndim)]):
             q, contraction = origin, moved
     if not (q.use_kernel and _use_kernel.value):
-        return product(x, q, contraction, in_tiles=False)
+        return product(x, q, contraction, in_tiles=False).astype(dtype)
     stacked = _stacked(q, contraction) if cpu.is_available() else None
     if stacked is None or stacked[0].stored_matrix() is None:
-        return product(x, q, contraction)
+        return product(x, q, contraction).astype(dtype)
     matrices, contracted_axis = stacked
     batch = [x.shape[a] for a in contraction.x_batch]
     rows = contraction.x_free(x.ndim)
+    summed = _summed_of_x(contraction)
+    shape = [math.prod(batch), *(x.shape[a] for a in rows), math.prod(x.shape[a] for a in summed)]
     out_shape = [*batch, *(x.shape[a] for a in rows), *(q.shape[a] for a in contraction.q_free(q.ndim))]
-    groups = (contraction.x_batch, rows, _summed_of_x(contraction))
-    x = jnp.transpose(x, [axis for group in groups for axis in group]).reshape(
-        [math.prod(x.shape[a] for a in group) for group in groups]
-    )
-    return quantized_matmul(x, matrices, contracted_axis).reshape(out_shape)
+    x = jnp.transpose(x, [*contraction.x_batch, *rows, *summed]).reshape(shape)
+    return quantized_matmul(x, matrices, contracted_axis, dtype).reshape(out_shape)
 
 
 def _free_in_order(origin: LeafwiseArray, contraction: Contraction, free: list[int]) -> bool:
@@ -113,6 +120,8 @@ def _stacked(q: LeafwiseArray, contraction: Contraction) -> tuple[LeafwiseArray,
     elif batch + free + summed == list(range(q.ndim)):
         contracted_axis, axes = 1, (batch, free, summed)
     else:
+        return None
+    if any(q.alignment(axis) > 1 for axis in batch):
         return None
     shape = tuple(math.prod(q.shape[a] for a in group) for group in axes)
     if q.ndim == 2:

@@ -1,67 +1,137 @@
 """The product of a stack of dense and a stack of quantized matrices, as one operation that JAX sees.
 
 So that its derivative runs the same kernels on the transposed matrices, `vmap` makes longer stacks, and the kernel is
-chosen when it is lowered, which is when it is known where it will run.
+chosen when it is lowered, which is when it is known where it will run, and on how many devices.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax import tree_util as jtu
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from eformer.kernels import cpu
-
 from ._contraction import Contraction, product
+from ._divisible import DivisibleArray
 from ._leafwise import LeafwiseArray
+from ._partition import SUMMED, Dim, Problem, partitioned
+from ._placement import Placement, lower_partitioned, placement
 
 quantized_matmul_p = Primitive("quantized_matmul")
 
 
-def quantized_matmul(x: jax.Array, q: LeafwiseArray, contracted_axis: int) -> jax.Array:
-    """`x @ q`, or `x @ q.mT` for `contracted_axis=1`: float32 (count, m, n), of x (count, m, k) and q of 3 axes.
+@functools.singledispatch
+def multiply(q: Any, x: jax.Array, contracted_axis: int, *, in_tiles: bool = True) -> jax.Array:
+    """What `quantized_matmul` gives, in JAX's own operations, of a float dtype of at least 32 bits or an integer one.
 
-    Every leaf of `q` has the stack's axis first.
+    Without `in_tiles` there is no loop over parts of `q`.
+    """
+    del x, contracted_axis, in_tiles
+    raise TypeError(f"{type(q).__name__} has no product of stacks")
+
+
+@multiply.register
+def _(q: LeafwiseArray, x: jax.Array, contracted_axis: int, *, in_tiles: bool = True) -> jax.Array:
+    return product(x, q, Contraction((x.ndim - 1,), (contracted_axis + 1,), (0,), (0,)), in_tiles=in_tiles)
+
+
+def quantized_matmul(x: jax.Array, q: DivisibleArray, contracted_axis: int, dtype: Any) -> jax.Array:
+    """`x @ q`, or `x @ q.mT` for `contracted_axis=1`, as `dtype` (count, ..., n): of x (count, ..., k) and q of 3 axes.
+
+    Every leaf of `q` has the stack's axis first. Sums are float32; what devices add up among them is of `dtype`.
     """
     leaves, treedef = jtu.tree_flatten(q)
-    return quantized_matmul_p.bind(x, *leaves, treedef=treedef, contracted_axis=contracted_axis)
+    x, *leaves = _varying_alike([x, *leaves])
+    dtype = jnp.dtype(dtype)
+    return quantized_matmul_p.bind(x, *leaves, treedef=treedef, contracted_axis=contracted_axis, dtype=dtype)
 
 
-def _in_jax(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int) -> jax.Array:
+def _varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The operands, in `shard_map` all typed as differing along each axis of the mesh that one differs along."""
+    varying = [jax.typeof(operand).mat.varying for operand in operands]
+    every = frozenset().union(*varying)
+    pairs = zip(operands, varying, strict=True)
+    return [lax.pcast(operand, tuple(sorted(every - own)), to="varying") for operand, own in pairs]
+
+
+def _in_jax(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
+    return multiply(jtu.tree_unflatten(treedef, leaves), x, contracted_axis).astype(dtype)
+
+
+def _for_xla_to_divide(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
+    q = jtu.tree_unflatten(treedef, leaves).divisible()
+    return multiply(q, x, contracted_axis, in_tiles=False).astype(dtype)  # a loop over tiles would gather them
+
+
+def _on_cpu(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
     q = jtu.tree_unflatten(treedef, leaves)
-    return product(x, q, Contraction((2,), (contracted_axis + 1,), (0,), (0,)))
+    rows = x.shape[1:-1]
+    out = q.product_on_cpu(x.reshape(x.shape[0], math.prod(rows), x.shape[-1]), contracted_axis)
+    if out is None:
+        return multiply(q, x, contracted_axis).astype(dtype)
+    return out.reshape(x.shape[0], *rows, out.shape[-1]).astype(dtype)
 
 
-def _on_cpu(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int) -> jax.Array:
-    q = jtu.tree_unflatten(treedef, leaves)
-    return cpu.matmul(x, q.stored_matrix(), contracted_axis, round_x=q.activation_dtype == "int8")
+def _over_devices(
+    x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any, devices: Sequence[Any]
+) -> jax.Array:
+    """Each device multiplies its parts, by the kernel that it would use alone."""
+    q = jtu.tree_unflatten(treedef, leaves).divisible()
+    axes = ("count", SUMMED, "n") if contracted_axis == 0 else ("count", "n", SUMMED)
+    rows = tuple(Dim(f"row{i}") for i in range(x.ndim - 2))
+    dims = {
+        name: tuple(Dim(axes[axis] if grain else None, grain) for axis, grain in grains)
+        for name, grains in q.leaf_axes().items()
+    }
+    sizes = {**dict(zip(axes, q.shape, strict=True)), **{f"row{i}": n for i, n in enumerate(x.shape[1:-1])}}
+    problem = Problem(
+        x=(Dim("count"), *rows, Dim(SUMMED)),
+        leaves=tuple(dims.values()),
+        out=(Dim("count"), *rows, Dim("n")),
+        sizes=tuple(sizes.items()),
+    )
+
+    def local(x: jax.Array, leaves: Sequence[jax.Array], grains: Sequence[tuple[int, ...]]) -> jax.Array:
+        part = q.of_parts(dict(zip(dims, leaves, strict=True)), dict(zip(dims, grains, strict=True)))
+        return quantized_matmul(x, part, contracted_axis, dtype)
+
+    identity = f"quantized_matmul {jtu.tree_structure(q)} {contracted_axis} {dtype}"
+    return partitioned(problem, local, identity, x, [q.named_leaves()[name] for name in dims], devices=devices)
 
 
-def _lower_on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-    """The native core, unless XLA would have to take its call apart, for several devices, or to write it to a file."""
-    module = ctx.module_context
-    devices = getattr(module.axis_context, "num_devices", 1) or 1
-    manual = getattr(module.axis_context, "manual_axes", frozenset())
-    partitioned = devices > 1 and not manual
-    native = not partitioned and not module.lowering_parameters.for_export
-    return mlir.lower_fun(_on_cpu if native else _in_jax, multiple_results=False)(ctx, *operands, **params)
+def lowering(on_device: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """How a platform lowers the product: `on_device` where one device, or each of several, is on its own.
+
+    Where XLA divides the work, each device calls it on its parts. XLA's own operations are used where a call of the
+    kernel can't be: in a program written to a file, and under `shard_map` over some axes of a mesh only.
+    """
+
+    functions = {Placement.ALONE: on_device, Placement.UNKNOWN: _for_xla_to_divide, Placement.EXPORT: _in_jax}
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        where = placement(ctx)
+        if where is Placement.DEVICES:
+            return lower_partitioned(ctx, functools.partial(_over_devices, **params), *operands)
+        return mlir.lower_fun(functions[where], multiple_results=False)(ctx, *operands, **params)
+
+    return lower
 
 
-@functools.partial(jax.jit, static_argnames=("treedef", "contracted_axis"))
+@functools.partial(jax.jit, static_argnames=("treedef", "contracted_axis", "dtype"))
 def _run(*operands: Any, **params: Any) -> jax.Array:
     return quantized_matmul_p.bind(*operands, **params)
 
 
-def _abstract_eval(x: Any, *leaves: Any, treedef: Any, contracted_axis: int) -> Any:
+def _abstract_eval(x: Any, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> Any:
     shape = jtu.tree_unflatten(treedef, leaves).shape
-    return ShapedArray((x.shape[0], x.shape[1], shape[2 - contracted_axis]), jnp.dtype(jnp.float32))
+    return x.update(shape=(*x.shape[:-1], shape[2 - contracted_axis]), dtype=dtype, weak_type=False)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -75,21 +145,19 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     return quantized_matmul_p.bind(*primals, **params), sum(parts[1:], parts[0])  # one at least: else JAX does not ask
 
 
-def _transpose(ct: Any, x: Any, *leaves: Any, treedef: Any, contracted_axis: int) -> Any:
+def _transpose(ct: Any, x: Any, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> Any:
+    del dtype
     if isinstance(ct, ad.Zero):
         return [ad.Zero(x.aval), *[None] * len(leaves)]
-    ct_x = quantized_matmul_p.bind(ct, *leaves, treedef=treedef, contracted_axis=1 - contracted_axis)
-    return [ct_x.astype(x.aval.dtype), *[None] * len(leaves)]
+    params = {"treedef": treedef, "contracted_axis": 1 - contracted_axis, "dtype": x.aval.dtype}
+    return [quantized_matmul_p.bind(ct, *leaves, **params), *[None] * len(leaves)]
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
     size = next(o.shape[a] for o, a in zip(operands, axes, strict=True) if a is not None)
     (x, *leaves), (x_axis, *leaf_axes) = operands, axes
     if all(axis is None for axis in leaf_axes):  # more rows of x
-        x = jnp.moveaxis(x, x_axis, 1)
-        count, _, rows, depth = x.shape
-        out = quantized_matmul_p.bind(x.reshape(count, size * rows, depth), *leaves, **params)
-        return out.reshape(count, size, rows, out.shape[2]), 1
+        return quantized_matmul_p.bind(jnp.moveaxis(x, x_axis, 1), *leaves, **params), 1
 
     def stack(operand: Any, axis: Any) -> Any:
         whole = jnp.broadcast_to(operand, (size, *operand.shape)) if axis is None else jnp.moveaxis(operand, axis, 0)
@@ -104,5 +172,5 @@ quantized_matmul_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[quantized_matmul_p] = _jvp
 ad.primitive_transposes[quantized_matmul_p] = _transpose
 batching.primitive_batchers[quantized_matmul_p] = _batch
-mlir.register_lowering(quantized_matmul_p, mlir.lower_fun(_in_jax, multiple_results=False))
-mlir.register_lowering(quantized_matmul_p, _lower_on_cpu, platform="cpu")
+mlir.register_lowering(quantized_matmul_p, lowering(_in_jax))
+mlir.register_lowering(quantized_matmul_p, lowering(_on_cpu), platform="cpu")

@@ -166,12 +166,25 @@ class ArrayNF4(LeafwiseArray):
             return self.absmax
         return _decode_absmax(self.absmax, self.nested, self.offset)
 
-    def _single(self) -> Self:
-        if self.nested is None:
+    def divisible(self) -> Self:
+        if self.nested is None or self.offset is None:
             return self
+        return self._with_absmax(reference.decode_dynamic_matrix(self.absmax, self.nested, self.offset))
+
+    def of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[int, ...]]) -> Self:
+        part = super().of_parts(leaves, grains)
+        block_size = grains["absmax"][self.axis]
+        if block_size:  # less than it was where a part cuts a block
+            object.__setattr__(part, "block_size", block_size)
+        return part
+
+    def _single(self) -> Self:
+        return self if self.nested is None else self._with_absmax(self._plain_absmax())
+
+    def _with_absmax(self, absmax: jax.Array) -> Self:
         return type(self)(
             self.packed,
-            self._plain_absmax(),
+            absmax,
             self.block_size,
             axis=self.axis,
             padding=self.padding,

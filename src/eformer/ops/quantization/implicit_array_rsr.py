@@ -28,7 +28,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -40,16 +40,18 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.jaximus import aux_field, is_implicit, materialize, register
-from eformer.kernels import reference
+from eformer.kernels import cpu, reference
 
-from ._base import QuantizedArray, checked_array, laid_out, sharding_of, shards
+from ._base import asked_of, checked_array, is_explicit, laid_out, sharding_of, shards, typed_as
+from ._divisible import DivisibleArray, Grain, Leaves
+from ._quantized_matmul import multiply, quantized_matmul
 
 MAX_K = 16  # the table of `2**k` sums of a block outgrows every cache soon after
 # The sums of this many rows of x stay in cache (2 cores of an AMD EPYC; `benchmarks/matmul.py` shows the effect).
 MAX_ROWS = 256
 
 
-class RSROperator(QuantizedArray):
+class RSROperator(DivisibleArray):
     """What the binary and the ternary operator share: all that follows from the binary matrices they are made of."""
 
     commute_ops: ClassVar[bool] = True
@@ -66,6 +68,12 @@ class RSROperator(QuantizedArray):
         """`x` of shape (*stack, rows, n) times this of shape (*stack, n, m), in the dtype of `x`."""
         codes = tuple(b.codes for b in self._binaries())
         return _segment_product(x, codes, self._binaries()[0].k)[..., : self.shape[-1]]
+
+    def product_on_cpu(self, x: jax.Array, contracted_axis: int) -> jax.Array | None:
+        if contracted_axis != 0 or x.dtype != jnp.float32 or not cpu.is_available():
+            return None
+        codes = tuple(b.codes for b in self._binaries())
+        return cpu.segment_product(x, codes, self._binaries()[0].k)[..., : self.shape[-1]]
 
     def dot(self, v: Any) -> Any:  # an implicit array too
         """`v @ A` for `v` of shape (..., n), without `A`: note the order, which is not that of `jax.Array.dot`.
@@ -87,6 +95,20 @@ class RSROperator(QuantizedArray):
 
     def is_stacked(self) -> bool:
         return self.ndim > 2
+
+    def named_leaves(self) -> Leaves:
+        return {f"codes{i}": binary.codes for i, binary in enumerate(self._binaries())}
+
+    def leaf_axes(self) -> dict[str, tuple[tuple[int, Grain], ...]]:
+        stack = tuple((axis, 1) for axis in range(self.ndim - 2))
+        return {
+            name: (*stack, (self.ndim - 1, binary.k), (self.ndim - 2, 1))
+            for name, binary in zip(self.named_leaves(), self._binaries(), strict=True)
+        }
+
+    def of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
+        del grains  # no part cuts a code
+        return self._with_leaves(list(leaves.values()))
 
     def _with_leaves(self, leaves: Sequence[Any]) -> Self:
         return jtu.tree_unflatten(jtu.tree_structure(self), leaves)
@@ -412,8 +434,27 @@ def _segment_product(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.
 def _multiply(x: jax.Array, q: RSROperator, dtype: Any) -> jax.Array:
     """`x` (*stack, ..., n) times `q` (*stack, n, m) as `dtype`."""
     stack, free = x.shape[: q.ndim - 2], x.shape[q.ndim - 2 : -1]
-    rows = x.reshape(*stack, math.prod(free), x.shape[-1]).astype(_accumulator(dtype))
-    return q._product(rows).reshape(*stack, *free, q.shape[-1]).astype(dtype)
+    count = math.prod(stack)
+    stacked = jtu.tree_map(lambda codes: codes.reshape(count, *codes.shape[-2:]), q)
+    x = x.reshape(count, *free, x.shape[-1]).astype(_accumulator(dtype))
+    return quantized_matmul(x, stacked, 0, dtype).reshape(*stack, *free, q.shape[-1])
+
+
+@multiply.register
+def _(q: RSROperator, x: jax.Array, contracted_axis: int, *, in_tiles: bool = True) -> jax.Array:
+    del in_tiles
+    if contracted_axis == 0:
+        return _product_of_stack(q, x)
+    like = jax.ShapeDtypeStruct((*x.shape[:-1], q.shape[1]), x.dtype)
+    return jax.linear_transpose(functools.partial(_product_of_stack, q), like)(x)[0]
+
+
+def _product_of_stack(q: RSROperator, x: jax.Array) -> jax.Array:
+    """`x` (count, ..., n) times `q` (count, n, m)."""
+    count, *free, n = x.shape
+    rows = x.reshape(count, math.prod(free), n)
+    out = jtu.tree_map(lambda codes: codes[0], q)._product(rows[0]) if count == 1 else q._product(rows)
+    return out.reshape(count, *free, q.shape[-1])
 
 
 def _accumulator(dtype: Any) -> np.dtype:
@@ -471,20 +512,22 @@ def _contract(
     rows = (tuple(range(stack)), (stack,))
     dtype = jnp.dtype(preferred_element_type or jnp.result_type(x.dtype, q.dtype))
     loses = _accumulator(dtype).itemsize < x.dtype.itemsize
-    unknown = any(value is not None for value in params.values())  # a sharding asked for
-    if tuple(map(tuple, q_axes)) != rows or not q.use_kernel or loses or unknown:
+    asked = asked_of(params)
+    if tuple(map(tuple, q_axes)) != rows or not q.use_kernel or loses or asked - {"out_sharding"}:
         return NotImplemented
     x = materialize(x)
-    # JAX wants to be told how a scatter into typed shardings is laid out; of a dense product it knows.
-    if any(map(_is_split, (x, *jtu.tree_leaves(q)))):
-        return NotImplemented
     x_batch, x_summed = x_axes
-    return _multiply(jnp.moveaxis(x, (*x_batch, *x_summed), (*range(stack), -1)), q, dtype)
 
+    def product(x: jax.Array, q: RSROperator) -> jax.Array:
+        return _multiply(jnp.moveaxis(x, (*x_batch, *x_summed), (*range(stack), -1)), q, dtype)
 
-def _is_split(x: jax.Array) -> bool:
-    """Whether the type of `x` says that it is spread over devices, as with explicit mesh axes."""
-    return any(entry is not None for entry in jax.typeof(x).sharding.spec)
+    def dense(x: jax.Array, q: RSROperator) -> jax.Array:
+        numbers = ((x_summed, q_axes[1]), (x_batch, q_axes[0]))
+        return lax.dot_general(x, q.materialize(), numbers, preferred_element_type=dtype, **params)
+
+    if asked or any(is_explicit(sharding_of(leaf)) for leaf in (x, *jtu.tree_leaves(q))):
+        return typed_as(dense, product)(x, q)
+    return product(x, q)
 
 
 @register("convert_element_type")

@@ -1,0 +1,268 @@
+"""Products over eight devices move what dense products move: read from the programs that XLA compiled."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from eformer.jaximus import implicit, is_implicit
+from eformer.kernels import cpu
+from eformer.ops.quantization import RSROperatorTernary
+
+from .cases import Case, assert_product, normal
+
+P = PartitionSpec
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+CODES = ("u8", "s8", "u16")
+WEIGHTS: dict[str, Callable[[Any], Any]] = {
+    "int8": Case.of("int8"),
+    "nf4": Case.of("nf4", block_size=16, axis=0),
+    "nested": Case.of("nf4", block_size=4, double_quantization=True),
+    "ternary": Case.of("ternary", scale="channel"),
+    "rsr": RSROperatorTernary.quantize,
+}
+
+
+def make_mesh(kind: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+
+
+def collectives(program: str) -> list[tuple[str, str]]:
+    """The kind of each collective of a compiled program, and the dtype of what it moves."""
+    found = r"= \(?(\w+)\[.* (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    return [(kind, dtype) for dtype, kind in re.findall(found, program)]
+
+
+def kinds(program: str) -> Counter[str]:
+    return Counter(kind for kind, _ in collectives(program))
+
+
+def place(tree: Any, mesh: Any, spec: PartitionSpec) -> Any:
+    sharding = NamedSharding(mesh, spec)
+    return tree.with_sharding(sharding) if is_implicit(tree) else jax.device_put(tree, sharding)
+
+
+def compiled(function: Any, *args: Any, out: Any = None) -> tuple[Any, str]:
+    program = jax.jit(implicit(function), out_shardings=out).lower(*args).compile()
+    return program(*args), program.as_text()
+
+
+class Layout(NamedTuple):
+    """Of x (8, 64), of a weight (64, 128) and of their product, and the collectives it takes."""
+
+    x: PartitionSpec
+    w: PartitionSpec
+    out: PartitionSpec | None
+    moves: tuple[str, ...]
+
+
+LAYOUTS = {
+    "columns": Layout(P(), P(None, "model"), None, ()),
+    "rows": Layout(P(None, "model"), P("model"), None, ("all-reduce",)),
+    "data and columns": Layout(P("data"), P(None, "model"), None, ()),
+    "both axes of the weight": Layout(P(None, "model"), P("model", "data"), None, ("all-reduce",)),
+    "rows over all devices": Layout(P(None, ("data", "model")), P(("data", "model")), None, ("all-reduce",)),
+    "rows, the sum in parts": Layout(P(None, "model"), P("model"), P(None, "model"), ("reduce-scatter",)),
+    "x is whole": Layout(P(), P("model"), None, ("all-reduce",)),
+}
+STORED = {
+    "rows": Layout(P("data"), P("data"), P("data"), ("all-gather",)),
+    "columns": Layout(P("data"), P(None, "data"), P("data"), ("all-gather",)),
+}
+# What concerns one axis differs from format to format; how axes go together does not.
+CHOSEN = [(form, "columns") for form in ("int8", "nested", "ternary", "rsr")] + [("nf4", name) for name in LAYOUTS]
+CHOSEN += [(form, "rows over all devices") for form in ("int8", "nested", "ternary", "rsr")]
+
+
+@pytest.mark.parametrize(("form", "name"), CHOSEN)
+def test_products_move_what_dense_ones_do(form, name):
+    mesh, layout = make_mesh(), LAYOUTS[name]
+    x, q = place(normal((8, 64), seed=1), mesh, layout.x), place(WEIGHTS[form](normal((64, 128))), mesh, layout.w)
+    out = None if layout.out is None else NamedSharding(mesh, layout.out)
+    product, program = compiled(jnp.matmul, x, q, out=out)
+    assert tuple(kinds(program).elements()) == layout.moves
+    assert ("eformer_matmul" in program) == (cpu.is_available() and form != "rsr")
+    assert_product(product, x, q)
+    if form == "nf4" and name not in ("rows, the sum in parts", "x is whole"):  # dense JAX does worse on these
+        assert kinds(compiled(jnp.matmul, x, q.materialize(), out=out)[1]) == kinds(program)
+
+
+@pytest.mark.parametrize(("form", "name"), [("int8", "rows"), ("nf4", "columns"), ("ternary", "rows")])
+def test_weights_stored_in_parts_are_gathered_as_codes(form, name):
+    """As fully sharded training has them: dense JAX gathers the dense weight."""
+    mesh, layout = make_mesh(), STORED[name]
+    x, q = place(normal((8, 64), seed=1), mesh, layout.x), place(WEIGHTS[form](normal((64, 128))), mesh, layout.w)
+    product, program = compiled(jnp.matmul, x, q, out=NamedSharding(mesh, P("data")))
+    moved = collectives(program)
+    assert {kind for kind, _ in moved} <= {"all-gather", "collective-permute"}
+    assert any(dtype in CODES for _, dtype in moved)
+    assert_product(product, x, q)
+
+
+@pytest.mark.parametrize("form", ["int8", "rsr"])
+def test_products_with_explicit_axes(form):
+    mesh = make_mesh(AxisType.Explicit)
+    x, w = place(normal((8, 64), seed=1), mesh, P("data", "model")), normal((64, 128))
+    q, w = place(WEIGHTS[form](w), mesh, P("model")), place(w, mesh, P("model"))
+    function = lambda x, w: jnp.dot(x, w, out_sharding=P("data"))  # noqa: E731
+    gradient = jax.grad(implicit(lambda x, w: jnp.sum(function(x, w) ** 2)))
+    with jax.set_mesh(mesh):
+        (product, program), (dense_product, dense) = compiled(function, x, q), compiled(function, x, w)
+        (cotangent, backward), (like, dense_backward) = compiled(gradient, x, q), compiled(gradient, x, w)
+        with pytest.raises(Exception, match="ambiguous how the output should be sharded"):  # as dense JAX says
+            jax.jit(implicit(jnp.dot))(x, q)
+    assert kinds(program) == kinds(dense) == {"all-reduce": 1}
+    assert kinds(backward) == kinds(dense_backward)
+    assert (jax.typeof(product), jax.typeof(cotangent)) == (jax.typeof(dense_product), jax.typeof(like))
+    assert_product(product, x, q)
+    assert_product(cotangent, 2 * np.asarray(product), np.asarray(q.materialize()).T)
+
+
+# --- a block of a transformer, as Megatron divides it ---
+
+HEADS, WIDTH, INNER = 4, 32, 64
+BLOCK = {
+    "query": ("int8", (WIDTH, WIDTH), P(None, "model")),
+    "value": ("nf4", (WIDTH, WIDTH), P(None, "model")),
+    "out": ("ternary", (WIDTH, WIDTH), P("model")),
+    "up": ("rsr", (WIDTH, INNER), P(None, "model")),
+    "down": ("nf4", (INNER, WIDTH), P("model")),
+}
+
+
+def block(weights: dict[str, Any], x: jax.Array) -> jax.Array:
+    heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
+    query, value = ((x @ weights[name]).reshape(heads) for name in ("query", "value"))
+    attention = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", query, query), axis=-1)
+    x = x + jnp.einsum("bhts,bshd->bthd", attention, value).reshape(x.shape) @ weights["out"]
+    return x + jax.nn.silu(x @ weights["up"]) @ weights["down"]
+
+
+def loss(weights: dict[str, Any], x: jax.Array) -> jax.Array:
+    return jnp.mean(block(weights, x) ** 2)
+
+
+def test_a_block_takes_one_all_reduce_for_each_pair():
+    """Two forward, and backward what the dense block takes, which XLA partly joins."""
+    mesh = make_mesh()
+    quantized = {n: place(WEIGHTS[form](normal(shape) / 8), mesh, spec) for n, (form, shape, spec) in BLOCK.items()}
+    dense = {name: q.materialize() for name, q in quantized.items()}
+    x = place(normal((2, 4, WIDTH), seed=1), mesh, P("data"))
+    (out, forward), (expected, dense_forward) = compiled(block, quantized, x), compiled(block, dense, x)
+    assert kinds(forward) == kinds(dense_forward) == {"all-reduce": 2}
+    gradient = jax.grad(implicit(loss), argnums=1)
+    (cotangent, backward), (like, dense_backward) = compiled(gradient, quantized, x), compiled(gradient, dense, x)
+    assert kinds(backward) == kinds(dense_backward)
+    assert not [dtype for _, dtype in collectives(forward + backward) if dtype in CODES]
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)  # sums of at most 64 terms, a few after another
+    np.testing.assert_allclose(cotangent, like, rtol=1e-4, atol=1e-6)
+
+
+def test_stacks_are_divided_along_the_stack():
+    mesh = make_mesh()
+    q = place(Case.of("nf4", block_size=16, axis=1)(normal((4, 32, 64))), mesh, P("model", None, "data"))
+    x = place(normal((4, 6, 32), seed=1), mesh, P("model"))
+    product, program = compiled(lambda x, q: jnp.einsum("etk,ekn->etn", x, q), x, q)
+    assert collectives(program) == []
+    assert product.sharding.is_equivalent_to(NamedSharding(mesh, P("model", None, "data")), 3)
+    assert_product(product, x, q, (((2,), (1,)), ((0,), (0,))))
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4", "rsr"])
+def test_products_in_shard_map(form):
+    mesh = make_mesh()
+    x = place(normal((8, 64), seed=1), mesh, P("data", "model"))
+    q = place(WEIGHTS[form](normal((64, 128))), mesh, P("model"))
+    specs = {"in_specs": (P("data", "model"), P("model")), "out_specs": P("data")}
+    function = jax.shard_map(lambda x, w: jax.lax.psum(x @ w, "model"), mesh=mesh, **specs)
+    product, program = compiled(function, x, q)
+    assert kinds(program) == {"all-reduce": 1}
+    assert ("eformer_matmul" in program) == (cpu.is_available() and form != "rsr")
+    assert_product(product, x, q)
+    cotangent, _ = compiled(jax.grad(lambda x, q: jnp.sum(function(x, q) ** 2)), x, q)
+    assert_product(cotangent, 2 * np.asarray(product), np.asarray(q.materialize()).T)
+
+
+# --- quantizing ---
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4", "ternary", "rsr"])
+def test_quantizing_in_parts_never_holds_the_whole(form):
+    """Devices exchange sums and largest magnitudes, and none has more than its quarter of anything."""
+    sharding = NamedSharding(make_mesh(), P("model"))
+    w = jax.device_put(normal((128, 64)), sharding)
+    program = jax.jit(lambda w: WEIGHTS[form](w).with_sharding(sharding)).lower(w).compile().as_text()
+    sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"= \w+\[([\d,]+)\]", program)]
+    assert max(sizes) <= w.size // 4
+    assert set(kinds(program)) <= {"all-reduce"}
+    codes, *_ = WEIGHTS[form](w).named_leaves().values()  # made without `jit`
+    assert codes.addressable_shards[0].data.size == codes.size // 4
+
+
+# --- parts that cut what is stored together ---
+
+CUT = {
+    "a block in four": (Case.of("nf4", block_size=64, axis=0), (64, 32), P("model"), True),
+    "blocks in the middle": (Case.of("nf4", block_size=32, axis=0), (192, 32), P("model"), True),
+    "a short last block": (Case.of("nf4", block_size=64, axis=0), (96, 32), P("data"), True),
+    "blocks of columns": (Case.of("nf4", block_size=32), (16, 64), P(None, ("data", "model")), True),
+    "a byte of two": (Case.of("nf4", block_size=4, axis=0), (20, 32), P("model"), False),
+    "a byte of four": (Case.of("ternary"), (24, 32), P("model"), False),
+    "a code of eight columns": (RSROperatorTernary.quantize, (16, 48), P(None, "model"), False),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_parts_that_cut_blocks_are_exact(name):
+    """The scales of a block that several devices have parts of are there for all; codes in one byte stay together."""
+    make, shape, spec, divided = CUT[name]
+    mesh = make_mesh()
+    x, q = normal((3, shape[0]), seed=1), place(make(normal(shape)), mesh, spec)
+    assert q.is_sharded
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(q)) != divided
+    product, program = compiled(jnp.matmul, place(x, mesh, P()), q)
+    assert not [kind for kind, dtype in collectives(program) if dtype in CODES]
+    assert_product(product, x, q)
+
+
+# --- meshes of other shapes ---
+
+
+def odd_mesh(*sizes: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 3)], ids=str)
+def test_devices_in_any_number(sizes):
+    mesh = odd_mesh(*sizes)
+    x, q = place(normal((6, 96), seed=1), mesh, P("b", "a")), place(WEIGHTS["int8"](normal((96, 24))), mesh, P("a"))
+    product, program = compiled(jnp.matmul, x, q)
+    assert kinds(program) == {"all-reduce": 1}
+    assert_product(product, x, q)
+
+
+def test_two_meshes_in_one_program():
+    mesh, flat = make_mesh(), jax.make_mesh((8,), ("all",), axis_types=(AxisType.Auto,))
+    x, q = place(normal((8, 64), seed=1), mesh, P("data")), place(WEIGHTS["int8"](normal((64, 128))), mesh, P("model"))
+    function = lambda x, q: jax.lax.with_sharding_constraint(x, NamedSharding(flat, P(None, "all"))) @ q  # noqa: E731
+    product, program = compiled(function, x, q)
+    assert not [kind for kind, dtype in collectives(program) if dtype in CODES]
+    assert_product(product, x, q)
+
+
+def test_half_an_axis_of_the_mesh():
+    """Two heads over four devices: XLA gives each half of the axis, which no spec can name."""
+    mesh = make_mesh()
+    q = place(WEIGHTS["int8"](normal((64, 32))), mesh, P("model"))
+    x = place(normal((8, 64), seed=1), mesh, P(None, "model"))
+    function = lambda x, q: jnp.cumsum(x.reshape(8, 2, 32), axis=-1).reshape(8, 64) @ q  # noqa: E731
+    product, _ = compiled(function, x, q)
+    assert_product(product, np.cumsum(np.asarray(x).reshape(8, 2, 32), axis=-1).reshape(8, 64), q)
