@@ -13,7 +13,7 @@ BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py benchmarks/quantize.py 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test lint format demo bench sanitize emulate clean
+.PHONY: help install test fuzz lint format demo bench sanitize emulate clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
@@ -23,6 +23,9 @@ install: $(VENV)/.tests ## make the environment, with all that the tests need
 
 test: $(VENV)/.tests ## run the tests; ARGS are pytest's
 	$(COMPILED_ONCE) $(VENV)/bin/python -m pytest -n auto $(ARGS)
+
+fuzz: $(VENV)/.tests ## open a hundred thousand mutated checkpoints of each kind; `make test` opens some
+	$(VENV)/bin/python -m pytest -n auto tests/checkpoint/test_fuzz.py --fuzz 100000 $(ARGS)
 
 lint: $(VENV)/.linters ## check style, formatting and types
 	$(VENV)/bin/ruff check .
