@@ -175,24 +175,27 @@ def test_compare_of_dense_arrays(run, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "kind", "file"),
+    ("name", "options", "kind", "file", "form"),
     [
-        ("b.gguf", [], "gguf", "b.gguf"),
-        ("b.gguf", ["--type", "F16"], "gguf", "b.gguf"),
-        ("b.safetensors", [], "safetensors", "b.safetensors"),
-        ("b", [], "safetensors", "b/model.safetensors"),
-        ("b", ["--to", "gguf"], "gguf", "b/model.gguf"),
-        ("b", ["--to", "bitsandbytes"], "bitsandbytes", "b/model.safetensors"),
+        ("b.gguf", [], "gguf", "b.gguf", "Q8_0"),
+        ("b.gguf", ["--type", "F16"], "gguf", "b.gguf", "float16"),
+        ("b.safetensors", [], "safetensors", "b.safetensors", "nf4"),
+        ("b", [], "safetensors", "b/model.safetensors", "nf4"),
+        ("b", ["--to", "gguf", "--type", "TQ2_0"], "gguf", "b/model.gguf", "Q8_0"),  # rows of 64 fill no TQ2_0 block
+        ("b", ["--to", "bitsandbytes"], "bitsandbytes", "b/model.safetensors", "nf4"),
     ],
 )
-def test_convert(name: str, options: list[str], kind: str, file: str, run, tmp_path: Path):
+def test_convert(name: str, options: list[str], kind: str, file: str, form: str, run, tmp_path: Path):
     from eformer.ops.quantization import quantize
 
     weight = jax.random.normal(jax.random.key(0), (4, 64))
     save(tmp_path / "a", {"layer": {"weight": quantize(weight, dtype="nf4")}})
+    (tmp_path / "a" / "config.json").write_text("{}")
     data = json.loads(run("convert", tmp_path / "a", tmp_path / name, *options, "--json").out)
     assert data["kind"] == kind
+    assert data["formats"] == {form: 1}
     assert data["path"] == str(tmp_path / file)
+    assert (tmp_path / name / "config.json").exists() == ("." not in name)  # from folder to folder
     with open_checkpoint(data["path"]) as checkpoint:
         assert checkpoint.kind == kind
         assert checkpoint.info("layer.weight").shape == (4, 64)
