@@ -149,12 +149,11 @@ def wait_for(process: subprocess.Popen[str], pattern: str, folder: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
-@pytest.mark.parametrize("target", ["small", "small.safetensors"])
-def test_an_interrupt_leaves_nothing(target: str, tmp_path: Path):
+def test_an_interrupt_leaves_nothing(tmp_path: Path):
     # Each shape is compiled for itself, which takes some seconds in all: time to interrupt.
-    save(tmp_path / "dense", {f"kernel{i}": np.ones((64 + i, 64), np.float32) for i in range(80)})
+    save(tmp_path / "dense", {f"kernel{i}": np.ones((64 + i, 64), np.float32) for i in range(40)})
     before = contents(tmp_path)
-    process = start("quantize", tmp_path / "dense", tmp_path / target)
+    process = start("quantize", tmp_path / "dense", tmp_path / "small")
     wait_for(process, "*.tmp", tmp_path)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
