@@ -13,7 +13,7 @@ BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py benchmarks/quantize.py 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-distributed lint format demo bench sanitize emulate clean
+.PHONY: help install test test-distributed lint format demo bench sanitize emulate fuzz clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
@@ -26,6 +26,9 @@ test: $(VENV)/.tests ## run the tests; ARGS are pytest's
 
 test-distributed: $(VENV)/.tests ## the tests with two and four processes
 	EFORMER_TEST_PROCESSES=1 $(VENV)/bin/python -m pytest -n 0 tests/distributed $(ARGS)
+
+fuzz: $(VENV)/.tests ## open a hundred thousand mutated checkpoints of each kind; `make test` opens some
+	$(VENV)/bin/python -m pytest -n auto tests/checkpoint/test_fuzz.py --fuzz 100000 $(ARGS)
 
 lint: $(VENV)/.linters ## check style, formatting and types
 	$(VENV)/bin/ruff check .

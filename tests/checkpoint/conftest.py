@@ -1,4 +1,4 @@
-"""An option for a real file, which is too large to be part of the repository."""
+"""Options for what takes long, or a file that is too large to be part of the repository."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gguf-file", default=None, help="a GGUF file of a real model, to read with ours and with `gguf`")
+    parser.addoption("--fuzz", type=int, default=2000, metavar="COUNT", help="mutated files to try of each kind")
 
 
 @pytest.fixture(autouse=True)

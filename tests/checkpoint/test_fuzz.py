@@ -1,4 +1,4 @@
-"""Mutated files by the hundred thousand: each opens or raises CheckpointError, and takes little memory.
+"""Mutated files, by the hundred thousand with `make fuzz`: each opens or raises CheckpointError, with little memory.
 
 Seeds are small real files. A mutation changes, removes, repeats or inserts bytes, or puts another value or name into
 the JSON. What still opens is read too, as NumPy arrays.
@@ -25,9 +25,8 @@ from eformer.checkpoint._tree import rebuilt
 from eformer.jaximus import materialize
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, RSROperatorBinary
 
-COUNT = 100_000  # of each kind
 PARTS = 4  # in which they are tried, so that processes can share them
-TRACED = 500  # of each part with all allocations traced, which is slow
+TRACED = 50  # every so many with all allocations traced, which is slow
 USED = 25  # of those that open, which are used
 LIMIT = 1 << 26  # bytes that may be taken at once; a file has some hundred
 MORE = 1 << 18  # kilobytes by which the process may grow when it compiles and runs what decodes them
@@ -55,6 +54,7 @@ PIECES = [b"\0", b"\xff", b"{", b"}", b"[", b'"', b"\\", b",", b":", b"9" * 30, 
 SIZES = [0, 1, 2, 8, 9, 35, 39, 2**31 - 1, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1]
 
 Stream = Iterator[bytes]
+Sources = Iterator[bytes | Path]
 
 
 def with_bytes_changed(seed: bytes, length: int, rng: random.Random) -> Stream:
@@ -196,10 +196,20 @@ def gguf(path: Path, rng: random.Random) -> Stream:
     return alternately(with_bytes_changed(seed, header, rng), with_numbers_changed())
 
 
-def opens(data: bytes) -> bool:
+def index(path: Path, rng: random.Random) -> Sources:
+    """An index of two shards, which are whole; it is written again for each mutation."""
+    tree = {"x": np.ones((2, 3), np.float32), "w": int8()}
+    file = save(path, tree, max_shard_bytes=1)
+    text = file.read_bytes()
+    for changed in alternately(with_bytes_changed(text, len(text), rng), with_values_changed(json.loads(text), rng)):
+        file.write_bytes(changed)
+        yield file
+
+
+def opens(source: bytes | Path) -> bool:
     """Whether the file opens and can be read; whatever is raised but a CheckpointError fails the test."""
     try:
-        with open_checkpoint(data) as checkpoint:
+        with open_checkpoint(source) as checkpoint:
             for name in checkpoint:
                 checkpoint.info(name)
                 checkpoint.entry(name).host()
@@ -221,13 +231,16 @@ def test_mutated_files_that_open_can_be_used(seeds: Callable[[Path, random.Rando
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("seeds", [safetensors, metadata, bitsandbytes, gguf], ids=lambda f: f.__name__)
-def test_mutated_files(seeds: Callable[[Path, random.Random], Stream], part: int, tmp_path: Path):
-    count, mutated = COUNT // PARTS, seeds(tmp_path, random.Random(part))
-    opened = sum(opens(next(mutated)) for _ in range(count - TRACED))
+@pytest.mark.parametrize("seeds", [safetensors, metadata, bitsandbytes, gguf, index], ids=lambda f: f.__name__)
+def test_mutated_files(
+    seeds: Callable[[Path, random.Random], Sources], part: int, tmp_path: Path, pytestconfig: pytest.Config
+):
+    count, mutated = pytestconfig.getoption("--fuzz") // PARTS, seeds(tmp_path, random.Random(part))
+    traced = count // TRACED
+    opened = sum(opens(next(mutated)) for _ in range(count - traced))
     tracemalloc.start()
     try:
-        opened += sum(opens(next(mutated)) for _ in range(TRACED))
+        opened += sum(opens(next(mutated)) for _ in range(traced))
         assert tracemalloc.get_traced_memory()[1] < LIMIT
     finally:
         tracemalloc.stop()

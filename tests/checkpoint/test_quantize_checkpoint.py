@@ -98,7 +98,7 @@ def test_a_rule_that_does_not_fit_writes_nothing(tmp_path: Path):
 
 
 def test_a_rule_for_nothing_warns(tmp_path: Path):
-    with pytest.warns(UnusedRuleWarning, match="no array is left for kernal=nf4"):
+    with pytest.warns(UnusedRuleWarning, match="no floating point array is left for kernal=nf4"):
         quantize_checkpoint(save(tmp_path / "a", model()), tmp_path / "b", [Rule("kernal", "nf4")])
 
 

@@ -14,6 +14,7 @@ import pytest
 from quantization.cases import assert_same_leaves
 
 from eformer.checkpoint import load, open_checkpoint, save, save_gguf
+from eformer.cli import _bench
 from eformer.model import default_rules, quantize_model
 
 from .conftest import tree
@@ -175,24 +176,27 @@ def test_compare_of_dense_arrays(run, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "kind", "file"),
+    ("name", "options", "kind", "file", "form"),
     [
-        ("b.gguf", [], "gguf", "b.gguf"),
-        ("b.gguf", ["--type", "F16"], "gguf", "b.gguf"),
-        ("b.safetensors", [], "safetensors", "b.safetensors"),
-        ("b", [], "safetensors", "b/model.safetensors"),
-        ("b", ["--to", "gguf"], "gguf", "b/model.gguf"),
-        ("b", ["--to", "bitsandbytes"], "bitsandbytes", "b/model.safetensors"),
+        ("b.gguf", [], "gguf", "b.gguf", "Q8_0"),
+        ("b.gguf", ["--type", "F16"], "gguf", "b.gguf", "float16"),
+        ("b.safetensors", [], "safetensors", "b.safetensors", "nf4"),
+        ("b", [], "safetensors", "b/model.safetensors", "nf4"),
+        ("b", ["--to", "gguf", "--type", "TQ2_0"], "gguf", "b/model.gguf", "Q8_0"),  # rows of 64 fill no TQ2_0 block
+        ("b", ["--to", "bitsandbytes"], "bitsandbytes", "b/model.safetensors", "nf4"),
     ],
 )
-def test_convert(name: str, options: list[str], kind: str, file: str, run, tmp_path: Path):
+def test_convert(name: str, options: list[str], kind: str, file: str, form: str, run, tmp_path: Path):
     from eformer.ops.quantization import quantize
 
     weight = jax.random.normal(jax.random.key(0), (4, 64))
     save(tmp_path / "a", {"layer": {"weight": quantize(weight, dtype="nf4")}})
+    (tmp_path / "a" / "config.json").write_text("{}")
     data = json.loads(run("convert", tmp_path / "a", tmp_path / name, *options, "--json").out)
     assert data["kind"] == kind
+    assert data["formats"] == {form: 1}
     assert data["path"] == str(tmp_path / file)
+    assert (tmp_path / name / "config.json").exists() == ("." not in name)  # from folder to folder
     with open_checkpoint(data["path"]) as checkpoint:
         assert checkpoint.kind == kind
         assert checkpoint.info("layer.weight").shape == (4, 64)
@@ -211,17 +215,19 @@ def test_bench(run):
     assert [each["nbytes"] for each in results] == [4 * 64 * 48, 64 * 48 + 4 * 48, 64 * 48 // 2 + 4 * 2 * 48]
     assert results[0]["speed"] == 1
     assert all(each["seconds"] > 0 for each in results)
+    assert "measuring 1x64x48" in ran.err
 
 
-def test_bench_as_text(run):
-    ran = run("bench", "1x32x32", "--repeats", "1", "--ring", "1kB")
-    assert re.findall(r"^(float32|int8|nf4|ternary) .*x$", ran.out, re.MULTILINE) == [
-        "float32",
-        "int8",
-        "nf4",
-        "ternary",
-    ]
-    assert "measuring 1x32x32" in ran.err
+def test_bench_as_text(run, monkeypatch: pytest.MonkeyPatch):
+    measured: list[Any] = []
+    rows = [_bench.Timed("float32", 0.004, 4096), _bench.Timed("int8", 0.001, 1152)]
+    monkeypatch.setattr(_bench, "measure", lambda *args: measured.append(args) or rows)
+    lines = run("bench").out.splitlines()
+    ((problem, contenders, repeats, ring),) = measured
+    assert (str(problem), repeats, ring) == ("1x4096x4096", 20, 800 * 10**6)
+    assert [each.format for each in contenders] == ["int8", "nf4", "ternary"]
+    assert "x (1, 4096) @ weight (4096, 4096)" in lines
+    assert lines[-1].split() == ["int8", "1.15", "kB", "1.000", "4.00x"]
 
 
 def test_the_least_time_of_all_turns_counts(monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import signal
 import subprocess
@@ -15,7 +16,8 @@ import pytest
 
 import eformer
 from eformer.checkpoint import save
-from eformer.cli import main
+from eformer.cli import _compare, main
+from eformer.cli._interrupt import deferred
 from eformer.cli._progress import lines, showing
 
 COMMANDS = ["quantize", "inspect", "compare", "convert", "bench", "demo"]
@@ -56,11 +58,14 @@ def test_wrong_usage(argv: list[str], match: str, run):
 
 FAILURES = {
     "no file": (["inspect", "nowhere"], "there is no 'nowhere'; give a .safetensors or .gguf file"),
+    "no such shard": (["inspect", "lost.index.json"], "its shard 'lost.safetensors' can't be read"),
+    "a file for a folder": (["quantize", "a", "page.html/new"], "page.html/new: Not a directory"),
+    "an integer": (["quantize", "a", "new", "--rule", "steps=nf4"], "no floating point array is left for steps=nf4"),
     "no checkpoint": (["inspect", "text.safetensors"], "text.safetensors: "),
     "an empty folder": (["inspect", "empty"], "the folder has no .safetensors file"),
     "nothing matches": (
         ["quantize", "a", "new", "--rule", "kernal=nf4"],
-        "no array is left for kernal=nf4; names look",
+        "no floating point array is left for kernal=nf4; names look",
     ),
     "does not fit": (["quantize", "a", "new", "--rule", "bias=nf4,axis=-2"], "'bias', float32[8], can't be quantized"),
     "to GGUF": (["quantize", "a", "new.gguf"], "`eformer convert` makes GGUF"),
@@ -81,11 +86,12 @@ FAILURES = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    save("a", {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(8)})
+    save("a", {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(8), "steps": jnp.arange(3)})
     save("b", {"kernel": jnp.ones((8, 8))})
     save("c", {"other": jnp.ones((8, 8))})
     Path("empty").mkdir()
     Path("text.safetensors").write_text("this is no checkpoint")
+    Path("lost.index.json").write_text('{"weight_map": {"x": "lost.safetensors"}}')
     Path("page.html").write_text("mine")
     return tmp_path
 
@@ -143,12 +149,11 @@ def wait_for(process: subprocess.Popen[str], pattern: str, folder: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
-@pytest.mark.parametrize("target", ["small", "small.safetensors"])
-def test_an_interrupt_leaves_nothing(target: str, tmp_path: Path):
+def test_an_interrupt_leaves_nothing(tmp_path: Path):
     # Each shape is compiled for itself, which takes some seconds in all: time to interrupt.
-    save(tmp_path / "dense", {f"kernel{i}": np.ones((64 + i, 64), np.float32) for i in range(80)})
+    save(tmp_path / "dense", {f"kernel{i}": np.ones((64 + i, 64), np.float32) for i in range(40)})
     before = contents(tmp_path)
-    process = start("quantize", tmp_path / "dense", tmp_path / target)
+    process = start("quantize", tmp_path / "dense", tmp_path / "small")
     wait_for(process, "*.tmp", tmp_path)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
@@ -156,6 +161,34 @@ def test_an_interrupt_leaves_nothing(target: str, tmp_path: Path):
     assert err.endswith("eformer quantize: interrupted; nothing is left half-written\n")
     assert out == ""
     assert contents(tmp_path) == before
+
+
+def test_an_interrupt_that_got_lost_is_heard_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run):
+    save(tmp_path / "a", {"x": np.ones(3, np.float32)})
+    compared = _compare.compare_checkpoints
+
+    def losing(*args: object) -> object:
+        with contextlib.suppress(KeyboardInterrupt):  # as destructors do
+            signal.raise_signal(signal.SIGINT)
+        return compared(*args)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(_compare, "compare_checkpoints", losing)
+    ran = run("compare", tmp_path / "a", tmp_path / "a")
+    assert ran == (1, "", "eformer compare: interrupted; nothing is left half-written\n")
+
+
+def test_an_interrupt_waits_for_the_end_of_an_import():
+    done = []
+
+    def imports() -> None:
+        with deferred():
+            signal.raise_signal(signal.SIGINT)
+            done.append("imported")
+
+    with pytest.raises(KeyboardInterrupt):
+        imports()
+    assert done == ["imported"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path):
@@ -174,12 +207,13 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path):
 
 
 def test_progress_in_plain_lines():
-    stream, times = io.StringIO(), iter([0.0, 0.5, 2.0, 2.1, 4.0])
+    stream, times = io.StringIO(), iter([0.0, 0.5, 1.5, 2.0, 2.6, 4.0])
     show = lines("copying", stream, lambda: next(times))
-    for done in (100, 1000, 1500, 2000):
+    for done in (1, 2, 3, 1300, 2000):
         show("x", done, 2000)
     assert stream.getvalue().splitlines() == [
-        "copying  50%  1.00 kB of 2.00 kB, 500 B/s, 2 s left",
+        "copying   0%  2 B of 2.00 kB",  # too early to say how long it takes
+        "copying  65%  1.30 kB of 2.00 kB, 500 B/s, 1 s left",
         "copying 100%  2.00 kB of 2.00 kB, 500 B/s, 4.0 s",
     ]
 

@@ -32,6 +32,9 @@ LEAVES = [
     ("empty.kernel", (64, 0), None),
     ("embed.embedding", (512, 64), None),
     ("wte.weight", (512, 64), None),
+    ("token_embd.weight", (512, 64), None),  # GGUF
+    ("tok_emb.weight", (512, 64), None),
+    ("member.kernel", (64, 128), -2),  # no embedding
     ("Embed_0.embedding", (512, 64), None),
     ("word_embeddings.weight", (512, 64), None),
     ("layers.norm.scale", (128, 64), None),
@@ -58,7 +61,7 @@ def test_other_dtypes_are_kept(dtype):
     assert find_rule(default_rules(), "kernel", jax.ShapeDtypeStruct((64, 64), dtype)) is None
 
 
-@pytest.mark.parametrize("path", ["embed.embedding", "wte.weight"])
+@pytest.mark.parametrize("path", ["embed.embedding", "wte.weight", "token_embd.weight"])
 @pytest.mark.parametrize(("shape", "quantized"), [((512, 64), True), ((512, 16), False), ((8, 64), False)])
 def test_embeddings_when_asked(path, shape, quantized):
     rule = find_rule(default_rules(embeddings="int8"), path, jax.ShapeDtypeStruct(shape, jnp.float32))

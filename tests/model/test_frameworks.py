@@ -17,7 +17,13 @@ from eformer.model import Rule, dequantize_model, named_leaves, quantize_model, 
 from eformer.ops.quantization import ArrayNF4, QuantizedArray
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
-PACKAGES = {"plain": "jax", "linen": "flax", "nnx": "flax", "equinox": "equinox", "haiku": "haiku"}
+PACKAGES = {
+    "plain": "jax",
+    "with_linen": "flax",
+    "with_nnx": "flax",
+    "with_equinox": "equinox",
+    "with_haiku": "haiku",
+}
 # Of a 256-wide float32 product or softmax; a kernel may add in another order than the dense product.
 TOLERANCE = 256 * 2.0**-23 * 4
 
@@ -46,7 +52,7 @@ def test_example(name, capsys):
     with materialization_error():  # no quantized weight is made dense for want of a rule
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     out = capsys.readouterr().out
-    found = re.fullmatch(rf"{name}: ([\d,]+) -> ([\d,]+) bytes, max error (\S+)\n", out)
+    found = re.fullmatch(rf"{name.removeprefix('with_')}: ([\d,]+) -> ([\d,]+) bytes, max error (\S+)\n", out)
     assert found, out
     before, after = (int(number.replace(",", "")) for number in found.groups()[:2])
     assert after < before / 2
@@ -69,18 +75,30 @@ def test_linen_scan_over_layers():
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, _):
-            return x + nn.Dense(64, dtype=jnp.bfloat16)(nn.tanh(x)).astype(x.dtype), None
+            return x + nn.Dense(64)(nn.tanh(x)), None
 
     layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)()
     x = jnp.ones((3, 64))
-    params = layers.init(jax.random.key(0), x, None)
-    quantized = quantize_model(params)
+    quantized = quantize_model(layers.init(jax.random.key(0), x, None))
     assert paths_of(quantized) == {"params.Dense_0.kernel"}
     assert quantized["params"]["Dense_0"]["kernel"].shape == (2, 64, 64)
     with materialization_error():
         y, _ = jax.jit(implicit(layers.apply))(quantized, x, None)
     expected, _ = jax.jit(layers.apply)(dequantize_model(quantized), x, None)
-    np.testing.assert_allclose(y, expected, rtol=2**-7, atol=2**-7)  # bfloat16 inside
+    np.testing.assert_allclose(y, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_linen_computes_in_bfloat16():
+    nn = needed("flax.linen")
+    dense, x = nn.Dense(64, use_bias=False, dtype=jnp.bfloat16), jax.random.normal(jax.random.key(1), (3, 64))
+    quantized = quantize_model(dense.init(jax.random.key(0), x))
+    with materialization_error():
+        y = jax.jit(implicit(dense.apply))(quantized, x)
+    kernel = dequantize_model(quantized)["params"]["kernel"]
+    assert y.dtype == jnp.bfloat16
+    # Half a step (2**-9) for x and for the result; a kernel may use the weights as they are, or round them too.
+    bound = 2.0**-8 * (3 / 2) * (jnp.abs(x) @ jnp.abs(kernel))
+    assert jnp.all(jnp.abs(y.astype(jnp.float32) - x @ kernel) <= bound)
 
 
 def test_linen_boxes_keep_their_names():

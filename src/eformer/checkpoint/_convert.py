@@ -41,16 +41,17 @@ def convert(
         items = [stored_item(name, checkpoint.entry(name)) for name in checkpoint]
         if kind == "gguf":
             metadata = {name: value for name, value in checkpoint.metadata.items() if name != "total_size"}
-            return write_gguf(target, items, type=type, metadata=metadata, overwrite=overwrite, progress=progress)
-        write = write_items if kind == "safetensors" else write_bitsandbytes
-        path = write(
-            target,
-            items,
-            tree=checkpoint.tree,
-            metadata=text_metadata(checkpoint),
-            max_shard_bytes=max_shard_bytes,
-            overwrite=overwrite,
-            progress=progress,
-        )
+            path = write_gguf(target, items, type=type, metadata=metadata, overwrite=overwrite, progress=progress)
+        else:
+            write = write_items if kind == "safetensors" else write_bitsandbytes
+            path = write(
+                target,
+                items,
+                tree=checkpoint.tree,
+                metadata=text_metadata(checkpoint),
+                max_shard_bytes=max_shard_bytes,
+                overwrite=overwrite,
+                progress=progress,
+            )
     copy_small_files(source, target, overwrite=overwrite)
     return path

@@ -42,7 +42,7 @@ def save_gguf(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a tree as one GGUF file, "model.gguf" if `path` is a folder, under the names of its leaves.
+    """Write a tree as one GGUF file, "model.gguf" in a folder unless `path` ends so, under the names of its leaves.
 
     Dense arrays keep their type. Quantized ones take the nearest there is: TQ2_0 for ternary with one scale or one per
     row, else Q8_0 (GGUF has no NF4: each element moves by at most 1/254 of the largest in its 32), or their own dtype
@@ -73,7 +73,7 @@ def write_gguf(
     overwrite: bool,
     progress: Progress | None,
 ) -> Path:
-    path = Path(path) / f"model{GGUF_SUFFIX}" if Path(path).is_dir() else Path(path)
+    path = Path(path) if Path(path).suffix == GGUF_SUFFIX else Path(path) / f"model{GGUF_SUFFIX}"
     planned = [_planned(item, type) for item in items]
     given = {name: value for name, value in (metadata or {}).items() if name != "general.alignment"}
     if any(plan.type in ENCODERS for plan in planned):

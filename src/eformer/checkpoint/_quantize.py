@@ -59,11 +59,14 @@ def quantize_checkpoint(
     if isinstance(rules, (Rule, str)) or not all(isinstance(rule, Rule) for rule in rules):
         raise TypeError(f"`rules` must be a sequence of `Rule`s, got {rules!r}; `parse_rule` reads strings")
     with open_checkpoint(source) as checkpoint:
-        chosen = {name: _rule(rules, name, checkpoint.entry(name)) for name in checkpoint}
+        entries = {name: checkpoint.entry(name) for name in checkpoint}
+        # Integers are counts and indices, which have to stay exact.
+        weights = {name: e.like for name, e in entries.items() if jnp.issubdtype(e.like.dtype, jnp.floating)}
+        chosen = {name: find_rule(rules, name, like) for name, like in weights.items()}
         _warn_unused(rules, chosen)
         path = write_items(
             target,
-            [_item(name, checkpoint.entry(name), rule) for name, rule in chosen.items()],
+            [_item(name, entry, chosen.get(name)) for name, entry in entries.items()],
             tree=checkpoint.tree,
             metadata=text_metadata(checkpoint),
             max_shard_bytes=max_shard_bytes,
@@ -72,12 +75,6 @@ def quantize_checkpoint(
         )
     copy_small_files(source, target, overwrite=overwrite)
     return path
-
-
-def _rule(rules: Sequence[Rule], name: str, entry: Entry) -> Rule | None:
-    like = entry.like
-    # Integers are counts and indices, which have to stay exact.
-    return find_rule(rules, name, like) if jnp.issubdtype(like.dtype, jnp.floating) else None
 
 
 def _item(name: str, entry: Entry, rule: Rule | None) -> Item:
@@ -99,12 +96,16 @@ def stored_item(name: str, entry: Entry) -> Item:
     return Item(name, entry.like, entry.host, entry.drop)
 
 
-def _warn_unused(rules: Sequence[Rule], chosen: dict[str, Rule | None]) -> None:
-    used = {id(rule) for rule in chosen.values()}
+def _warn_unused(rules: Sequence[Rule], weights: dict[str, Rule | None]) -> None:
+    used = {id(rule) for rule in weights.values()}
     unused = [str(rule) for rule in rules if id(rule) not in used and not rule.optional]
     if unused:
-        names = ", ".join(map(repr, list(chosen)[:3]))
-        warnings.warn(f"no array is left for {', '.join(unused)}; names look like this: {names}", UnusedRuleWarning, 3)
+        some = ", ".join(map(repr, list(weights)[:3])) or "there is none"
+        warnings.warn(
+            f"no floating point array is left for {', '.join(unused)}; names look like this: {some}",
+            UnusedRuleWarning,
+            stacklevel=3,
+        )
 
 
 def text_metadata(checkpoint: Checkpoint) -> dict[str, str]:

@@ -14,6 +14,7 @@ from eformer.model._text import in_bytes
 
 from ._answer import Answer, table
 from ._arguments import Problem, byte_count, format_rule, positive, problem
+from ._progress import stage
 from ._timing import interleaved
 
 HELP = "time products with quantized weights against float32"
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> Answer:
     device = jax.devices()[0].device_kind
     text, found = [f"JAX {jax.__version__} on {device}"], []
     for each in args.problems:
-        print(f"measuring {each} ...", file=sys.stderr, flush=True)
+        stage(f"measuring {each} ...", sys.stderr)
         timed = measure(each, contenders, args.repeats, args.ring)
         text += ["", f"x ({each.m}, {each.k}) @ weight ({each.k}, {each.n})", _table(timed)]
         results = [{**row._asdict(), "speed": timed[0].seconds / row.seconds} for row in timed]

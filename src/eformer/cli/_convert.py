@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 
 from eformer.checkpoint import convert, open_checkpoint
 from eformer.model._text import in_bytes
@@ -29,7 +30,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to", choices=("safetensors", "bitsandbytes", "gguf"), help="the kind; by default as OUT ends, or safetensors"
     )
-    parser.add_argument("--type", help="for GGUF: F32, F16, BF16, Q8_0, Q4_0 or TQ2_0")
+    parser.add_argument(
+        "--type", help="for GGUF: F32, F16, BF16, Q8_0, Q4_0 or TQ2_0; rows that do not fill its blocks stay plain"
+    )
     parser.add_argument("--shard", type=byte_count, metavar="SIZE", help="split what is larger than that: 5GB, 500MB")
     parser.add_argument("--force", action="store_true", help="replace what is there")
 
@@ -54,5 +57,9 @@ def run(args: argparse.Namespace) -> Answer:
         )
     with open_checkpoint(written) as checkpoint:
         sums = totals(checkpoint)
-    text = f"wrote {written}: {kind}, {sums.arrays} arrays in {in_bytes(sums.nbytes)}"
-    return Answer(text, {"path": str(written), "kind": kind, "arrays": sums.arrays, "bytes": sums.nbytes})
+        infos = map(checkpoint.info, checkpoint)
+        formats = Counter(info.format or info.dtype.name for info in infos)
+    counts = ", ".join(f"{count} {name}" for name, count in formats.most_common())
+    text = f"wrote {written}: {kind}, {sums.arrays} arrays in {in_bytes(sums.nbytes)} ({counts})"
+    data = {"path": str(written), "kind": kind, "arrays": sums.arrays, "bytes": sums.nbytes}
+    return Answer(text, {**data, "formats": dict(formats)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from ._arguments import positive
 from ._compared import compare_checkpoints
 from ._minilm import PACKAGE, Tokens, embed, model_folder
 from ._output import claimed, write_page
+from ._progress import stage
 from ._sentences import SENTENCES
 from ._timing import interleaved
 
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> Answer:
         f"MiniLM of {PACKAGE}, {len(SENTENCES)} sentences, JAX {jax.__version__} on {jax.devices()[0].device_kind}"
     ]
     text = [*header, "", _table(rows), "", NOTES, "", *(f"report: {page}" for page in pages.values())]
-    text += [f"with a file of your own: eformer quantize {OWN}"]
+    text += [f"with a file of your own: {_command()} quantize {OWN}"]
     found = [{**row._asdict(), "path": str(files[row.format])} for row in rows]
     return Answer(
         "\n".join(text), {"rows": found, "sentences": len(SENTENCES), "reports": list(map(str, pages.values()))}
@@ -80,6 +82,14 @@ def run(args: argparse.Namespace) -> Answer:
 
 
 OWN = "model.safetensors small.safetensors --format nf4 --report small.html"
+
+
+def _command() -> str:
+    """`eformer`, with its folder where it would not be found without: in an environment that is not activated."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "eformer" and not shutil.which("eformer") else "eformer"
+
+
 NOTES = (
     "cosine: between the embedding of a sentence and that of float32, mean and lowest. neighbours: sentences whose\n"
     "nearest other sentence is the same. Speed is in multiples of float32, in the same run, for one sentence and for\n"
@@ -91,7 +101,7 @@ def _quantized(source: Path, folder: Path, *, force: bool) -> tuple[dict[str, Pa
     """The checkpoints of each form, and the page of each quantized one."""
     files, pages = {DENSE: source / "model.safetensors"}, {}
     for name, embeddings in EMBEDDINGS.items():
-        print(f"quantizing to {name} ...", file=sys.stderr, flush=True)
+        stage(f"quantizing to {name} ...", sys.stderr)
         rules = default_rules(name, embeddings=embeddings)
         files[name] = quantize_checkpoint(source, folder / f"{name}.safetensors", rules, overwrite=force)
         found = compare_checkpoints(source, files[name]).report
@@ -102,12 +112,12 @@ def _quantized(source: Path, folder: Path, *, force: bool) -> tuple[dict[str, Pa
 def compare_models(models: Mapping[str, Any], files: Mapping[str, Path], tokens: Tokens, repeats: int) -> list[Row]:
     """Each model's answers against those of the first, and their times."""
     run = jax.jit(implicit(embed))
-    print("embedding ...", file=sys.stderr, flush=True)
+    stage("embedding ...", sys.stderr)
     inputs = tokens(SENTENCES)
     vectors = {name: _embedded(run, params, inputs) for name, params in models.items()}
     times = {}
     for batch in BATCHES:
-        print(f"measuring {batch} at a time ...", file=sys.stderr, flush=True)
+        stage(f"measuring {batch} at a time ...", sys.stderr)
         some = tuple(each[:batch] for each in inputs)
         times[batch] = interleaved({name: _burst(run, params, some) for name, params in models.items()}, repeats)
     right = vectors[next(iter(models))]

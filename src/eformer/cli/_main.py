@@ -1,51 +1,11 @@
-"""The command `eformer`: one command is run, and its answer printed, or one line that says what is wrong."""
+"""The command `eformer`, which hears Ctrl-C also while JAX is imported."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-import jax
-
-import eformer
-from eformer.model import UnusedRuleWarning
-
-from . import _bench, _compare, _convert, _demo, _inspect, _quantize
-
-OK, FAILED, WRONG_USAGE = 0, 1, 2
-COMMANDS = {
-    "quantize": _quantize,
-    "inspect": _inspect,
-    "compare": _compare,
-    "convert": _convert,
-    "bench": _bench,
-    "demo": _demo,
-}
-EPILOG = "`eformer COMMAND --help` has examples. Exit codes: 0 done, 1 failed, 2 wrong usage."
-
-# What the library raises on files, formats and machines that do not do; anything else is a fault of ours, shown whole.
-EXPECTED = (
-    OSError,
-    ValueError,
-    TypeError,
-    NotImplementedError,
-    ImportError,
-    MemoryError,
-    UnusedRuleWarning,
-    jax.errors.JaxRuntimeError,
-)
-
-
-class _UsageError(Exception):
-    pass
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise _UsageError(f"{self.prog}: {message}; `{self.prog} --help` shows how")
+from ._interrupt import deferred, remembered
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,53 +15,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     error.
     """
     try:
-        args = _parser().parse_args(argv)
-    except _UsageError as error:
-        return _fail(str(error), WRONG_USAGE)
-    try:
-        answer = COMMANDS[args.command].run(args)
-        print(answer.to_json() if args.json else answer.text, flush=True)
+        with deferred():
+            from ._run import run
+        with remembered():
+            return run(argv)
     except KeyboardInterrupt:
-        return _fail(f"eformer {args.command}: interrupted; nothing is left half-written", FAILED)
-    except BrokenPipeError:  # whoever read the answer has had enough, as in `eformer inspect FILE | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except EXPECTED as error:
-        if args.traceback:
-            raise
-        return _fail(f"eformer {args.command}: {_said(error)}", FAILED)
-    return OK
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="eformer", description=eformer.__doc__, epilog=EPILOG)
-    parser.add_argument("--version", action="version", version=f"eformer {eformer.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for name, module in COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.HELP,
-            epilog=module.EXAMPLE,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.configure(command)
-        command.add_argument("--json", action="store_true", help="answer in JSON")
-        command.add_argument("--traceback", action="store_true", help="show where in the code an error came from")
-    return parser
-
-
-def _fail(line: str, code: int) -> int:
-    print(line, file=sys.stderr, flush=True)
-    return code
-
-
-def _said(error: BaseException) -> str:
-    """The error in one line."""
-    if isinstance(error, FileNotFoundError) and error.filename is not None:
-        return f"there is no {str(error.filename)!r}; give a .safetensors or .gguf file, an index or a folder with one"
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    if isinstance(error, MemoryError):
-        return "out of memory"
-    return " ".join(str(error).split()) or type(error).__name__
+        print("eformer: interrupted; nothing is left half-written", file=sys.stderr, flush=True)
+        return 1

@@ -9,21 +9,34 @@ from typing import TextIO
 
 from eformer.model._text import in_bytes
 
+from ._interrupt import check_interrupt
+
 Progress = Callable[[str, int, int], object]  # (name, bytes done, bytes in all)
 SECONDS = 1.0  # between two lines
+ENOUGH = 0.05  # done, to say how long the rest takes: the first arrays wait for compilation
 
 
 @contextlib.contextmanager
 def showing(what: str, stream: TextIO) -> Iterator[Progress]:
-    """A function to call as bytes are done; rate and time left are shown."""
+    """A function to call as bytes are done; rate and time left are shown. It raises if Ctrl-C got lost on the way."""
+
+    def checked(show: Progress) -> Progress:
+        return lambda name, done, total: (check_interrupt(), show(name, done, total))
+
     if stream.isatty():
         with contextlib.suppress(ImportError):
             import rich.progress  # noqa: F401  # is it there?
 
             with _bar(what, stream) as show:
-                yield show
+                yield checked(show)
             return
-    yield lines(what, stream)
+    yield checked(lines(what, stream))
+
+
+def stage(text: str, stream: TextIO) -> None:
+    """A line for the next part of what is too short for a bar."""
+    check_interrupt()
+    print(text, file=stream, flush=True)
 
 
 @contextlib.contextmanager
@@ -55,10 +68,11 @@ def lines(what: str, stream: TextIO, clock: Callable[[], float] = time.monotonic
             return
         last = now
         rate = done / max(now - start, 1e-9)
-        left = f"{(total - done) / rate:.0f} s left" if done < total and rate else f"{now - start:.1f} s"
         share = done / total if total else 1.0
+        time = f"{now - start:.1f} s" if done >= total else f"{(total - done) / rate:.0f} s left" if rate else ""
+        rest = f", {in_bytes(int(rate))}/s, {time}" if share >= ENOUGH else ""
         print(
-            f"{what} {share:4.0%}  {in_bytes(done)} of {in_bytes(total)}, {in_bytes(int(rate))}/s, {left}",
+            f"{what} {share:4.0%}  {in_bytes(done)} of {in_bytes(total)}{rest}",
             file=stream,
             flush=True,
         )

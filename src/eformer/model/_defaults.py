@@ -18,7 +18,7 @@ MIN_LENGTH = 32  # along the blocks; a float32 scale for fewer elements takes mo
 # A part of the path ends where a dot, a slash (Haiku) or the path itself does.
 _START, _END = r"(^|[./])", r"([./]|$)"
 NORMS_AND_BIASES = rf"(?i)norm|{_START}ln(_?\d+|_\w)?{_END}|{_START}(bias\w*|b|scale|offset|gamma|beta)$"
-EMBEDDINGS = rf"(?i)embed|{_START}(wte|wpe){_END}"
+EMBEDDINGS = rf"(?i)embe?d|(^|[._/])emb([._/]|$)|{_START}(wte|wpe){_END}"  # `embd` is how GGUF writes it
 
 # How a leaf is used, by its path; the first that matches and fits the shape wins.
 _HEADS = (rf"{_START}(query|key|value)[./]kernel$", -3)  # Flax attention: (features, heads, features of a head)

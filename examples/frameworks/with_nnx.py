@@ -1,4 +1,4 @@
-"""Flax NNX: a module is a tree of variables. Run it with `python examples/frameworks/nnx.py`."""
+"""Flax NNX: a module is a tree of variables. Run it with `python examples/frameworks/with_nnx.py`."""
 
 import jax
 import jax.numpy as jnp

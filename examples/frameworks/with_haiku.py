@@ -1,8 +1,4 @@
-"""Haiku: parameters are a dict of dicts of arrays.
-
-Run it with `python -P examples/frameworks/haiku.py`: this file has the name of the package, and with `-P` Python does
-not look beside the script for it.
-"""
+"""Haiku: parameters are a dict of dicts of arrays. Run it with `python examples/frameworks/with_haiku.py`."""
 
 import haiku as hk
 import jax

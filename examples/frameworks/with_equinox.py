@@ -1,7 +1,6 @@
 """Equinox: a module is a tree of arrays, and of things that are none, which `eqx.filter_jit` leaves to Python.
 
-Run it with `python -P examples/frameworks/equinox.py`: this file has the name of the package, and with `-P` Python does
-not look beside the script for it.
+Run it with `python examples/frameworks/with_equinox.py`.
 """
 
 import equinox as eqx

@@ -1,4 +1,4 @@
-"""Flax Linen: parameters are a dict of arrays. Run it with `python examples/frameworks/linen.py`."""
+"""Flax Linen: parameters are a dict of arrays. Run it with `python examples/frameworks/with_linen.py`."""
 
 import flax.linen as nn
 import jax
