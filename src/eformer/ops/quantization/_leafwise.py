@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.jaximus import Deferred, ImplicitArray, register
-from eformer.kernels.cpu import Matrix
+from eformer.kernels import Matrix
 
 from ._base import QuantizedArray, sharding_of, shards
 

@@ -1,0 +1,1 @@
+"""Products with quantized matrices on TPU and GPU, in Pallas."""

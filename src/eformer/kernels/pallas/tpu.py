@@ -1,0 +1,395 @@
+"""Products with quantized matrices on TPU, decoded tile by tile next to the matrix unit.
+
+Codes are looked up in a register: a vector permutes eight sublanes by index in one instruction (v4 can't, and permutes
+lanes). The words that come out hold two neighbours as bfloat16, so where codes are packed along rows they are two rows of
+the operand as they lie. Products are of bfloat16 numbers and summed in float32, as JAX does it by default.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from eformer.kernels import Matrix, reference
+
+from ._tables import nibble_words
+
+LANES = 128
+VALUES_PER_BYTE = {"int8": 1, "nf4": 2, "ternary": 4}
+FILLING = 0x55  # four ternary zeros
+
+
+class Tiles(NamedTuple):
+    """The part of the problem that a step of the grid has: rows of x, and codes."""
+
+    m: int
+    rows: int
+    cols: int
+
+
+class _Plan(NamedTuple):
+    """All that is known of a call when it is compiled."""
+
+    format: str
+    contracted_axis: int
+    packed_axis: int
+    block_size: int
+    shape: tuple[int, int]  # of the codes
+    scale_shape: tuple[int, ...]  # of the blocks' scales
+    tiles: Tiles
+    scale_after: bool  # blocks' scales multiply products, not the matrix
+    sublanes: bool  # permuting them is an instruction
+
+    @property
+    def paired_rows(self) -> int:
+        """Rows of the operand in a row of codes."""
+        return 2 if self.format != "int8" and self.packed_axis == 0 and not self.scale_before else 1
+
+    @property
+    def scale_before(self) -> bool:
+        return self.format == "nf4" and not self.scale_after
+
+    @property
+    def operands(self) -> int:
+        """Matrices that a tile of codes holds."""
+        return VALUES_PER_BYTE[self.format] // self.paired_rows
+
+    @property
+    def summed_operands(self) -> int:
+        return self.operands if self.packed_axis == self.contracted_axis else 1
+
+    @property
+    def free_operands(self) -> int:
+        return self.operands // self.summed_operands
+
+    @property
+    def depth(self) -> int:
+        """Of what is summed, in a step, for each operand."""
+        return self.tiles.rows * self.paired_rows if self.contracted_axis == 0 else self.tiles.cols
+
+    @property
+    def width(self) -> int:
+        """Of the result, in a step, for each operand."""
+        return self.tiles.cols if self.contracted_axis == 0 else self.tiles.rows * self.paired_rows
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last step sums over what is not there."""
+        axis = self.contracted_axis
+        return self.shape[axis] % self.tiles[1 + axis] != 0
+
+
+def supports(matrix: Matrix, contracted_axis: int) -> bool:
+    """A scale for each element, and blocks that do not fill vectors, are left to XLA."""
+    if matrix.format == "nf4":
+        return matrix.block_size >= 16 and matrix.block_size.bit_count() == 1
+    del contracted_axis
+    return not any(1 not in scale.shape[1:] for scale in matrix.scales)
+
+
+def default_tiles(matrix: Matrix, contracted_axis: int, m: int) -> Tiles:
+    """Measured by `benchmarks/tpu_static.py`."""
+    del contracted_axis
+    _, rows, cols = matrix.codes.shape
+    least = max(32, 4 * matrix.block_size) if matrix.format == "nf4" else LANES
+    return Tiles(
+        min(_round_up(m, 16), 256),
+        min(max(512, least), _round_up(rows, max(least, LANES))),
+        min(512, _round_up(cols, LANES)),
+    )
+
+
+def matmul(
+    x: jax.Array,
+    matrix: Matrix,
+    contracted_axis: int,
+    *,
+    tiles: Tiles | None = None,
+    scale_after: bool | None = None,
+    sublanes: bool = True,
+    interpret: Any = False,
+) -> jax.Array:
+    """`x @ matrix`, or `x @ matrix.T` for `contracted_axis=1`: float32 (count, m, n) of x (count, m, k)."""
+    count, m, _ = x.shape
+    scales, out_scale = matrix.scales, None
+    if matrix.format == "nf4":
+        scales = (_plain_scales(matrix),)
+    else:
+        x, out_scale = _beside(x, scales, contracted_axis)
+        scales = ()
+    if scale_after is None:
+        scale_after = m <= 64
+    plan = _Plan(
+        matrix.format,
+        contracted_axis,
+        matrix.packed_axis,
+        matrix.block_size,
+        matrix.codes.shape[1:],
+        scales[0].shape[1:] if scales else (),
+        tiles or default_tiles(matrix, contracted_axis, m),
+        scale_after and matrix.packed_axis == 0 == contracted_axis and matrix.block_size >= 32,
+        sublanes,
+    )
+    grid = (
+        count,
+        pl.cdiv(m, plan.tiles.m),
+        pl.cdiv(plan.shape[1 - contracted_axis], plan.tiles[2 - contracted_axis]),
+        pl.cdiv(plan.shape[contracted_axis], plan.tiles[1 + contracted_axis]),
+    )
+    x = _split(x.astype(jnp.bfloat16), plan.summed_operands, plan)
+    x = _padded(x, {2: grid[1] * plan.tiles.m, 3: grid[3] * plan.depth})
+    operands, specs = [x, matrix.codes], [_x_spec(plan), _codes_spec(plan)]
+    if plan.format != "int8":
+        table = _tables(plan)
+        operands.append(table)
+        specs.append(pl.BlockSpec(table.shape, lambda *_: (0, 0)))
+    if scales:
+        operands.append(scales[0])
+        specs.append(_scales_spec(plan))
+    if out_scale is not None:
+        out_scale = _split(out_scale, plan.free_operands, plan)
+        operands.append(_padded(out_scale, {3: grid[2] * plan.width}))
+        specs.append(pl.BlockSpec((None, plan.free_operands, 1, plan.width), lambda b, i, j, k: (b, 0, 0, j)))
+    out = pl.pallas_call(
+        functools.partial(_kernel, plan=plan, scaled=out_scale is not None),
+        grid=grid,
+        in_specs=specs,
+        out_specs=pl.BlockSpec((None, plan.free_operands, plan.tiles.m, plan.width), lambda b, i, j, k: (b, 0, i, j)),
+        out_shape=jax.ShapeDtypeStruct(
+            (count, plan.free_operands, grid[1] * plan.tiles.m, grid[2] * plan.width), jnp.float32
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        interpret=interpret,
+        name=f"{plan.format}_matmul",
+    )(*operands)
+    width = (matrix.rows, matrix.cols)[1 - contracted_axis]
+    return _merged(out[:, :, :m], plan)[:, :, :width]
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _padded(x: jax.Array, sizes: dict[int, int]) -> jax.Array:
+    return jnp.pad(x, [(0, sizes.get(axis, size) - size) for axis, size in enumerate(x.shape)])
+
+
+def _plain_scales(matrix: Matrix) -> jax.Array:
+    codes, *rest = matrix.scales
+    if not rest:
+        return codes
+    nested, offset, _ = rest
+    return reference.decode_dynamic(codes.reshape(matrix.count, -1), nested, offset).reshape(codes.shape)
+
+
+def _beside(
+    x: jax.Array, scales: tuple[jax.Array, ...], contracted_axis: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """A scale that varies along what is summed multiplies x; any other, (count, 1, n), the result."""
+    if not scales:
+        return x, None
+    scale = scales[0] if contracted_axis == 0 else jnp.swapaxes(scales[0], 1, 2)
+    if scale.shape[1] > 1:
+        return x.astype(jnp.float32) * jnp.swapaxes(scale, 1, 2), None
+    return x, scale
+
+
+def _split(x: jax.Array, operands: int, plan: _Plan) -> jax.Array:
+    """(count, m, k) as (count, operands, m, k / operands), by where a byte's values are; k is filled with zeros."""
+    count, m, k = x.shape
+    paired = plan.paired_rows
+    x = _padded(x, {2: _round_up(k, operands * paired)})
+    x = x.reshape(count, m, -1, operands, paired)
+    return jnp.moveaxis(x, 3, 1).reshape(count, operands, m, -1)
+
+
+def _merged(out: jax.Array, plan: _Plan) -> jax.Array:
+    """The inverse of `_split`, of the result."""
+    count, operands, m, n = out.shape
+    parts = out.reshape(count, operands, m, n // plan.paired_rows, plan.paired_rows)
+    return jnp.moveaxis(parts, 1, 3).reshape(count, m, n * operands)
+
+
+def _tables(plan: _Plan) -> jax.Array:
+    words = nibble_words(plan.format)
+    if plan.sublanes:
+        return jnp.asarray(np.broadcast_to(words.reshape(32, 1), (32, LANES)))
+    return jnp.asarray(np.pad(words, ((0, 6), (0, LANES - 16))))
+
+
+def _x_spec(plan: _Plan) -> pl.BlockSpec:
+    return pl.BlockSpec((None, plan.summed_operands, plan.tiles.m, plan.depth), lambda b, i, j, k: (b, 0, i, k))
+
+
+def _codes_spec(plan: _Plan) -> pl.BlockSpec:
+    def index(b: Any, i: Any, j: Any, k: Any) -> Any:
+        del i
+        return (b, k, j) if plan.contracted_axis == 0 else (b, j, k)
+
+    return pl.BlockSpec((None, plan.tiles.rows, plan.tiles.cols), index)
+
+
+def _scales_spec(plan: _Plan) -> pl.BlockSpec:
+    bytes_per_block = plan.block_size // 2
+    if plan.packed_axis == 0:
+        return _with_block(plan, (plan.tiles.rows // bytes_per_block, plan.tiles.cols))
+    per_vector = LANES * bytes_per_block
+
+    def index(b: Any, i: Any, j: Any, k: Any) -> Any:
+        del i
+        row, col = (k, j) if plan.contracted_axis == 0 else (j, k)
+        return b, row, col * plan.tiles.cols // per_vector
+
+    return pl.BlockSpec((None, plan.tiles.rows, LANES), index)
+
+
+def _with_block(plan: _Plan, block: tuple[int, int]) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *block), _codes_spec(plan).index_map)
+
+
+def _kernel(x_ref: Any, codes_ref: Any, *refs: Any, plan: _Plan, scaled: bool) -> None:
+    *inputs, out_ref = refs
+    out_scale_ref = inputs.pop() if scaled else None
+    table = inputs[0][...] if plan.format != "int8" else None
+    step = pl.program_id(3)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        out_ref[...] = jnp.zeros_like(out_ref)
+
+    scales = _block_scales(inputs[1], plan) if plan.format == "nf4" else None
+    # Parts that fill the depth, or the width, of a matrix unit.
+    part = plan.tiles.rows if plan.format == "int8" else LANES // plan.paired_rows
+    for start in range(0, plan.tiles.rows, part):
+        codes = codes_ref[start : start + part, :]
+        at = slice(start * plan.paired_rows, (start + part) * plan.paired_rows)
+        if plan.format == "int8":
+            decoded = [codes.astype(jnp.bfloat16)]
+        else:
+            decoded = _decoded(codes, table, scales, start, plan)
+        for i, operand in enumerate(decoded):
+            summed, free = (i, 0) if plan.summed_operands > 1 else (0, i)
+            if plan.contracted_axis == 1:
+                out_ref[free, :, at] += lax.dot_general(
+                    x_ref[summed], operand, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+                )
+            elif plan.scale_after and plan.format == "nf4":
+                out_ref[free] += _dot_by_block(x_ref[summed, :, at], operand, scales, start, plan)
+            else:
+                out_ref[free] += jnp.dot(x_ref[summed, :, at], operand, preferred_element_type=jnp.float32)
+
+    if out_scale_ref is not None:
+
+        @pl.when(step == pl.num_programs(3) - 1)
+        def _() -> None:
+            out_ref[...] *= out_scale_ref[...]
+
+
+def _beyond(shape: tuple[int, ...], plan: _Plan, count: int, per_step: int, axis: int) -> Any:
+    """Where a block of `shape` lies behind the `count` entries that its array has along `axis`."""
+    return lax.broadcasted_iota(jnp.int32, shape, axis) + pl.program_id(3) * per_step >= count
+
+
+def _block_scales(ref: Any, plan: _Plan) -> Any:
+    """The scales of a tile, 0 where there are none: what is read there is anything, and x is 0."""
+    scales = ref[...]
+    if not plan.ragged:
+        return scales
+    axis = plan.contracted_axis
+    if plan.packed_axis == 1 == axis:  # the block may serve several steps
+        per_vector = LANES * plan.block_size // 2
+        first = pl.program_id(3) * plan.tiles.cols // per_vector * LANES
+        beyond = lax.broadcasted_iota(jnp.int32, scales.shape, 1) + first >= plan.scale_shape[1]
+    else:
+        beyond = _beyond(scales.shape, plan, plan.scale_shape[axis], scales.shape[axis], axis)
+    return jnp.where(beyond, 0.0, scales)
+
+
+def _decoded(codes: Any, table: Any, scales: Any, start: int, plan: _Plan) -> list[Any]:
+    signed = pltpu.bitcast(codes, jnp.int8).astype(jnp.int32)
+    if plan.format == "ternary" and plan.ragged:
+        axis = plan.contracted_axis
+        count = plan.shape[axis] - (start if axis == 0 else 0)
+        signed = jnp.where(_beyond(signed.shape, plan, count, plan.tiles[1 + axis], axis), FILLING, signed)
+    high, low = _looked_up(signed, table, plan.sublanes)
+    words = [high | low] if plan.format == "nf4" else [low, high]
+    if plan.paired_rows == 2:
+        return [pltpu.bitcast(word, jnp.bfloat16) for word in words]
+    halves = [half for word in words for half in (word << 16, word & ~0xFFFF)]
+    values = [lax.bitcast_convert_type(half, jnp.float32) for half in halves]
+    if scales is not None:
+        scale = _per_code(scales, codes.shape, start, plan)
+        values = [value * scale for value in values]
+    return [value.astype(jnp.bfloat16) for value in values]
+
+
+def _looked_up(signed: Any, table: Any, sublanes: bool) -> tuple[Any, Any]:
+    """The words of the high and the low half of each byte."""
+    if not sublanes:
+        return tuple(
+            _permuted_lanes(jnp.broadcast_to(table[i : i + 1], (signed.shape[0], LANES)), (signed >> shift) & 15)
+            for i, shift in ((0, 4), (1, 0))
+        )
+    rows, cols = signed.shape
+    below, above, low_below, low_above = (
+        jnp.concatenate([table[i : i + 8]] * (cols // LANES), 1) for i in range(0, 32, 8)
+    )
+    high, low = [], []
+    for row in range(0, rows, 8):
+        byte = signed[row : row + 8]
+        high.append(jnp.where(byte < 0, _permuted(above, (byte >> 4) & 7), _permuted(below, (byte >> 4) & 7)))
+        low.append(jnp.where((byte & 8) != 0, _permuted(low_above, byte & 7), _permuted(low_below, byte & 7)))
+    return jnp.concatenate(high, 0), jnp.concatenate(low, 0)
+
+
+def _permuted(table: Any, index: Any) -> Any:
+    return jnp.take_along_axis(table, index, axis=0, mode="promise_in_bounds")
+
+
+def _permuted_lanes(table: Any, index: Any) -> Any:
+    parts = [
+        jnp.take_along_axis(table, index[:, at : at + LANES], axis=1, mode="promise_in_bounds")
+        for at in range(0, index.shape[1], LANES)
+    ]
+    return jnp.concatenate(parts, 1)
+
+
+def _per_code(scales: Any, shape: tuple[int, int], start: int, plan: _Plan) -> Any:
+    """The scale of each byte's block; of the bytes of a tile from row `start` on."""
+    per_block = plan.block_size // 2
+    rows, cols = shape
+    if plan.packed_axis == 0:
+        same = min(per_block, rows)
+        return jnp.concatenate(
+            [
+                jnp.broadcast_to(scales[row // per_block][None], (same, cols))
+                for row in range(start, start + rows, same)
+            ],
+            0,
+        )
+    per_step = plan.tiles.cols // per_block
+    step = pl.program_id(2 if plan.contracted_axis == 0 else 3)
+    first = (step * plan.tiles.cols // per_block) % LANES if per_step < LANES else 0
+    index = lax.broadcasted_iota(jnp.int32, shape, 1) // per_block + first
+    return _permuted_lanes(scales[start : start + rows], index)
+
+
+def _dot_by_block(x: Any, operand: Any, scales: Any, start: int, plan: _Plan) -> Any:
+    """`x @ (operand * scales)` of 128 rows: x once for each block, elsewhere 0, so that one product keeps them apart."""
+    m, depth = x.shape
+    first = 2 * start // plan.block_size
+    blocks = max(1, depth // plan.block_size)
+    if blocks == 1:
+        return jnp.dot(x, operand, preferred_element_type=jnp.float32) * scales[first : first + 1]
+    block = lax.broadcasted_iota(jnp.int32, x.shape, 1) // plan.block_size
+    apart = jnp.concatenate([jnp.where(block == i, x, jnp.zeros_like(x)) for i in range(blocks)], 0)
+    products = jnp.dot(apart, operand, preferred_element_type=jnp.float32)
+    return sum(products[i * m : (i + 1) * m] * scales[first + i : first + i + 1] for i in range(blocks))
