@@ -8,7 +8,6 @@ the operand as they lie. Products are of bfloat16 numbers and summed in float32,
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +46,7 @@ class _Plan(NamedTuple):
     tiles: Tiles
     scale_after: bool  # blocks' scales multiply products, not the matrix
     sublanes: bool  # permuting them is an instruction
+    integer: bool  # x is int8
 
     @property
     def paired_rows(self) -> int:
@@ -81,6 +81,10 @@ class _Plan(NamedTuple):
         return self.tiles.cols if self.contracted_axis == 0 else self.tiles.rows * self.paired_rows
 
     @property
+    def sums(self) -> Any:
+        return jnp.int32 if self.integer else jnp.float32
+
+    @property
     def ragged(self) -> bool:
         """Whether the last step sums over what is not there."""
         axis = self.contracted_axis
@@ -96,14 +100,13 @@ def supports(matrix: Matrix, contracted_axis: int) -> bool:
 
 
 def default_tiles(matrix: Matrix, contracted_axis: int, m: int) -> Tiles:
-    """Measured by `benchmarks/tpu_static.py`."""
-    del contracted_axis
+    """The largest that fit, or nearly: the static cycles of v5e that `benchmarks/tpu_static.py` counts differ by 10%."""
     _, rows, cols = matrix.codes.shape
-    least = max(32, 4 * matrix.block_size) if matrix.format == "nf4" else LANES
+    least = max(LANES, 4 * matrix.block_size) if matrix.format == "nf4" else LANES  # eight rows of scales
     return Tiles(
-        min(_round_up(m, 16), 256),
-        min(max(512, least), _round_up(rows, max(least, LANES))),
-        min(512, _round_up(cols, LANES)),
+        min(_round_up(m, 8), 512 if contracted_axis == 0 else 256),
+        min(max(1024 if matrix.format == "int8" else 512, least), _round_up(rows, least)),
+        min(1024 if matrix.format == "int8" else 512, _round_up(cols, LANES)),
     )
 
 
@@ -115,16 +118,22 @@ def matmul(
     tiles: Tiles | None = None,
     scale_after: bool | None = None,
     sublanes: bool = True,
+    int8_activations: bool = False,
     interpret: Any = False,
 ) -> jax.Array:
-    """`x @ matrix`, or `x @ matrix.T` for `contracted_axis=1`: float32 (count, m, n) of x (count, m, k)."""
+    """`x @ matrix`, or `x @ matrix.T` for `contracted_axis=1`: float32 (count, m, n) of x (count, m, k).
+
+    With `int8_activations` rows of x are quantized where the matrix is "int8", and sums are exact integers.
+    """
     count, m, _ = x.shape
-    scales, out_scale = matrix.scales, None
+    scales, out_scale, x_scale = (), None, None
     if matrix.format == "nf4":
         scales = (_plain_scales(matrix),)
     else:
-        x, out_scale = _beside(x, scales, contracted_axis)
-        scales = ()
+        x, out_scale = _beside(x, matrix, contracted_axis)
+    if int8_activations and matrix.format == "int8":
+        x, x_scale = reference.encode_int8(x, (2,))
+        x_scale, out_scale = x_scale if out_scale is None else x_scale * out_scale, None
     if scale_after is None:
         scale_after = m <= 64
     plan = _Plan(
@@ -137,6 +146,7 @@ def matmul(
         tiles or default_tiles(matrix, contracted_axis, m),
         scale_after and matrix.packed_axis == 0 == contracted_axis and matrix.block_size >= 32,
         sublanes,
+        x_scale is not None,
     )
     grid = (
         count,
@@ -144,7 +154,7 @@ def matmul(
         pl.cdiv(plan.shape[1 - contracted_axis], plan.tiles[2 - contracted_axis]),
         pl.cdiv(plan.shape[contracted_axis], plan.tiles[1 + contracted_axis]),
     )
-    x = _split(x.astype(jnp.bfloat16), plan.summed_operands, plan)
+    x = _split(x if plan.integer else x.astype(jnp.bfloat16), plan.summed_operands, plan)
     x = _padded(x, {2: grid[1] * plan.tiles.m, 3: grid[3] * plan.depth})
     operands, specs = [x, matrix.codes], [_x_spec(plan), _codes_spec(plan)]
     if plan.format != "int8":
@@ -164,14 +174,15 @@ def matmul(
         in_specs=specs,
         out_specs=pl.BlockSpec((None, plan.free_operands, plan.tiles.m, plan.width), lambda b, i, j, k: (b, 0, i, j)),
         out_shape=jax.ShapeDtypeStruct(
-            (count, plan.free_operands, grid[1] * plan.tiles.m, grid[2] * plan.width), jnp.float32
+            (count, plan.free_operands, grid[1] * plan.tiles.m, grid[2] * plan.width), plan.sums
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name=f"{plan.format}_matmul",
     )(*operands)
     width = (matrix.rows, matrix.cols)[1 - contracted_axis]
-    return _merged(out[:, :, :m], plan)[:, :, :width]
+    out = _merged(out[:, :, :m], plan)[:, :, :width]
+    return out if x_scale is None else out.astype(jnp.float32) * x_scale
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -190,16 +201,14 @@ def _plain_scales(matrix: Matrix) -> jax.Array:
     return reference.decode_dynamic(codes.reshape(matrix.count, -1), nested, offset).reshape(codes.shape)
 
 
-def _beside(
-    x: jax.Array, scales: tuple[jax.Array, ...], contracted_axis: int
-) -> tuple[jax.Array, jax.Array | None]:
+def _beside(x: jax.Array, matrix: Matrix, contracted_axis: int) -> tuple[jax.Array, jax.Array | None]:
     """A scale that varies along what is summed multiplies x; any other, (count, 1, n), the result."""
-    if not scales:
+    if not matrix.scales:
         return x, None
-    scale = scales[0] if contracted_axis == 0 else jnp.swapaxes(scales[0], 1, 2)
+    scale = matrix.scales[0] if contracted_axis == 0 else jnp.swapaxes(matrix.scales[0], 1, 2)
     if scale.shape[1] > 1:
         return x.astype(jnp.float32) * jnp.swapaxes(scale, 1, 2), None
-    return x, scale
+    return x, jnp.broadcast_to(scale, (*scale.shape[:2], matrix.cols if contracted_axis == 0 else matrix.rows))
 
 
 def _split(x: jax.Array, operands: int, plan: _Plan) -> jax.Array:
@@ -246,7 +255,7 @@ def _scales_spec(plan: _Plan) -> pl.BlockSpec:
     def index(b: Any, i: Any, j: Any, k: Any) -> Any:
         del i
         row, col = (k, j) if plan.contracted_axis == 0 else (j, k)
-        return b, row, col * plan.tiles.cols // per_vector
+        return b, row, lax.div(col * plan.tiles.cols, per_vector)
 
     return pl.BlockSpec((None, plan.tiles.rows, LANES), index)
 
@@ -272,19 +281,19 @@ def _kernel(x_ref: Any, codes_ref: Any, *refs: Any, plan: _Plan, scaled: bool) -
         codes = codes_ref[start : start + part, :]
         at = slice(start * plan.paired_rows, (start + part) * plan.paired_rows)
         if plan.format == "int8":
-            decoded = [codes.astype(jnp.bfloat16)]
+            decoded = [codes if plan.integer else codes.astype(jnp.bfloat16)]
         else:
             decoded = _decoded(codes, table, scales, start, plan)
         for i, operand in enumerate(decoded):
             summed, free = (i, 0) if plan.summed_operands > 1 else (0, i)
             if plan.contracted_axis == 1:
                 out_ref[free, :, at] += lax.dot_general(
-                    x_ref[summed], operand, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+                    x_ref[summed], operand, (((1,), (1,)), ((), ())), preferred_element_type=plan.sums
                 )
             elif plan.scale_after and plan.format == "nf4":
                 out_ref[free] += _dot_by_block(x_ref[summed, :, at], operand, scales, start, plan)
             else:
-                out_ref[free] += jnp.dot(x_ref[summed, :, at], operand, preferred_element_type=jnp.float32)
+                out_ref[free] += jnp.dot(x_ref[summed, :, at], operand, preferred_element_type=plan.sums)
 
     if out_scale_ref is not None:
 
@@ -306,7 +315,7 @@ def _block_scales(ref: Any, plan: _Plan) -> Any:
     axis = plan.contracted_axis
     if plan.packed_axis == 1 == axis:  # the block may serve several steps
         per_vector = LANES * plan.block_size // 2
-        first = pl.program_id(3) * plan.tiles.cols // per_vector * LANES
+        first = lax.div(pl.program_id(3) * plan.tiles.cols, per_vector) * LANES
         beyond = lax.broadcasted_iota(jnp.int32, scales.shape, 1) + first >= plan.scale_shape[1]
     else:
         beyond = _beyond(scales.shape, plan, plan.scale_shape[axis], scales.shape[axis], axis)
@@ -339,19 +348,16 @@ def _looked_up(signed: Any, table: Any, sublanes: bool) -> tuple[Any, Any]:
             for i, shift in ((0, 4), (1, 0))
         )
     rows, cols = signed.shape
-    below, above, low_below, low_above = (
-        jnp.concatenate([table[i : i + 8]] * (cols // LANES), 1) for i in range(0, 32, 8)
-    )
-    high, low = [], []
-    for row in range(0, rows, 8):
-        byte = signed[row : row + 8]
-        high.append(jnp.where(byte < 0, _permuted(above, (byte >> 4) & 7), _permuted(below, (byte >> 4) & 7)))
-        low.append(jnp.where((byte & 8) != 0, _permuted(low_above, byte & 7), _permuted(low_below, byte & 7)))
-    return jnp.concatenate(high, 0), jnp.concatenate(low, 0)
+    byte = signed.reshape(rows // 8, 8, cols)
+    parts = jnp.concatenate([table] * (cols // LANES), 1).reshape(4, 1, 8, cols)
+    below, above, low_below, low_above = (jnp.broadcast_to(parts[i], byte.shape) for i in range(4))
+    high = jnp.where(byte < 0, _permuted(above, (byte >> 4) & 7), _permuted(below, (byte >> 4) & 7))
+    low = jnp.where((byte & 8) != 0, _permuted(low_above, byte & 7), _permuted(low_below, byte & 7))
+    return high.reshape(signed.shape), low.reshape(signed.shape)
 
 
 def _permuted(table: Any, index: Any) -> Any:
-    return jnp.take_along_axis(table, index, axis=0, mode="promise_in_bounds")
+    return jnp.take_along_axis(table, index, axis=1, mode="promise_in_bounds")
 
 
 def _permuted_lanes(table: Any, index: Any) -> Any:
@@ -377,8 +383,8 @@ def _per_code(scales: Any, shape: tuple[int, int], start: int, plan: _Plan) -> A
         )
     per_step = plan.tiles.cols // per_block
     step = pl.program_id(2 if plan.contracted_axis == 0 else 3)
-    first = (step * plan.tiles.cols // per_block) % LANES if per_step < LANES else 0
-    index = lax.broadcasted_iota(jnp.int32, shape, 1) // per_block + first
+    first = (step * per_step) & (LANES - 1) if per_step < LANES else 0
+    index = (lax.broadcasted_iota(jnp.int32, shape, 1) >> per_block.bit_length() - 1) + first
     return _permuted_lanes(scales[start : start + rows], index)
 
 
@@ -389,7 +395,7 @@ def _dot_by_block(x: Any, operand: Any, scales: Any, start: int, plan: _Plan) ->
     blocks = max(1, depth // plan.block_size)
     if blocks == 1:
         return jnp.dot(x, operand, preferred_element_type=jnp.float32) * scales[first : first + 1]
-    block = lax.broadcasted_iota(jnp.int32, x.shape, 1) // plan.block_size
+    block = lax.broadcasted_iota(jnp.int32, x.shape, 1) >> plan.block_size.bit_length() - 1
     apart = jnp.concatenate([jnp.where(block == i, x, jnp.zeros_like(x)) for i in range(blocks)], 0)
     products = jnp.dot(apart, operand, preferred_element_type=jnp.float32)
     return sum(products[i * m : (i + 1) * m] * scales[first + i : first + i + 1] for i in range(blocks))
