@@ -60,7 +60,7 @@ def assert_product(out: Any, x: Any, values: np.ndarray, contracted_axis: int, r
 def test_tpu_kernels_by_interpretation(name, shape, contracted_axis):
     matrix, values = example(name, shape)
     x = jnp.asarray(normal((shape[0], 5, shape[1 + contracted_axis]), seed=1))
-    tiles = tpu.default_tiles(matrix, contracted_axis, 5)._replace(cols=128)
+    tiles = tpu.default_tiles(matrix, 5)._replace(cols=128)
     tiles = tiles._replace(rows=min(tiles.rows, max(128, 4 * matrix.block_size)))
     run = jax.jit(
         lambda x, codes, scales: tpu.matmul(

@@ -7,7 +7,9 @@ import numpy as np
 
 from eformer.kernels import reference
 
+VALUES_PER_BYTE = {"int8": 1, "nf4": 2, "ternary": 4}
 TERNARY_VALUES = np.array([-1, 0, 1, np.nan], np.float32)
+TERNARY_ZEROS = 0x55  # a byte of four
 
 
 def _bits(values: np.ndarray) -> np.ndarray:

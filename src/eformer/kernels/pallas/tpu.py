@@ -19,11 +19,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from eformer.kernels import Matrix, reference
 
-from ._tables import nibble_words
+from ._scales import beside_product, block_scales, is_outer
+from ._tables import TERNARY_ZEROS, VALUES_PER_BYTE, nibble_words
 
 LANES = 128
-VALUES_PER_BYTE = {"int8": 1, "nf4": 2, "ternary": 4}
-FILLING = 0x55  # four ternary zeros
 
 
 class Tiles(NamedTuple):
@@ -91,20 +90,19 @@ class _Plan(NamedTuple):
         return self.shape[axis] % self.tiles[1 + axis] != 0
 
 
-def supports(matrix: Matrix, contracted_axis: int) -> bool:
+def supports(matrix: Matrix) -> bool:
     """A scale for each element, and blocks that do not fill vectors, are left to XLA."""
     if matrix.format == "nf4":
         return matrix.block_size >= 16 and matrix.block_size.bit_count() == 1
-    del contracted_axis
-    return not any(1 not in scale.shape[1:] for scale in matrix.scales)
+    return is_outer(matrix)
 
 
-def default_tiles(matrix: Matrix, contracted_axis: int, m: int) -> Tiles:
-    """The largest that fit, or nearly: the static cycles of v5e that `benchmarks/tpu_static.py` counts differ by 10%."""
+def default_tiles(matrix: Matrix, m: int) -> Tiles:
+    """Large enough that twice as large would save less than 10% of v5e's static cycles."""
     _, rows, cols = matrix.codes.shape
     least = max(LANES, 4 * matrix.block_size) if matrix.format == "nf4" else LANES  # eight rows of scales
     return Tiles(
-        min(_round_up(m, 8), 512 if contracted_axis == 0 else 256),
+        min(_round_up(m, 8), 512),
         min(max(1024 if matrix.format == "int8" else 512, least), _round_up(rows, least)),
         min(1024 if matrix.format == "int8" else 512, _round_up(cols, LANES)),
     )
@@ -128,9 +126,9 @@ def matmul(
     count, m, _ = x.shape
     scales, out_scale, x_scale = (), None, None
     if matrix.format == "nf4":
-        scales = (_plain_scales(matrix),)
+        scales = (block_scales(matrix),)
     else:
-        x, out_scale = _beside(x, matrix, contracted_axis)
+        x, out_scale = beside_product(x, matrix, contracted_axis)
     if int8_activations and matrix.format == "int8":
         x, x_scale = reference.encode_int8(x, (2,))
         x_scale, out_scale = x_scale if out_scale is None else x_scale * out_scale, None
@@ -143,7 +141,7 @@ def matmul(
         matrix.block_size,
         matrix.codes.shape[1:],
         scales[0].shape[1:] if scales else (),
-        tiles or default_tiles(matrix, contracted_axis, m),
+        tiles or default_tiles(matrix, m),
         scale_after and matrix.packed_axis == 0 == contracted_axis and matrix.block_size >= 32,
         sublanes,
         x_scale is not None,
@@ -191,24 +189,6 @@ def _round_up(size: int, multiple: int) -> int:
 
 def _padded(x: jax.Array, sizes: dict[int, int]) -> jax.Array:
     return jnp.pad(x, [(0, sizes.get(axis, size) - size) for axis, size in enumerate(x.shape)])
-
-
-def _plain_scales(matrix: Matrix) -> jax.Array:
-    codes, *rest = matrix.scales
-    if not rest:
-        return codes
-    nested, offset, _ = rest
-    return reference.decode_dynamic(codes.reshape(matrix.count, -1), nested, offset).reshape(codes.shape)
-
-
-def _beside(x: jax.Array, matrix: Matrix, contracted_axis: int) -> tuple[jax.Array, jax.Array | None]:
-    """A scale that varies along what is summed multiplies x; any other, (count, 1, n), the result."""
-    if not matrix.scales:
-        return x, None
-    scale = matrix.scales[0] if contracted_axis == 0 else jnp.swapaxes(matrix.scales[0], 1, 2)
-    if scale.shape[1] > 1:
-        return x.astype(jnp.float32) * jnp.swapaxes(scale, 1, 2), None
-    return x, jnp.broadcast_to(scale, (*scale.shape[:2], matrix.cols if contracted_axis == 0 else matrix.rows))
 
 
 def _split(x: jax.Array, operands: int, plan: _Plan) -> jax.Array:
@@ -327,7 +307,7 @@ def _decoded(codes: Any, table: Any, scales: Any, start: int, plan: _Plan) -> li
     if plan.format == "ternary" and plan.ragged:
         axis = plan.contracted_axis
         count = plan.shape[axis] - (start if axis == 0 else 0)
-        signed = jnp.where(_beyond(signed.shape, plan, count, plan.tiles[1 + axis], axis), FILLING, signed)
+        signed = jnp.where(_beyond(signed.shape, plan, count, plan.tiles[1 + axis], axis), TERNARY_ZEROS, signed)
     high, low = _looked_up(signed, table, plan.sublanes)
     words = [high | low] if plan.format == "nf4" else [low, high]
     if plan.paired_rows == 2:

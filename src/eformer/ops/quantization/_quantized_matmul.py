@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from eformer.kernels import cpu
+from eformer.kernels import cpu, pallas
 
 from ._contraction import Contraction, product
 from ._leafwise import LeafwiseArray
@@ -44,14 +44,39 @@ def _on_cpu(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int) -> j
     return cpu.matmul(x, q.stored_matrix(), contracted_axis, round_x=q.activation_dtype == "int8")
 
 
-def _lower_on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-    """The native core, unless XLA would have to take its call apart, for several devices, or to write it to a file."""
+def _on_accelerator(x: jax.Array, *leaves: Any, device: pallas.Device, treedef: Any, contracted_axis: int) -> jax.Array:
+    matrix = jtu.tree_unflatten(treedef, leaves).stored_matrix()
+    out = None if matrix is None else pallas.matmul(x, matrix, contracted_axis, device)
+    return _in_jax(x, *leaves, treedef=treedef, contracted_axis=contracted_axis) if out is None else out
+
+
+def _lower(kernel: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
+    """The kernel, unless XLA would have to take its call apart, for several devices, or to write it to a file."""
     module = ctx.module_context
     devices = getattr(module.axis_context, "num_devices", 1) or 1
     manual = getattr(module.axis_context, "manual_axes", frozenset())
     partitioned = devices > 1 and not manual
     native = not partitioned and not module.lowering_parameters.for_export
-    return mlir.lower_fun(_on_cpu if native else _in_jax, multiple_results=False)(ctx, *operands, **params)
+    return mlir.lower_fun(kernel if native else _in_jax, multiple_results=False)(ctx, *operands, **params)
+
+
+def _lower_on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+    return _lower(_on_cpu if cpu.is_available() else _in_jax, ctx, *operands, **params)
+
+
+def _lower_on_accelerator(platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
+    device = pallas.Device(platform, device_kind(ctx))
+    return _lower(functools.partial(_on_accelerator, device=device), ctx, *operands, **params)
+
+
+def device_kind(ctx: Any) -> str | None:
+    """What the devices are that a program is lowered for; None if that is not said."""
+    axes = ctx.module_context.axis_context
+    devices = getattr(axes, "device_assignment", None) or ()
+    mesh = getattr(axes, "mesh", None)
+    if not devices and isinstance(mesh, jax.sharding.Mesh):
+        devices = mesh.devices.flat
+    return next((device.device_kind for device in devices), None)
 
 
 @functools.partial(jax.jit, static_argnames=("treedef", "contracted_axis"))
@@ -106,3 +131,7 @@ ad.primitive_transposes[quantized_matmul_p] = _transpose
 batching.primitive_batchers[quantized_matmul_p] = _batch
 mlir.register_lowering(quantized_matmul_p, mlir.lower_fun(_in_jax, multiple_results=False))
 mlir.register_lowering(quantized_matmul_p, _lower_on_cpu, platform="cpu")
+for _platform in pallas.PLATFORMS:
+    mlir.register_lowering(
+        quantized_matmul_p, functools.partial(_lower_on_accelerator, _platform), platform=_platform
+    )

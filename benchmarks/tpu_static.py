@@ -1,0 +1,136 @@
+"""Static cycles of the TPU kernels and of XLA's own program for the same product, for every chip that libtpu knows.
+
+Nothing runs: libtpu compiles for chips that are not there. A kernel takes its schedule's bundles times the steps of its
+grid, and what XLA estimates of the operations around it; XLA's program, the sum of its estimates. Neither counts waiting
+for memory. `--write` keeps the figures in the table by which `eformer.kernels.pallas` chooses; those of XLA with many rows
+are not compiled for the packed formats: they are at least those with few rows.
+
+`make test-accelerators` makes an environment with libtpu; run this with its Python. It takes about an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+DUMP = tempfile.mkdtemp()
+# Before libtpu is loaded; several processes may, since none has a chip.
+os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={DUMP} --xla_jf_dump_llo_text=true"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from eformer.kernels.pallas import tpu
+from eformer.kernels.pallas._choice import CYCLES, TOPOLOGIES, permutes_sublanes
+from eformer.ops.quantization import quantize
+
+SIZE = 4096
+ROWS = (8, 512)
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "int8 packed 0": {"dtype": "int8", "axis": None},  # None: what is summed over
+    "nf4 packed 0": {"dtype": "nf4", "axis": 0},
+    "nf4 packed 1": {"dtype": "nf4", "axis": 1},
+    "ternary packed 0": {"dtype": "ternary", "scale": "channel"},
+}
+
+
+def compiled(function: Callable[..., Any], topology: str, *arguments: Any) -> Any:
+    device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
+    placed = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=SingleDeviceSharding(device)), arguments
+    )
+    return jax.jit(function).lower(*placed).compile()
+
+
+def estimates(program: Any) -> int:
+    """What XLA says of its own operations; inside loops, of one turn."""
+    return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', program.as_text())))
+
+
+def scheduled(function: Callable[..., Any], topology: str, *arguments: Any) -> int:
+    """Bundles of the one Pallas kernel in `function` times its steps, and XLA's estimates of the rest."""
+    for old in Path(DUMP).iterdir():
+        old.unlink()
+    [grid] = [e.params["grid_mapping"].grid for e in _calls(jax.make_jaxpr(function)(*arguments).jaxpr)]
+    around = estimates(compiled(function, topology, *arguments))
+    [schedule] = Path(DUMP).glob("*_matmul*-final_bundles.txt")
+    depths = re.findall(r"^\s*0x[0-9a-f]+\s*:\s*(?:\w+:\s*)?(>*) ?\{", schedule.read_text(), re.MULTILINE)
+    looped = [depth for depth in depths if depth]
+    return around + len(depths) - len(looped) + len(looped) * math.prod(grid)
+
+
+def _calls(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn
+        else:
+            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
+                if hasattr(inner, "jaxpr"):
+                    yield from _calls(inner.jaxpr)
+
+
+def measure(weight: str, contracted_axis: int, m: int, chip: str, with_xla: bool) -> dict[str, Any]:
+    dense = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.bfloat16)
+    options = {key: contracted_axis if value is None else value for key, value in WEIGHTS[weight].items()}
+    q = jax.eval_shape(lambda w: quantize(w, **options), dense)
+    x = jax.ShapeDtypeStruct((m, SIZE), jnp.bfloat16)
+
+    def kernel(x: jax.Array, q: Any) -> jax.Array:
+        matrix = jax.tree.map(lambda leaf: leaf[None], q).stored_matrix()
+        return tpu.matmul(x[None], matrix, contracted_axis, sublanes=permutes_sublanes(chip))
+
+    def xla(x: jax.Array, q: Any) -> jax.Array:
+        q = jax.tree.map(lambda leaf: leaf, replace(q, use_kernel=False))
+        return jnp.asarray(x @ q if contracted_axis == 0 else x @ q.T)
+
+    topology = TOPOLOGIES[chip]
+    return {
+        "chip": chip,
+        "weight": weight,
+        "contracted_axis": contracted_axis,
+        "m": m,
+        "kernel": scheduled(kernel, topology, x, q),
+        "xla": estimates(compiled(xla, topology, x, q)) if with_xla else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--chip", choices=TOPOLOGIES, action="append")
+    parser.add_argument("--write", action="store_true", help=f"keep the figures in {CYCLES.name}")
+    options = parser.parse_args()
+    known = json.loads(CYCLES.read_text()) if CYCLES.exists() else []
+    print("| chip | weight | contracted axis | rows of x | kernel, kcycles | XLA, kcycles |\n|---|---|---|---|---|---|")
+    for chip in options.chip or TOPOLOGIES:
+        for weight in WEIGHTS:
+            for contracted_axis in (0, 1):
+                for m in ROWS:
+                    row = measure(weight, contracted_axis, m, chip, with_xla=m == ROWS[0] or weight == "int8 packed 0")
+                    print_row(row)
+                    key = ("chip", "weight", "contracted_axis", "m")
+                    known = [r for r in known if any(r[k] != row[k] for k in key)] + [row]
+                    if options.write:
+                        CYCLES.write_text("[\n" + ",\n".join(json.dumps(r) for r in known) + "\n]\n")
+
+
+def print_row(row: dict[str, Any]) -> None:
+    xla = "" if row["xla"] is None else f"{row['xla'] / 1e3:,.1f}"
+    print(f"| {row['chip']} | {row['weight']} | {row['contracted_axis']} | {row['m']} | {row['kernel'] / 1e3:,.1f} | {xla} |")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
