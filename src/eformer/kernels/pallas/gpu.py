@@ -57,9 +57,15 @@ def supports(matrix: Matrix) -> bool:
     return matrix.format == "nf4" or is_outer(matrix)
 
 
-def default_tiles(m: int) -> Tiles:
+WARPS = 8
+
+
+def default_tiles(matrix: Matrix, contracted_axis: int, m: int) -> Tiles:
     """Small enough that nothing spills on A100 and H100: `tests/accelerators` looks at what ptxas says."""
-    return Tiles(16 if m <= 16 else 64, 32, 64)
+    if m <= 16:
+        return Tiles(16, 32, 64)
+    several = matrix.packed_axis == contracted_axis and matrix.format != "int8"  # values of x for a byte
+    return Tiles(64, 16 if several else 32, 64)
 
 
 def matmul(
@@ -70,7 +76,7 @@ def matmul(
     Products are of bfloat16 numbers if x is bfloat16, else of float32 numbers at JAX's default precision.
     """
     count, m, k = x.shape
-    tiles = tiles or default_tiles(m)
+    tiles = tiles or default_tiles(matrix, contracted_axis, m)
     scales, scaled = [], False
     dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
     if matrix.format == "nf4":
@@ -99,7 +105,7 @@ def matmul(
         functools.partial(_kernel, plan=plan),
         grid=(count * splits, pl.cdiv(m, tiles.m), pl.cdiv(n_bytes, tiles.n)),
         out_shape=jax.ShapeDtypeStruct((count, splits, m, n), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=2),
         interpret=interpret,
         name=f"{plan.format}_matmul",
     )(x.astype(dtype), matrix.codes, *map(jnp.asarray, tables), *scales)
