@@ -61,15 +61,16 @@ def estimates(program: Any) -> int:
 
 
 def scheduled(function: Callable[..., Any], topology: str, *arguments: Any) -> int:
-    """Bundles of the one Pallas kernel in `function` times its steps, and XLA's estimates of the rest."""
+    """Of each Pallas kernel in `function`, the bundles of its loop times its steps; and XLA's estimates of the rest."""
     for old in Path(DUMP).iterdir():
         old.unlink()
-    [grid] = [e.params["grid_mapping"].grid for e in _calls(jax.make_jaxpr(function)(*arguments).jaxpr)]
-    around = estimates(compiled(function, topology, *arguments))
-    [schedule] = Path(DUMP).glob("*_matmul*-final_bundles.txt")
-    depths = re.findall(r"^\s*0x[0-9a-f]+\s*:\s*(?:\w+:\s*)?(>*) ?\{", schedule.read_text(), re.MULTILINE)
-    looped = [depth for depth in depths if depth]
-    return around + len(depths) - len(looped) + len(looped) * math.prod(grid)
+    cycles = estimates(compiled(function, topology, *arguments))
+    for call in _calls(jax.make_jaxpr(function)(*arguments).jaxpr):
+        [schedule] = Path(DUMP).glob(f"*-{call.params['name']}*-final_bundles.txt")
+        depths = re.findall(r"^\s*0x[0-9a-f]+\s*:\s*(?:\w+:\s*)?(>*) ?\{", schedule.read_text(), re.MULTILINE)
+        looped = len([depth for depth in depths if depth])
+        cycles += len(depths) - looped + looped * math.prod(call.params["grid_mapping"].grid)
+    return cycles
 
 
 def _calls(jaxpr: Any) -> Iterator[Any]:
@@ -82,7 +83,7 @@ def _calls(jaxpr: Any) -> Iterator[Any]:
                     yield from _calls(inner.jaxpr)
 
 
-def measure(weight: str, contracted_axis: int, m: int, chip: str, with_xla: bool) -> dict[str, Any]:
+def measure(weight: str, contracted_axis: int, m: int, chip: str, xla_cycles: int | None) -> dict[str, Any]:
     dense = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.bfloat16)
     options = {key: contracted_axis if value is None else value for key, value in WEIGHTS[weight].items()}
     q = jax.eval_shape(lambda w: quantize(w, **options), dense)
@@ -103,7 +104,9 @@ def measure(weight: str, contracted_axis: int, m: int, chip: str, with_xla: bool
         "contracted_axis": contracted_axis,
         "m": m,
         "kernel": scheduled(kernel, topology, x, q),
-        "xla": estimates(compiled(xla, topology, x, q)) if with_xla else None,
+        "xla": xla_cycles
+        if xla_cycles or (m > ROWS[0] and "int8" not in weight)
+        else estimates(compiled(xla, topology, x, q)),
     }
 
 
@@ -111,19 +114,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--chip", choices=TOPOLOGIES, action="append")
     parser.add_argument("--write", action="store_true", help=f"keep the figures in {CYCLES.name}")
+    parser.add_argument("--keep-xla", action="store_true", help="compile the kernels only; XLA's figures are the known")
     options = parser.parse_args()
-    known = json.loads(CYCLES.read_text()) if CYCLES.exists() else []
+    known = {_key(row): row for row in json.loads(CYCLES.read_text())} if CYCLES.exists() else {}
     print("| chip | weight | contracted axis | rows of x | kernel, kcycles | XLA, kcycles |\n|---|---|---|---|---|---|")
     for chip in options.chip or TOPOLOGIES:
         for weight in WEIGHTS:
             for contracted_axis in (0, 1):
                 for m in ROWS:
-                    row = measure(weight, contracted_axis, m, chip, with_xla=m == ROWS[0] or weight == "int8 packed 0")
+                    before = known.get((chip, weight, contracted_axis, m), {}) if options.keep_xla else {}
+                    row = measure(weight, contracted_axis, m, chip, before.get("xla"))
                     print_row(row)
-                    key = ("chip", "weight", "contracted_axis", "m")
-                    known = [r for r in known if any(r[k] != row[k] for k in key)] + [row]
+                    known[_key(row)] = row
                     if options.write:
-                        CYCLES.write_text("[\n" + ",\n".join(json.dumps(r) for r in known) + "\n]\n")
+                        rows = sorted(known.values(), key=lambda row: (list(TOPOLOGIES).index(row["chip"]), _key(row)))
+                        CYCLES.write_text("[\n" + ",\n".join(json.dumps(r) for r in rows) + "\n]\n")
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["chip"], row["weight"], row["contracted_axis"], row["m"]
 
 
 def print_row(row: dict[str, Any]) -> None:

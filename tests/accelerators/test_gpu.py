@@ -51,10 +51,10 @@ def test_spills_are_seen():
 
     call = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((256, 256), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((128, 128), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
     )
-    x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=sharding("A100"))
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32, sharding=sharding("A100"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="spill"):
         jax.jit(call).lower(x, x).compile(NO_SPILLS)
 

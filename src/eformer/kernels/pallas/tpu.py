@@ -19,10 +19,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from eformer.kernels import Matrix, reference
 
+from ._lanes import LANES, deinterleaved, interleaved
 from ._scales import beside_product, block_scales, is_outer
 from ._tables import TERNARY_ZEROS, VALUES_PER_BYTE, nibble_words
-
-LANES = 128
 
 
 class Tiles(NamedTuple):
@@ -152,8 +151,9 @@ def matmul(
         pl.cdiv(plan.shape[1 - contracted_axis], plan.tiles[2 - contracted_axis]),
         pl.cdiv(plan.shape[contracted_axis], plan.tiles[1 + contracted_axis]),
     )
-    x = _split(x if plan.integer else x.astype(jnp.bfloat16), plan.summed_operands, plan)
-    x = _padded(x, {2: grid[1] * plan.tiles.m, 3: grid[3] * plan.depth})
+    run = plan.paired_rows
+    x = _padded(x, {1: grid[1] * plan.tiles.m, 2: grid[3] * plan.depth * plan.summed_operands})
+    x = deinterleaved(x, plan.summed_operands, run, x.dtype if plan.integer else jnp.bfloat16, interpret)
     operands, specs = [x, matrix.codes], [_x_spec(plan), _codes_spec(plan)]
     if plan.format != "int8":
         table = _tables(plan)
@@ -163,8 +163,9 @@ def matmul(
         operands.append(scales[0])
         specs.append(_scales_spec(plan))
     if out_scale is not None:
-        out_scale = _split(out_scale, plan.free_operands, plan)
-        operands.append(_padded(out_scale, {3: grid[2] * plan.width}))
+        width = grid[2] * plan.width * plan.free_operands
+        out_scale = _padded(out_scale, {2: width}).reshape(count, 1, -1, plan.free_operands, run)
+        operands.append(jnp.moveaxis(out_scale, 3, 1).reshape(count, plan.free_operands, 1, -1))
         specs.append(pl.BlockSpec((None, plan.free_operands, 1, plan.width), lambda b, i, j, k: (b, 0, 0, j)))
     out = pl.pallas_call(
         functools.partial(_kernel, plan=plan, scaled=out_scale is not None),
@@ -179,7 +180,7 @@ def matmul(
         name=f"{plan.format}_matmul",
     )(*operands)
     width = (matrix.rows, matrix.cols)[1 - contracted_axis]
-    out = _merged(out[:, :, :m], plan)[:, :, :width]
+    out = interleaved(out, run, interpret)[:, :m, :width]
     return out if x_scale is None else out.astype(jnp.float32) * x_scale
 
 
@@ -189,24 +190,6 @@ def _round_up(size: int, multiple: int) -> int:
 
 def _padded(x: jax.Array, sizes: dict[int, int]) -> jax.Array:
     return jnp.pad(x, [(0, sizes.get(axis, size) - size) for axis, size in enumerate(x.shape)])
-
-
-def _split(x: jax.Array, operands: int, plan: _Plan) -> jax.Array:
-    """(count, m, k) as (count, operands, m, k / operands), by where a byte's values are; k is filled with zeros."""
-    count, m, k = x.shape
-    paired = plan.paired_rows
-    step = operands * paired
-    x = _padded(x, {2: _round_up(k, step)})
-    # For two operands by XLA's estimate a quarter of what a transposition takes.
-    places = [jnp.stack([x[:, :, i + j :: step] for j in range(paired)], -1) for i in range(0, step, paired)]
-    return jnp.stack(places, 1).reshape(count, operands, m, -1)
-
-
-def _merged(out: jax.Array, plan: _Plan) -> jax.Array:
-    """The inverse of `_split`, of the result."""
-    count, operands, m, n = out.shape
-    parts = out.reshape(count, operands, m, n // plan.paired_rows, plan.paired_rows)
-    return jnp.moveaxis(parts, 1, 3).reshape(count, m, n * operands)
 
 
 def _tables(plan: _Plan) -> jax.Array:
