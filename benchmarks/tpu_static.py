@@ -2,8 +2,8 @@
 
 Nothing runs: libtpu compiles for chips that are not there. A kernel takes its schedule's bundles times the steps of its
 grid, and what XLA estimates of the operations around it; XLA's program, the sum of its estimates. Neither counts waiting
-for memory. `--write` keeps the figures in the table by which `eformer.kernels.pallas` chooses; those of XLA with many rows
-are not compiled for the packed formats: they are at least those with few rows.
+for memory. `--write` keeps the figures in the table by which `eformer.kernels.pallas` chooses; those of XLA with many rows are not
+compiled for the packed formats: they are at least those with few rows.
 
 `make test-accelerators` makes an environment with libtpu; run this with its Python. It takes about an hour on two cores.
 """
@@ -83,7 +83,7 @@ def _calls(jaxpr: Any) -> Iterator[Any]:
                     yield from _calls(inner.jaxpr)
 
 
-def measure(weight: str, contracted_axis: int, m: int, chip: str, xla_cycles: int | None) -> dict[str, Any]:
+def measure(weight: str, contracted_axis: int, m: int, chip: str, with_xla: bool) -> dict[str, Any]:
     dense = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.bfloat16)
     options = {key: contracted_axis if value is None else value for key, value in WEIGHTS[weight].items()}
     q = jax.eval_shape(lambda w: quantize(w, **options), dense)
@@ -104,9 +104,7 @@ def measure(weight: str, contracted_axis: int, m: int, chip: str, xla_cycles: in
         "contracted_axis": contracted_axis,
         "m": m,
         "kernel": scheduled(kernel, topology, x, q),
-        "xla": xla_cycles
-        if xla_cycles or (m > ROWS[0] and "int8" not in weight)
-        else estimates(compiled(xla, topology, x, q)),
+        "xla": estimates(compiled(xla, topology, x, q)) if with_xla else None,
     }
 
 
@@ -114,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--chip", choices=TOPOLOGIES, action="append")
     parser.add_argument("--write", action="store_true", help=f"keep the figures in {CYCLES.name}")
-    parser.add_argument("--keep-xla", action="store_true", help="compile the kernels only; XLA's figures are the known")
+    parser.add_argument("--keep-xla", action="store_true", help="leave XLA's figures for packed formats as they are")
     options = parser.parse_args()
     known = {_key(row): row for row in json.loads(CYCLES.read_text())} if CYCLES.exists() else {}
     print("| chip | weight | contracted axis | rows of x | kernel, kcycles | XLA, kcycles |\n|---|---|---|---|---|---|")
@@ -122,8 +120,11 @@ def main() -> None:
         for weight in WEIGHTS:
             for contracted_axis in (0, 1):
                 for m in ROWS:
-                    before = known.get((chip, weight, contracted_axis, m), {}) if options.keep_xla else {}
-                    row = measure(weight, contracted_axis, m, chip, before.get("xla"))
+                    packed = "int8" not in weight
+                    with_xla = not (packed and (options.keep_xla or m > ROWS[0]))
+                    row = measure(weight, contracted_axis, m, chip, with_xla)
+                    if not with_xla:
+                        row["xla"] = known.get(_key(row), row)["xla"]
                     print_row(row)
                     known[_key(row)] = row
                     if options.write:

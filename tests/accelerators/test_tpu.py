@@ -43,11 +43,11 @@ def test_kernels_compile(problem: Problem, chip):
 
 
 @every_chip
-def test_int8_activations_compile(chip):
+def test_products_with_rounded_x_compile(chip):
     problem = Problem("int8 per column", (1, 1024, 1024), 0, 8)
 
     def run(x: Any, codes: Any, scales: Any) -> Any:
-        return tpu.matmul(x, problem.matrix(codes, scales), 0, int8_activations=True)
+        return tpu.matmul(x, problem.matrix(codes, scales), 0, round_x=True)
 
     program = jax.jit(run).lower(*problem.arguments(SingleDeviceSharding(devices(chip)[0]))).compile()
     assert "tpu_custom_call" in program.as_text()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from eformer.kernels import Matrix, cpu, pallas
+from eformer.kernels import Matrix, cpu
 from eformer.kernels.pallas import _choice, gpu, tpu
 from eformer.ops.quantization import nf4_use_kernel, quantize
 
@@ -98,21 +98,15 @@ def test_other_ways_to_decode(options):
 
 @pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize("name", ["int8 per row", "int8 per column"])
-def test_int8_activations(name):
+def test_products_with_rounded_x(name):
     """Half a step of each row of x is off; the sums of integers are exact."""
     (matrix, values), x = example(name, RAGGED), x_for(RAGGED, 0)
     scaled = values if name == "int8 per column" else values / np.asarray(matrix.scales[0], np.float64)
     rows = np.asarray(x, np.float64) if name == "int8 per column" else np.asarray(x * matrix.scales[0].swapaxes(1, 2))
     step = np.abs(rows).max(2, keepdims=True) / 127
     bound = step / 2 * np.abs(scaled).sum(1, keepdims=True) * (1 + 1e-5) + 1e-4
-    out = run_on_tpu(matrix, x, 0, int8_activations=True)
+    out = run_on_tpu(matrix, x, 0, round_x=True)
     np.testing.assert_array_less(np.abs(np.asarray(out) - np.asarray(x, np.float64) @ values), bound)
-
-
-@pytest.mark.parametrize("value", [None, 1])
-def test_int8_activations_takes_a_bool(value):
-    with pytest.raises(TypeError, match="int8_activations takes True or False, got"):
-        pallas.int8_activations(value)
 
 
 @pytest.mark.usefixtures("compile_quickly")

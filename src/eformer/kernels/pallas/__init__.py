@@ -2,5 +2,4 @@
 
 from ._call import PLATFORMS as PLATFORMS
 from ._call import Device as Device
-from ._call import int8_activations as int8_activations
 from ._call import matmul as matmul

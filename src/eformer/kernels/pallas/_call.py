@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import jax
@@ -21,20 +20,12 @@ class Device(NamedTuple):
     kind: str | None = None
 
 
-_int8_activations = jax.make_user_context(default_value=False)
-
-
-def int8_activations(value: bool) -> AbstractContextManager[None]:
-    """In `with int8_activations(True):` TPUs multiply int8 weights with x rounded to int8, row by row: off by 1% or so."""
-    if not isinstance(value, bool):
-        raise TypeError(f"int8_activations takes True or False, got {value!r}")
-    return _int8_activations(value)
-
-
-def matmul(x: jax.Array, matrix: Matrix, contracted_axis: int, device: Device) -> jax.Array | None:
+def matmul(
+    x: jax.Array, matrix: Matrix, contracted_axis: int, device: Device, *, round_x: bool = False
+) -> jax.Array | None:
     """`x @ matrix`, or `x @ matrix.T` for `contracted_axis=1`: float32 (count, m, n) of x (count, m, k).
 
-    None where there is no kernel, or XLA's own program is better.
+    None where there is no kernel, or XLA's own program is better. With `round_x`, x may be rounded to 8 bits.
     """
     if 0 in x.shape or 0 in matrix.codes.shape:
         return None
@@ -45,9 +36,9 @@ def matmul(x: jax.Array, matrix: Matrix, contracted_axis: int, device: Device) -
     from . import tpu
 
     chip = _choice.CHIPS.get(device.kind or "")
-    integer = _int8_activations.value and matrix.format == "int8"
-    faster = integer or _choice.kernel_is_faster(matrix, contracted_axis, x.shape[1], chip)
+    round_x = round_x and matrix.format == "int8"
+    faster = round_x or _choice.kernel_is_faster(matrix, contracted_axis, x.shape[1], chip)
     if not faster or not tpu.supports(matrix):
         return None
     sublanes = _choice.permutes_sublanes(chip)
-    return tpu.matmul(x, matrix, contracted_axis, sublanes=sublanes, int8_activations=integer)
+    return tpu.matmul(x, matrix, contracted_axis, sublanes=sublanes, round_x=round_x)

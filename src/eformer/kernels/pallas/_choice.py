@@ -42,7 +42,9 @@ def _table() -> dict[tuple[str, int], dict[str, dict[int, bool]]]:
     least: dict[tuple[str, int, str], int] = {}  # more rows of x can't take XLA less
     for row in sorted(json.loads(CYCLES.read_text()), key=lambda row: row["m"]):
         problem = row["weight"], row["contracted_axis"]
-        xla = row["xla"] if row["xla"] is not None else least[*problem, row["chip"]]
+        xla = row["xla"] if row["xla"] is not None else least.get((*problem, row["chip"]))
+        if xla is None:  # not compiled for this chip: it goes by the others
+            continue
         least[*problem, row["chip"]] = xla
         found.setdefault(problem, {}).setdefault(row["chip"], {})[row["m"]] = row["kernel"] <= xla
     return found

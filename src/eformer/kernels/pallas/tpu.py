@@ -115,12 +115,12 @@ def matmul(
     tiles: Tiles | None = None,
     scale_after: bool | None = None,
     sublanes: bool = True,
-    int8_activations: bool = False,
+    round_x: bool = False,
     interpret: Any = False,
 ) -> jax.Array:
     """`x @ matrix`, or `x @ matrix.T` for `contracted_axis=1`: float32 (count, m, n) of x (count, m, k).
 
-    With `int8_activations` rows of x are quantized where the matrix is "int8", and sums are exact integers.
+    With `round_x`, if the matrix is "int8", the rows of x become int8 too, and the sums of integers are exact.
     """
     count, m, _ = x.shape
     scales, out_scale, x_scale = (), None, None
@@ -128,7 +128,7 @@ def matmul(
         scales = (block_scales(matrix),)
     else:
         x, out_scale = beside_product(x, matrix, contracted_axis)
-    if int8_activations and matrix.format == "int8":
+    if round_x and matrix.format == "int8":
         x, x_scale = reference.encode_int8(x, (2,))
         x_scale, out_scale = x_scale if out_scale is None else x_scale * out_scale, None
     if scale_after is None:
