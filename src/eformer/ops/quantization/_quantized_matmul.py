@@ -45,8 +45,8 @@ def _on_cpu(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int) -> j
 
 
 def _on_accelerator(x: jax.Array, *leaves: Any, device: pallas.Device, treedef: Any, contracted_axis: int) -> jax.Array:
-    matrix = jtu.tree_unflatten(treedef, leaves).stored_matrix()
-    out = None if matrix is None else pallas.matmul(x, matrix, contracted_axis, device)
+    q = jtu.tree_unflatten(treedef, leaves)
+    out = pallas.matmul(x, q.stored_matrix(), contracted_axis, device, round_x=q.activation_dtype == "int8")
     return _in_jax(x, *leaves, treedef=treedef, contracted_axis=contracted_axis) if out is None else out
 
 
