@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,12 +111,12 @@ def measure(weight: str, contracted_axis: int, m: int, chip: str, with_xla: bool
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--chip", choices=TOPOLOGIES, action="append")
+    parser.add_argument("--show", action="store_true", help="compile nothing; print the table that is kept")
     parser.add_argument("--write", action="store_true", help=f"keep the figures in {CYCLES.name}")
     parser.add_argument("--keep-xla", action="store_true", help="leave XLA's figures for packed formats as they are")
     options = parser.parse_args()
     known = {_key(row): row for row in json.loads(CYCLES.read_text())} if CYCLES.exists() else {}
-    print("| chip | weight | contracted axis | rows of x | kernel, kcycles | XLA, kcycles |\n|---|---|---|---|---|---|")
-    for chip in options.chip or TOPOLOGIES:
+    for chip in [] if options.show else options.chip or TOPOLOGIES:
         for weight in WEIGHTS:
             for contracted_axis in (0, 1):
                 for m in ROWS:
@@ -125,21 +125,25 @@ def main() -> None:
                     row = measure(weight, contracted_axis, m, chip, with_xla)
                     if not with_xla:
                         row["xla"] = known.get(_key(row), row)["xla"]
-                    print_row(row)
+                    print(row, file=sys.stderr)
                     known[_key(row)] = row
                     if options.write:
                         rows = sorted(known.values(), key=lambda row: (list(TOPOLOGIES).index(row["chip"]), _key(row)))
                         CYCLES.write_text("[\n" + ",\n".join(json.dumps(r) for r in rows) + "\n]\n")
+    show(known.values())
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["chip"], row["weight"], row["contracted_axis"], row["m"]
 
 
-def print_row(row: dict[str, Any]) -> None:
-    xla = "" if row["xla"] is None else f"{row['xla'] / 1e3:,.1f}"
-    print(f"| {row['chip']} | {row['weight']} | {row['contracted_axis']} | {row['m']} | {row['kernel'] / 1e3:,.1f} | {xla} |")
-    sys.stdout.flush()
+def show(rows: Iterable[dict[str, Any]]) -> None:
+    """A column for each chip, of kilocycles: the kernel's, and XLA's in brackets."""
+    problems = sorted({_key(row)[1:] for row in rows})
+    cells = {_key(row): f"{row['kernel'] / 1e3:,.1f}" + ("" if row["xla"] is None else f" ({row['xla'] / 1e3:,.1f})") for row in rows}
+    print(f"| weight | contracted | rows of x | {' | '.join(TOPOLOGIES)} |\n|---|---|---|{'---|' * len(TOPOLOGIES)}")
+    for problem in problems:
+        print("|", " | ".join([*map(str, problem), *(cells.get((chip, *problem), "") for chip in TOPOLOGIES)]), "|")
 
 
 if __name__ == "__main__":

@@ -33,10 +33,12 @@ FORMATS = {
     "ternary per column": lambda w: ternary(w, 1, (1,)),
     "ternary along 2": lambda w: ternary(w, 2, (1, 2)),
 }
-CASES = [(name, axis) for name in FORMATS for axis in (0, 1)]
+# Every way through the kernels; `tests/accelerators` has them all, and interprets them strictly.
+CASES = [("int8 per row", 0), ("int8 per matrix", 1), ("nf4 along 1", 0), ("nf4 along 1", 1), ("nf4 along 2", 0)]
+CASES += [("nf4 along 2", 1), ("nf4 nested", 0), ("ternary", 0), ("ternary per column", 1), ("ternary along 2", 0)]
 every_case = pytest.mark.parametrize(("name", "contracted_axis"), CASES, ids=str)
 # One of each way through the kernel also as strictly as a TPU would be, or more.
-STRICT_CASES = [("int8 per column", 0), ("nf4 along 1", 0), ("nf4 along 2", 1), ("ternary per column", 1)]
+STRICT_CASES = [("nf4 along 1", 0), ("ternary per column", 1)]
 
 
 def normal(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -97,20 +99,19 @@ def test_other_ways_to_decode(options):
 
 
 @pytest.mark.usefixtures("compile_quickly")
-@pytest.mark.parametrize("name", ["int8 per row", "int8 per column"])
-def test_products_with_rounded_x(name):
-    """Half a step of each row of x is off; the sums of integers are exact."""
-    (matrix, values), x = example(name, RAGGED), x_for(RAGGED, 0)
-    scaled = values if name == "int8 per column" else values / np.asarray(matrix.scales[0], np.float64)
-    rows = np.asarray(x, np.float64) if name == "int8 per column" else np.asarray(x * matrix.scales[0].swapaxes(1, 2))
-    step = np.abs(rows).max(2, keepdims=True) / 127
-    bound = step / 2 * np.abs(scaled).sum(1, keepdims=True) * (1 + 1e-5) + 1e-4
-    out = run_on_tpu(matrix, x, 0, round_x=True)
-    np.testing.assert_array_less(np.abs(np.asarray(out) - np.asarray(x, np.float64) @ values), bound)
+def test_products_with_rounded_x():
+    """A row of x, times the scales that go with it, is off by at most half of a 127th of its largest."""
+    (matrix, values), x = example("int8 per row", RAGGED), x_for(RAGGED, 0)
+    scale = np.asarray(matrix.scales[0], np.float64)
+    step = np.abs(np.asarray(x) * scale.swapaxes(1, 2)).max(2, keepdims=True) / 127
+    bound = step / 2 * np.abs(values / scale).sum(1, keepdims=True)
+    error = np.abs(np.asarray(run_on_tpu(matrix, x, 0, round_x=True)) - np.asarray(x, np.float64) @ values)
+    np.testing.assert_array_less(error, bound * (1 + 1e-5))
+    assert error.max() > bound.max() * 1e-3  # it was rounded
 
 
 @pytest.mark.usefixtures("compile_quickly")
-@pytest.mark.parametrize(("name", "contracted_axis"), CASES[6::3], ids=str)
+@pytest.mark.parametrize(("name", "contracted_axis"), CASES[1::3], ids=str)
 def test_gpu_kernels(name, contracted_axis):
     (matrix, values), x = example(name, RAGGED), x_for(RAGGED, contracted_axis)
 
@@ -137,9 +138,9 @@ def lowered(function: Any, platform: str, *arguments: Any) -> str:
 def test_products_are_lowered_to_the_kernels(platform, options):
     q = quantize(jnp.asarray(normal((256, 128))), **options)
     x = jnp.ones((512, 256))  # so many that no chip in the table prefers XLA
-    assert KERNEL[platform] in lowered(lambda x, q: x @ q, platform, x, q)
-    assert KERNEL[platform] in lowered(jax.grad(lambda x, q: (x @ q).sum()), platform, x, q)
-    assert KERNEL[platform] in lowered(jax.vmap(lambda x, q: x @ q, (0, None)), platform, x[None], q)
+    products = jax.vmap(lambda x, q: x @ q, (0, None))
+    assert lowered(jax.grad(lambda x, q: products(x, q).sum()), platform, x[None], q).count(KERNEL[platform]) >= 1
+    assert KERNEL[platform] in lowered(products, platform, x[None], q)
 
 
 @pytest.mark.parametrize("platform", KERNEL)

@@ -1,0 +1,22 @@
+"""Every case of the TPU kernels in interpret mode, with races looked for, and memory that nothing wrote to being NaN."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.kernels.test_pallas import FORMATS, RAGGED, SMALL, STRICT, assert_product, example, run_on_tpu, x_for
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="it takes minutes: `make test-accelerators` runs it"
+)
+
+
+@pytest.mark.usefixtures("compile_quickly")
+@pytest.mark.parametrize("shape", [RAGGED, SMALL], ids=str)
+@pytest.mark.parametrize("contracted_axis", [0, 1])
+@pytest.mark.parametrize("name", FORMATS)
+def test_kernels(name, contracted_axis, shape):
+    (matrix, values), x = example(name, shape), x_for(shape, contracted_axis, m=11)
+    assert_product(run_on_tpu(matrix, x, contracted_axis, interpret=STRICT), x, values, contracted_axis)
