@@ -2,8 +2,8 @@
 
 Nothing runs: libtpu compiles for chips that are not there. A kernel takes its schedule's bundles times the steps of its
 grid, and what XLA estimates of the operations around it; XLA's program, the sum of its estimates. Neither counts waiting
-for memory. `--write` keeps the figures in the table by which `eformer.kernels.pallas` chooses; those of XLA with many rows are not
-compiled for the packed formats: they are at least those with few rows.
+for memory. `--write` keeps the figures in the table by which `eformer.kernels.pallas` chooses. XLA's programs for packed
+formats are not compiled with many rows: they take at least what they take with few.
 
 `make test-accelerators` makes an environment with libtpu; run this with its Python. It takes about an hour on two cores.
 """
@@ -11,20 +11,26 @@ compiled for the packed formats: they are at least those with few rows.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 DUMP = tempfile.mkdtemp()
-# Before libtpu is loaded; several processes may, since none has a chip.
-os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={DUMP} --xla_jf_dump_llo_text=true"
+# Before libtpu is loaded; several processes may, since none has a chip. XLA's own programs are compiled in another process
+# than the kernels, without the schedules: to write those, libtpu 0.0.42 aborts for INT8 on v4.
+os.environ["LIBTPU_INIT_ARGS"] = ""
+if __name__ == "__main__":
+    os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={DUMP} --xla_jf_dump_llo_text=true"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -83,29 +89,27 @@ def _calls(jaxpr: Any) -> Iterator[Any]:
                     yield from _calls(inner.jaxpr)
 
 
-def measure(weight: str, contracted_axis: int, m: int, chip: str, with_xla: bool) -> dict[str, Any]:
-    dense = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.bfloat16)
+def arguments(weight: str, contracted_axis: int, m: int) -> tuple[Any, Any]:
+    """x and the quantized weight, of which only the shapes are known."""
     options = {key: contracted_axis if value is None else value for key, value in WEIGHTS[weight].items()}
-    q = jax.eval_shape(lambda w: quantize(w, **options), dense)
-    x = jax.ShapeDtypeStruct((m, SIZE), jnp.bfloat16)
+    dense = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.bfloat16)
+    return jax.ShapeDtypeStruct((m, SIZE), jnp.bfloat16), jax.eval_shape(lambda w: quantize(w, **options), dense)
 
-    def kernel(x: jax.Array, q: Any) -> jax.Array:
+
+def kernel_cycles(weight: str, contracted_axis: int, m: int, chip: str) -> int:
+    def product(x: jax.Array, q: Any) -> jax.Array:
         matrix = jax.tree.map(lambda leaf: leaf[None], q).stored_matrix()
         return tpu.matmul(x[None], matrix, contracted_axis, sublanes=permutes_sublanes(chip))
 
-    def xla(x: jax.Array, q: Any) -> jax.Array:
-        q = jax.tree.map(lambda leaf: leaf, replace(q, use_kernel=False))
+    return scheduled(product, TOPOLOGIES[chip], *arguments(weight, contracted_axis, m))
+
+
+def xla_cycles(weight: str, contracted_axis: int, m: int, chip: str) -> int:
+    def product(x: jax.Array, q: Any) -> jax.Array:
+        q = replace(q, use_kernel=False)
         return jnp.asarray(x @ q if contracted_axis == 0 else x @ q.T)
 
-    topology = TOPOLOGIES[chip]
-    return {
-        "chip": chip,
-        "weight": weight,
-        "contracted_axis": contracted_axis,
-        "m": m,
-        "kernel": scheduled(kernel, topology, x, q),
-        "xla": estimates(compiled(xla, topology, x, q)) if with_xla else None,
-    }
+    return estimates(compiled(product, TOPOLOGIES[chip], *arguments(weight, contracted_axis, m)))
 
 
 def main() -> None:
@@ -116,20 +120,21 @@ def main() -> None:
     parser.add_argument("--keep-xla", action="store_true", help="leave XLA's figures for packed formats as they are")
     options = parser.parse_args()
     known = {_key(row): row for row in json.loads(CYCLES.read_text())} if CYCLES.exists() else {}
-    for chip in [] if options.show else options.chip or TOPOLOGIES:
-        for weight in WEIGHTS:
-            for contracted_axis in (0, 1):
-                for m in ROWS:
-                    packed = "int8" not in weight
-                    with_xla = not (packed and (options.keep_xla or m > ROWS[0]))
-                    row = measure(weight, contracted_axis, m, chip, with_xla)
-                    if not with_xla:
-                        row["xla"] = known.get(_key(row), row)["xla"]
-                    print(row, file=sys.stderr)
-                    known[_key(row)] = row
-                    if options.write:
-                        rows = sorted(known.values(), key=lambda row: (list(TOPOLOGIES).index(row["chip"]), _key(row)))
-                        CYCLES.write_text("[\n" + ",\n".join(json.dumps(r) for r in rows) + "\n]\n")
+    chips = [] if options.show else options.chip or TOPOLOGIES
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
+        for chip, weight, contracted_axis, m in itertools.product(chips, WEIGHTS, (0, 1), ROWS):
+            key = (chip, weight, contracted_axis, m)
+            xla = known.get(key, {}).get("xla")
+            if "int8" in weight or (m == ROWS[0] and not options.keep_xla):
+                xla = other.submit(xla_cycles, weight, contracted_axis, m, chip)
+            row = dict(zip(("chip", "weight", "contracted_axis", "m"), key, strict=True))
+            row["kernel"] = kernel_cycles(weight, contracted_axis, m, chip)
+            row["xla"] = xla.result() if isinstance(xla, Future) else xla
+            print(row, file=sys.stderr)
+            known[key] = row
+            if options.write:
+                rows = sorted(known.values(), key=lambda row: (list(TOPOLOGIES).index(row["chip"]), _key(row)))
+                CYCLES.write_text("[\n" + ",\n".join(json.dumps(r) for r in rows) + "\n]\n")
     show(known.values())
 
 
@@ -140,7 +145,10 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 def show(rows: Iterable[dict[str, Any]]) -> None:
     """A column for each chip, of kilocycles: the kernel's, and XLA's in brackets."""
     problems = sorted({_key(row)[1:] for row in rows})
-    cells = {_key(row): f"{row['kernel'] / 1e3:,.1f}" + ("" if row["xla"] is None else f" ({row['xla'] / 1e3:,.1f})") for row in rows}
+    cells = {}
+    for row in rows:
+        xla = "" if row["xla"] is None else f" ({row['xla'] / 1e3:,.1f})"
+        cells[_key(row)] = f"{row['kernel'] / 1e3:,.1f}{xla}"
     print(f"| weight | contracted | rows of x | {' | '.join(TOPOLOGIES)} |\n|---|---|---|{'---|' * len(TOPOLOGIES)}")
     for problem in problems:
         print("|", " | ".join([*map(str, problem), *(cells.get((chip, *problem), "") for chip in TOPOLOGIES)]), "|")

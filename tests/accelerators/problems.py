@@ -57,4 +57,8 @@ SQUARE, WIDE, RAGGED, STACK = (1, 4096, 4096), (1, 4096, 14336), (1, 1111, 333),
 PROBLEMS = [Problem(weight, SQUARE, axis, 8) for weight in WEIGHTS for axis in (0, 1)]
 PROBLEMS += [Problem(weight, RAGGED, axis, 3, jnp.float32) for weight in WEIGHTS for axis in (0, 1)]
 PROBLEMS += [Problem(weight, SQUARE, 0, 512) for weight in ("int8 per column", "nf4 along 1", "ternary")]
-PROBLEMS += [Problem("nf4 along 1", WIDE, 0, 1), Problem("nf4 along 2", WIDE, 1, 1), Problem("nf4 along 1", STACK, 1, 20)]
+PROBLEMS += [
+    Problem("nf4 along 1", WIDE, 0, 1),
+    Problem("nf4 along 2", WIDE, 1, 1),
+    Problem("nf4 along 1", STACK, 1, 20),
+]

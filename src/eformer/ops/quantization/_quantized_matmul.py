@@ -132,6 +132,4 @@ batching.primitive_batchers[quantized_matmul_p] = _batch
 mlir.register_lowering(quantized_matmul_p, mlir.lower_fun(_in_jax, multiple_results=False))
 mlir.register_lowering(quantized_matmul_p, _lower_on_cpu, platform="cpu")
 for _platform in pallas.PLATFORMS:
-    mlir.register_lowering(
-        quantized_matmul_p, functools.partial(_lower_on_accelerator, _platform), platform=_platform
-    )
+    mlir.register_lowering(quantized_matmul_p, functools.partial(_lower_on_accelerator, _platform), platform=_platform)
