@@ -1,11 +1,11 @@
 """Static cycles of the TPU kernels and of XLA's own program for the same product, for every chip that libtpu knows.
 
-Nothing runs: libtpu compiles for chips that are not there. A kernel takes its schedule's bundles times the steps of its
-grid, and what XLA estimates of the operations around it; XLA's program, the sum of its estimates. Neither counts waiting
-for memory. `--write` keeps the figures in the table by which `eformer.kernels.pallas` chooses. XLA's programs for packed
-formats are not compiled with many rows: they take at least what they take with few.
+Nothing runs: libtpu compiles for chips that are not there. A kernel takes its schedule's bundles times the steps of
+its grid, and what XLA estimates of the operations around it; XLA's program, the sum of its estimates. Neither counts
+waiting for memory. `--write` keeps the figures in the table by which `eformer.kernels.pallas` chooses. XLA's programs
+for packed formats are not compiled with many rows: they take at least what they take with few.
 
-`make test-accelerators` makes an environment with libtpu; run this with its Python. It takes about an hour on two cores.
+`make test-accelerators` makes an environment with libtpu; run this with its Python. It takes an hour on two cores.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-DUMP = tempfile.mkdtemp()
-# Before libtpu is loaded; several processes may, since none has a chip. XLA's own programs are compiled in another process
-# than the kernels, without the schedules: to write those, libtpu 0.0.42 aborts for INT8 on v4.
-os.environ["LIBTPU_INIT_ARGS"] = ""
-if __name__ == "__main__":
-    os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={DUMP} --xla_jf_dump_llo_text=true"
+# Before libtpu is loaded; several processes may, since none has a chip. XLA's own programs are compiled in another
+# process than the kernels, without the schedules: to write those, libtpu 0.0.42 aborts for INT8 on v4.
+os.environ["LIBTPU_INIT_ARGS"] = (
+    f"--xla_jf_dump_to={tempfile.mkdtemp()} --xla_jf_dump_llo_text=true" if __name__ == "__main__" else ""
+)
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -43,6 +42,7 @@ from eformer.kernels.pallas import tpu
 from eformer.kernels.pallas._choice import CYCLES, TOPOLOGIES, permutes_sublanes
 from eformer.ops.quantization import quantize
 
+SCHEDULES = Path(os.environ["LIBTPU_INIT_ARGS"].partition("=")[2].partition(" ")[0])
 SIZE = 4096
 ROWS = (8, 512)
 WEIGHTS: dict[str, dict[str, Any]] = {
@@ -68,11 +68,11 @@ def estimates(program: Any) -> int:
 
 def scheduled(function: Callable[..., Any], topology: str, *arguments: Any) -> int:
     """Of each Pallas kernel in `function`, the bundles of its loop times its steps; and XLA's estimates of the rest."""
-    for old in Path(DUMP).iterdir():
+    for old in SCHEDULES.iterdir():
         old.unlink()
     cycles = estimates(compiled(function, topology, *arguments))
     for call in _calls(jax.make_jaxpr(function)(*arguments).jaxpr):
-        [schedule] = Path(DUMP).glob(f"*-{call.params['name']}*-final_bundles.txt")
+        [schedule] = SCHEDULES.glob(f"*-{call.params['name']}*-final_bundles.txt")
         depths = re.findall(r"^\s*0x[0-9a-f]+\s*:\s*(?:\w+:\s*)?(>*) ?\{", schedule.read_text(), re.MULTILINE)
         looped = len([depth for depth in depths if depth])
         cycles += len(depths) - looped + looped * math.prod(call.params["grid_mapping"].grid)

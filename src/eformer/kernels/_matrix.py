@@ -11,9 +11,9 @@ import jax
 class Matrix:
     """A stack of quantized matrices of `rows` x `cols` values; `reference` says what the codes stand for.
 
-    `scales` of "int8" and "ternary": none, or float32 (count, rows or 1, cols or 1). Of "nf4": float32 with an entry per
-    block, (count, rows / block_size, cols) or (count, rows, cols / block_size); or those quantized: uint8 codes of that
-    shape, float32 (count, one per 256 codes), float32 (count,), and the float32 (256,) that codes stand for.
+    `scales` of "int8" and "ternary": none, or float32 (count, rows or 1, cols or 1). Of "nf4": float32 with an entry
+    per block, (count, rows / block_size, cols) or (count, rows, cols / block_size); or those quantized: uint8 codes of
+    that shape, float32 (count, one per 256 codes), float32 (count,), and the float32 (256,) that codes stand for.
     """
 
     format: str  # "int8", "nf4" or "ternary"

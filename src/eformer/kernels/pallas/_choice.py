@@ -23,7 +23,7 @@ def permutes_sublanes(chip: str | None) -> bool:
 
 
 def kernel_is_faster(matrix: Matrix, contracted_axis: int, m: int, chip: str | None) -> bool:
-    """By the measured number of rows next below `m`; of a chip that is not in the table, as on most of those that are."""
+    """By the number of rows in the table next below `m`; for a chip that is not in it, as on most of those that are."""
     rows = _table().get((f"{matrix.format} packed {matrix.packed_axis}", contracted_axis), {})
     votes = []
     for of_chip, entries in rows.items():

@@ -19,7 +19,7 @@ ROWS = 256  # of a block
 
 
 def deinterleaved(x: jax.Array, parts: int, run: int, dtype: Any, interpret: Any) -> jax.Array:
-    """(count, m, k) as (count, parts, m, k / parts): runs of `run` go to the parts in turn; k a multiple of 128 parts."""
+    """(count, m, k) as (count, parts, m, k / parts): runs of `run` go to each part in turn. 128 * parts divides k."""
     return x[:, None].astype(dtype) if parts == 1 else _moved(x[:, None], parts, run, dtype, interpret)
 
 

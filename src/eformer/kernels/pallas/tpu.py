@@ -1,8 +1,8 @@
 """Products with quantized matrices on TPU, decoded tile by tile next to the matrix unit.
 
 Codes are looked up in a register: a vector permutes eight sublanes by index in one instruction (v4 can't, and permutes
-lanes). The words that come out hold two neighbours as bfloat16, so where codes are packed along rows they are two rows of
-the operand as they lie. Products are of bfloat16 numbers and summed in float32, as JAX does it by default.
+lanes). The words that come out hold two neighbours as bfloat16, so where codes are packed along rows they are two rows
+of the operand as they lie. Products are of bfloat16 numbers and summed in float32, as JAX does it by default.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def _kernel(x_ref: Any, codes_ref: Any, *refs: Any, plan: _Plan, scaled: bool) -
             out_ref[...] *= out_scale_ref[...]
 
 
-def _beyond(shape: tuple[int, ...], plan: _Plan, count: int, per_step: int, axis: int) -> Any:
+def _beyond(shape: tuple[int, ...], count: int, per_step: int, axis: int) -> Any:
     """Where a block of `shape` lies behind the `count` entries that its array has along `axis`."""
     return lax.broadcasted_iota(jnp.int32, shape, axis) + pl.program_id(3) * per_step >= count
 
@@ -283,7 +283,7 @@ def _block_scales(ref: Any, plan: _Plan) -> Any:
         first = lax.div(pl.program_id(3) * plan.tiles.cols, per_vector) * LANES
         beyond = lax.broadcasted_iota(jnp.int32, scales.shape, 1) + first >= plan.scale_shape[1]
     else:
-        beyond = _beyond(scales.shape, plan, plan.scale_shape[axis], scales.shape[axis], axis)
+        beyond = _beyond(scales.shape, plan.scale_shape[axis], scales.shape[axis], axis)
     return jnp.where(beyond, 0.0, scales)
 
 
@@ -292,7 +292,7 @@ def _decoded(codes: Any, table: Any, scales: Any, start: int, plan: _Plan) -> li
     if plan.format == "ternary" and plan.ragged:
         axis = plan.contracted_axis
         count = plan.shape[axis] - (start if axis == 0 else 0)
-        signed = jnp.where(_beyond(signed.shape, plan, count, plan.tiles[1 + axis], axis), TERNARY_ZEROS, signed)
+        signed = jnp.where(_beyond(signed.shape, count, plan.tiles[1 + axis], axis), TERNARY_ZEROS, signed)
     high, low = _looked_up(signed, table, plan.sublanes)
     words = [high | low] if plan.format == "nf4" else [low, high]
     if plan.paired_rows == 2:
@@ -354,7 +354,7 @@ def _per_code(scales: Any, shape: tuple[int, int], start: int, plan: _Plan) -> A
 
 
 def _dot_by_block(x: Any, operand: Any, scales: Any, start: int, plan: _Plan) -> Any:
-    """`x @ (operand * scales)` of 128 rows: x once for each block, elsewhere 0, so that one product keeps them apart."""
+    """`x @ (operand * scales)` of 128 rows: x once for each block, 0 elsewhere, so that a product keeps them apart."""
     m, depth = x.shape
     first = 2 * start // plan.block_size
     blocks = max(1, depth // plan.block_size)
