@@ -1,4 +1,4 @@
-"""Every case of the TPU kernels in interpret mode, with races looked for, and memory that nothing wrote to being NaN."""
+"""Every case of the TPU kernels in interpret mode; races are looked for, and memory that nothing wrote is NaN."""
 
 from __future__ import annotations
 
