@@ -43,6 +43,7 @@ from eformer.kernels.pallas._choice import CYCLES, TOPOLOGIES, permutes_sublanes
 from eformer.ops.quantization import quantize
 
 SCHEDULES = Path(os.environ["LIBTPU_INIT_ARGS"].partition("=")[2].partition(" ")[0])
+KEYS = ("chip", "weight", "contracted_axis", "m")
 SIZE = 4096
 ROWS = (8, 512)
 WEIGHTS: dict[str, dict[str, Any]] = {
@@ -91,7 +92,7 @@ def _calls(jaxpr: Any) -> Iterator[Any]:
 
 def arguments(weight: str, contracted_axis: int, m: int) -> tuple[Any, Any]:
     """x and the quantized weight, of which only the shapes are known."""
-    options = {key: contracted_axis if value is None else value for key, value in WEIGHTS[weight].items()}
+    options: dict[str, Any] = {k: contracted_axis if v is None else v for k, v in WEIGHTS[weight].items()}
     dense = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.bfloat16)
     return jax.ShapeDtypeStruct((m, SIZE), jnp.bfloat16), jax.eval_shape(lambda w: quantize(w, **options), dense)
 
@@ -127,7 +128,7 @@ def main() -> None:
             xla = known.get(key, {}).get("xla")
             if "int8" in weight or (m == ROWS[0] and not options.keep_xla):
                 xla = other.submit(xla_cycles, weight, contracted_axis, m, chip)
-            row = dict(zip(("chip", "weight", "contracted_axis", "m"), key, strict=True))
+            row: dict[str, Any] = dict(zip(KEYS, key, strict=True))
             row["kernel"] = kernel_cycles(weight, contracted_axis, m, chip)
             row["xla"] = xla.result() if isinstance(xla, Future) else xla
             print(row, file=sys.stderr)
@@ -139,7 +140,7 @@ def main() -> None:
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["chip"], row["weight"], row["contracted_axis"], row["m"]
+    return tuple(row[key] for key in KEYS)
 
 
 def show(rows: Iterable[dict[str, Any]]) -> None:

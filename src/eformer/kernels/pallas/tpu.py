@@ -39,7 +39,7 @@ class _Plan(NamedTuple):
     contracted_axis: int
     packed_axis: int
     block_size: int
-    shape: tuple[int, int]  # of the codes
+    shape: tuple[int, ...]  # of the codes
     scale_shape: tuple[int, ...]  # of the blocks' scales
     tiles: Tiles
     scale_after: bool  # blocks' scales multiply products, not the matrix
