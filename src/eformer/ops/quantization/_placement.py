@@ -52,3 +52,13 @@ def lower_partitioned(ctx: Any, function: Callable[..., jax.Array], *operands: A
     context = dataclasses.replace(ctx.module_context.axis_context, device_assignment=devices)
     ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
     return mlir.lower_fun(functools.partial(function, devices=devices), multiple_results=False)(ctx, *operands)
+
+
+def device_kind(ctx: Any) -> str | None:
+    """What the devices are that a program is lowered for; None if that is not said."""
+    axes = ctx.module_context.axis_context
+    devices = getattr(axes, "device_assignment", None) or ()
+    mesh = getattr(axes, "mesh", None)
+    if not devices and isinstance(mesh, jax.sharding.Mesh):
+        devices = mesh.devices.flat
+    return next((device.device_kind for device in devices), None)
