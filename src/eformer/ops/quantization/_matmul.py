@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from eformer.jaximus import materialize, register
 from eformer.kernels import cpu
@@ -98,8 +99,11 @@ def _product(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: An
     summed = _summed_of_x(contraction)
     shape = [math.prod(batch), *(x.shape[a] for a in rows), math.prod(x.shape[a] for a in summed)]
     out_shape = [*batch, *(x.shape[a] for a in rows), *(q.shape[a] for a in contraction.q_free(q.ndim))]
-    x = jnp.transpose(x, [*contraction.x_batch, *rows, *summed]).reshape(shape)
-    return quantized_matmul(x, matrices, contracted_axis, dtype).reshape(out_shape)
+    # `lax` rather than `jnp`, and only where something changes: this is traced for every product of a model.
+    order = [*contraction.x_batch, *rows, *summed]
+    x = x if order == list(range(x.ndim)) else lax.transpose(x, order)
+    out = quantized_matmul(x if x.shape == tuple(shape) else lax.reshape(x, shape), matrices, contracted_axis, dtype)
+    return lax.reshape(out, out_shape)
 
 
 def _free_in_order(origin: LeafwiseArray, contraction: Contraction, free: list[int]) -> bool:
@@ -128,7 +132,7 @@ def _stacked(q: LeafwiseArray, contraction: Contraction) -> tuple[LeafwiseArray,
         return None
     shape = tuple(math.prod(q.shape[a] for a in group) for group in axes)
     if q.ndim == 2:
-        return jax.tree.map(lambda leaf: leaf[None], q), contracted_axis
+        return jax.tree.map(lambda leaf: lax.expand_dims(leaf, (0,)), q), contracted_axis
     q = q if q.shape == shape else reshaped(q, shape)
     if q is NotImplemented:
         return None

@@ -82,10 +82,10 @@ def _by_kernel(
 ) -> jax.Array:
     """`kernel(q, x, contracted_axis)` of x (count, rows, k), unless it is None."""
     q, rows = jtu.tree_unflatten(treedef, leaves), x.shape[1:-1]
-    out = kernel(q, x.reshape(x.shape[0], math.prod(rows), x.shape[-1]), contracted_axis)
+    out = kernel(q, lax.reshape(x, (x.shape[0], math.prod(rows), x.shape[-1])), contracted_axis)
     if out is None:
         return multiply(q, x, contracted_axis).astype(dtype)
-    return out.reshape(x.shape[0], *rows, out.shape[-1]).astype(dtype)
+    return lax.convert_element_type(lax.reshape(out, (x.shape[0], *rows, out.shape[-1])), dtype)
 
 
 def _on_cpu(ctx: Any) -> Callable[..., jax.Array]:
