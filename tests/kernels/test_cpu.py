@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.kernels import cpu, reference
+from eformer.kernels import Matrix, cpu, reference
+
+from .matrices import FORMATS, nf4, oracle
 
 pytestmark = [
     pytest.mark.skipif(not cpu.is_available(), reason="installed without the native core"),
@@ -22,57 +24,6 @@ SETS = cpu.instruction_sets() if cpu.is_available() else ()
 every_set = pytest.mark.parametrize("instructions", SETS)
 
 
-def int8(w: jax.Array, axis: tuple[int, ...]) -> cpu.Matrix:
-    codes, scale = reference.encode_int8(w, axis)
-    return cpu.Matrix("int8", codes, (scale,), *w.shape[1:])
-
-
-def nf4(w: jax.Array, axis: int, block_size: int) -> cpu.Matrix:
-    packed, absmax = reference.encode_nf4(w, block_size, axis)
-    return cpu.Matrix("nf4", packed, (absmax,), *w.shape[1:], packed_axis=axis - 1, block_size=block_size)
-
-
-def nested_nf4(w: jax.Array, axis: int, block_size: int) -> cpu.Matrix:
-    single = nf4(w, axis, block_size)
-    codes, nested, offset = reference.encode_dynamic(single.scales[0].reshape(w.shape[0], -1))
-    codes = codes.reshape(single.scales[0].shape)
-    return replace(single, scales=(codes, nested, offset, jnp.asarray(reference.dynamic_map())))
-
-
-def ternary(w: jax.Array, axis: int, scale_axes: tuple[int, ...] | None) -> cpu.Matrix:
-    values = jnp.clip(jnp.round(w), -1, 1)
-    scales = () if scale_axes is None else (reference.mean_magnitude(w, values, scale_axes),)
-    return cpu.Matrix("ternary", reference.pack_ternary(values, axis), scales, *w.shape[1:], packed_axis=axis - 1)
-
-
-def oracle(matrix: cpu.Matrix) -> jax.Array:
-    """The values, by the reference."""
-    length = (matrix.rows, matrix.cols)[matrix.packed_axis]
-    axis, scales = matrix.packed_axis + 1, matrix.scales
-    if matrix.format == "int8":
-        return reference.decode_int8(matrix.codes, scales[0])
-    if matrix.format == "ternary":
-        values = reference.unpack_ternary(matrix.codes, axis, length)
-        return values * scales[0] if scales else values
-    if len(scales) > 1:
-        flat = scales[0].reshape(matrix.count, -1)
-        scales = (reference.decode_dynamic(flat, *scales[1:3]).reshape(scales[0].shape),)
-    return reference.decode_nf4(matrix.codes, scales[0], matrix.block_size, axis, length)
-
-
-FORMATS = {
-    "int8 per row": lambda w: int8(w, (2,)),
-    "int8 per column": lambda w: int8(w, (1,)),
-    "int8 per matrix": lambda w: int8(w, (1, 2)),
-    "int8 per element": lambda w: int8(w, ()),
-    **{f"nf4 {b} along {a}": lambda w, a=a, b=b: nf4(w, a, b) for a in (1, 2) for b in (2, 6, 32, 64, 128)},
-    "nf4 nested along 1": lambda w: nested_nf4(w, 1, 64),
-    "nf4 nested along 2": lambda w: nested_nf4(w, 2, 64),
-    "ternary": lambda w: ternary(w, 1, None),
-    "ternary per column": lambda w: ternary(w, 1, (1,)),
-    "ternary per matrix": lambda w: ternary(w, 1, (1, 2)),
-    "ternary along 2": lambda w: ternary(w, 2, (1,)),
-}
 every_format = pytest.mark.parametrize("name", FORMATS)
 # Every format with ragged sizes, several matrices, and several parts of depth and width; one of each way to store
 # codes also with one element, with less than a vector, with whole vectors, and with more than a stripe.
@@ -104,9 +55,9 @@ def assert_product(out: Any, x: Any, values: Any, contracted_axis: int) -> None:
 
 
 @functools.cache
-def example(name: str, shape: tuple[int, ...]) -> tuple[cpu.Matrix, np.ndarray]:
+def example(name: str, shape: tuple[int, ...]) -> tuple[Matrix, np.ndarray]:
     """A matrix, and its values."""
-    made: list[cpu.Matrix] = []
+    made: list[Matrix] = []
 
     @jax.jit
     def encode(w: jax.Array) -> Any:
@@ -229,7 +180,7 @@ def test_special_numbers_in_scales(name, special):
 def test_a_ternary_code_of_nan(rows, contracted_axis, instructions):
     w = normal((1, 66, 70)).round().clip(-1, 1)
     w[0, 5, 7] = np.nan
-    matrix = cpu.Matrix("ternary", reference.pack_ternary(jnp.asarray(w), 1), (), 66, 70)
+    matrix = Matrix("ternary", reference.pack_ternary(jnp.asarray(w), 1), (), 66, 70)
     x = normal((1, rows, (66, 70)[contracted_axis]), seed=1)
     with cpu.instruction_set(instructions):
         exact, rounded = (cpu.matmul(jnp.asarray(x), matrix, contracted_axis, round_x=r) for r in (False, True))
@@ -241,7 +192,7 @@ def test_a_ternary_code_of_nan(rows, contracted_axis, instructions):
 @pytest.mark.parametrize("contracted_axis", [0, 1])
 def test_nothing(shape, rows, contracted_axis):
     codes = jnp.zeros(shape, jnp.int8)
-    matrix = cpu.Matrix("int8", codes, (), *shape[1:])
+    matrix = Matrix("int8", codes, (), *shape[1:])
     out = cpu.matmul(jnp.ones((shape[0], rows, shape[1 + contracted_axis])), matrix, contracted_axis)
     np.testing.assert_array_equal(out, np.zeros((shape[0], rows, shape[2 - contracted_axis])))
 

@@ -1,1 +1,3 @@
 """Functions of arrays: what every format stores and how it is read. Knows nothing of implicit arrays."""
+
+from ._matrix import Matrix as Matrix

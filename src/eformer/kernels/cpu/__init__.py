@@ -1,6 +1,5 @@
 """The native core: products with quantized matrices, and their values, on CPU."""
 
-from ._call import Matrix as Matrix
 from ._call import SlowerWithoutCore as SlowerWithoutCore
 from ._call import decode as decode
 from ._call import instruction_set as instruction_set

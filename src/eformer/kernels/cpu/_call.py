@@ -6,7 +6,6 @@ own operations, and a warning says once why it is slower.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 from contextlib import AbstractContextManager
@@ -16,32 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
-@dataclasses.dataclass(frozen=True)
-class Matrix:
-    """Quantized matrices of `rows` x `cols` values, as the core reads them: `csrc/problem.h` says what it checks."""
-
-    format: str  # "int8", "nf4" or "ternary"
-    codes: jax.Array  # (count, rows, cols), shorter along the packed axis
-    scales: tuple[jax.Array, ...]
-    rows: int
-    cols: int
-    packed_axis: int = 0
-    block_size: int = 2  # of "nf4"
-
-    @property
-    def count(self) -> int:
-        return self.codes.shape[0]
-
-    def attributes(self) -> dict[str, Any]:
-        return {
-            "format": self.format,
-            "rows": self.rows,
-            "cols": self.cols,
-            "packed_axis": self.packed_axis,
-            "block_size": self.block_size,
-            "instruction_set": _instruction_set.value,
-        }
+from eformer.kernels._matrix import Matrix
 
 
 class SlowerWithoutCore(UserWarning):
@@ -97,6 +71,18 @@ def instruction_set(name: str) -> AbstractContextManager[None]:
     return _instruction_set(name)
 
 
+def _attributes(matrix: Matrix) -> dict[str, Any]:
+    """What `csrc/problem.h` checks beside the buffers."""
+    return {
+        "format": matrix.format,
+        "rows": matrix.rows,
+        "cols": matrix.cols,
+        "packed_axis": matrix.packed_axis,
+        "block_size": matrix.block_size,
+        "instruction_set": _instruction_set.value,
+    }
+
+
 def matmul(x: jax.Array, matrix: Matrix, contracted_axis: int, *, round_x: bool = False) -> jax.Array:
     """`x @ matrix`, or `x @ matrix.T` for `contracted_axis=1`, of x (count, m, k) in any float of at most 32 bits.
 
@@ -105,7 +91,7 @@ def matmul(x: jax.Array, matrix: Matrix, contracted_axis: int, *, round_x: bool 
     width = matrix.cols if contracted_axis == 0 else matrix.rows
     call = jax.ffi.ffi_call("eformer_matmul", jax.ShapeDtypeStruct((matrix.count, x.shape[1], width), jnp.float32))
     return call(
-        x, matrix.codes, *matrix.scales, contracted_axis=contracted_axis, round_x=round_x, **matrix.attributes()
+        x, matrix.codes, *matrix.scales, contracted_axis=contracted_axis, round_x=round_x, **_attributes(matrix)
     )
 
 
@@ -114,7 +100,7 @@ def decode(matrix: Matrix) -> jax.Array:
     call = jax.ffi.ffi_call(
         "eformer_decode", jax.ShapeDtypeStruct((matrix.count, matrix.rows, matrix.cols), jnp.float32)
     )
-    return call(matrix.codes, *matrix.scales, **matrix.attributes())
+    return call(matrix.codes, *matrix.scales, **_attributes(matrix))
 
 
 def segment_product(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.Array:

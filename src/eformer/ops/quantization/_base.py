@@ -83,7 +83,8 @@ class QuantizedArray(ImplicitArray):
 
         On CPU that is one row of x, for codes packed along the axis that is summed over. The row, times those scales of
         the array that go with its elements, is rounded to 127 steps in either direction of its largest element, and the
-        values of NF4 to as many of a block's: each product is off by at most half a step of either.
+        values of NF4 to as many of a block's: each product is off by at most half a step of either. On TPU it is all
+        rows, for INT8.
         """
         check_activation_dtype(activation_dtype)
         changed = jtu.tree_map(lambda leaf: leaf, self)

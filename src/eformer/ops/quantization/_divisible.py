@@ -8,7 +8,7 @@ from typing import Self
 
 import jax
 
-from eformer.kernels import cpu
+from eformer.kernels import Matrix, cpu, pallas
 
 from ._base import QuantizedArray
 
@@ -38,13 +38,20 @@ class DivisibleArray(QuantizedArray):
         """An equal array that has only such leaves, made without looking across devices."""
         return self
 
-    def stored_matrix(self) -> cpu.Matrix | None:
+    def stored_matrix(self) -> Matrix | None:
         """This array of 3 axes, each leaf with the first, as the native core reads it; None where it can't."""
         return None
 
     def product_on_cpu(self, x: jax.Array, contracted_axis: int) -> jax.Array | None:
         """x (count, rows, k) times this array of 3 axes, by the native core in float32; None where it can't."""
         matrix = self.stored_matrix()
-        if matrix is None:
+        if matrix is None or not cpu.is_available():
             return None
         return cpu.matmul(x, matrix, contracted_axis, round_x=self.activation_dtype == "int8")
+
+    def product_on_accelerator(self, device: pallas.Device, x: jax.Array, contracted_axis: int) -> jax.Array | None:
+        """The same by a Pallas kernel; None also where XLA's own program is better."""
+        matrix = self.stored_matrix()
+        if matrix is None:
+            return None
+        return pallas.matmul(x, matrix, contracted_axis, device, round_x=self.activation_dtype == "int8")

@@ -28,8 +28,11 @@ def nf4_use_kernel(value: bool) -> AbstractContextManager[None]:
 
 
 def is_kernel_available() -> bool:
-    """Whether matmuls on the default device have a path that never holds the decoded array: on CPU, the tiled loop."""
-    return jax.default_backend() == "cpu"
+    """Whether matmuls on the default device have a path that never holds the decoded array.
+
+    On CPU that is the native core, or a loop over tiles; on TPU and GPU, a Pallas kernel.
+    """
+    return jax.default_backend() in ("cpu", "tpu", "gpu")
 
 
 @register("dot_general")
@@ -86,7 +89,7 @@ def _product(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: An
             q, contraction = origin, moved
     if not (q.use_kernel and _use_kernel.value):
         return product(x, q, contraction, in_tiles=False).astype(dtype)
-    stacked = _stacked(q, contraction) if cpu.is_available() else None
+    stacked = _stacked(q, contraction) if jax.default_backend() != "cpu" or cpu.is_available() else None
     if stacked is None or stacked[0].stored_matrix() is None:
         return product(x, q, contraction).astype(dtype)
     matrices, contracted_axis = stacked

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.interpreters import mlir
 
 
@@ -44,6 +45,18 @@ def _devices(ctx: Any) -> tuple[Any, ...] | None:
         backend = module.get_backend(optional=True)
         known = () if backend is None else tuple(backend.devices())[: module.axis_context.num_devices]
     return known if len(known) == module.axis_context.num_devices else None
+
+
+def device_kind(ctx: Any) -> str | None:
+    """What the devices are called that the program is for; None if that can't be told."""
+    module = ctx.module_context
+    devices = getattr(module.axis_context, "device_assignment", None)
+    if not devices:
+        devices = getattr(getattr(module.axis_context, "mesh", None), "devices", np.empty(0)).flat
+    devices = list(devices)
+    if not devices and (backend := module.get_backend(optional=True)) is not None:
+        devices = backend.devices()
+    return devices[0].device_kind if devices else None
 
 
 def lower_partitioned(ctx: Any, function: Callable[..., jax.Array], *operands: Any) -> Any:

@@ -18,11 +18,13 @@ from jax import tree_util as jtu
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from eformer.kernels import pallas
+
 from ._contraction import Contraction, product
 from ._divisible import DivisibleArray
 from ._leafwise import LeafwiseArray
 from ._partition import SUMMED, Dim, Problem, partitioned
-from ._placement import Placement, lower_partitioned, placement
+from ._placement import Placement, device_kind, lower_partitioned, placement
 
 quantized_matmul_p = Primitive("quantized_matmul")
 
@@ -72,8 +74,22 @@ def _for_xla_to_divide(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis
 
 def _on_cpu(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
     q = jtu.tree_unflatten(treedef, leaves)
+    return _by_kernel(q.product_on_cpu, q, x, contracted_axis, dtype)
+
+
+def _on_accelerator(
+    x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any, device: pallas.Device
+) -> jax.Array:
+    q = jtu.tree_unflatten(treedef, leaves)
+    return _by_kernel(functools.partial(q.product_on_accelerator, device), q, x, contracted_axis, dtype)
+
+
+def _by_kernel(
+    kernel: Callable[..., jax.Array | None], q: DivisibleArray, x: jax.Array, contracted_axis: int, dtype: Any
+) -> jax.Array:
+    """What the kernel gives for x of 3 axes, or XLA's own operations where it gives None."""
     rows = x.shape[1:-1]
-    out = q.product_on_cpu(x.reshape(x.shape[0], math.prod(rows), x.shape[-1]), contracted_axis)
+    out = kernel(x.reshape(x.shape[0], math.prod(rows), x.shape[-1]), contracted_axis)
     if out is None:
         return multiply(q, x, contracted_axis).astype(dtype)
     return out.reshape(x.shape[0], *rows, out.shape[-1]).astype(dtype)
@@ -122,6 +138,11 @@ def lowering(on_device: Callable[..., jax.Array]) -> Callable[..., Any]:
         return mlir.lower_fun(functions[where], multiple_results=False)(ctx, *operands, **params)
 
     return lower
+
+
+def _lower_on_accelerator(platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
+    on_device = functools.partial(_on_accelerator, device=pallas.Device(platform, device_kind(ctx)))
+    return lowering(on_device)(ctx, *operands, **params)
 
 
 @functools.partial(jax.jit, static_argnames=("treedef", "contracted_axis", "dtype"))
@@ -174,3 +195,5 @@ ad.primitive_transposes[quantized_matmul_p] = _transpose
 batching.primitive_batchers[quantized_matmul_p] = _batch
 mlir.register_lowering(quantized_matmul_p, lowering(_in_jax))
 mlir.register_lowering(quantized_matmul_p, lowering(_on_cpu), platform="cpu")
+for _platform in pallas.PLATFORMS:
+    mlir.register_lowering(quantized_matmul_p, functools.partial(_lower_on_accelerator, _platform), platform=_platform)

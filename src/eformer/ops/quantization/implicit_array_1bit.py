@@ -14,8 +14,7 @@ from jax import lax
 from jax.core import Tracer
 
 from eformer.jaximus import aux_field, ste
-from eformer.kernels import reference
-from eformer.kernels.cpu import Matrix
+from eformer.kernels import Matrix, reference
 
 from . import _handlers as handlers
 from ._base import checked_array, laid_out, normalized_axes, register_format
