@@ -17,6 +17,8 @@ WEIGHTS: dict[str, Callable[[jax.Array], Matrix]] = {
     "int8 per column": lambda w: int8(w, (1,)),
     "nf4 along 1": lambda w: nf4(w, 1, 64),
     "nf4 along 2": lambda w: nf4(w, 2, 64),
+    "nf4 16 along 2": lambda w: nf4(w, 2, 16),
+    "nf4 256 along 1": lambda w: nf4(w, 1, 256),
     "nf4 nested": lambda w: nested_nf4(w, 1, 64),
     "ternary": lambda w: ternary(w, 1, (1,)),
     "ternary along 2": lambda w: ternary(w, 2, (1,)),

@@ -90,9 +90,9 @@ class _Plan(NamedTuple):
 
 
 def supports(matrix: Matrix) -> bool:
-    """A scale for each element, and blocks that do not fill vectors, are left to XLA."""
+    """A scale for each element, and blocks that do not fill vectors or tiles, are left to XLA."""
     if matrix.format == "nf4":
-        return matrix.block_size >= 16 and matrix.block_size.bit_count() == 1
+        return matrix.block_size in (16, 32, 64, 128, 256)
     return is_outer(matrix)
 
 

@@ -49,8 +49,8 @@ class DivisibleArray(QuantizedArray):
             return None
         return cpu.matmul(x, matrix, contracted_axis, round_x=self.activation_dtype == "int8")
 
-    def product_on_accelerator(self, x: jax.Array, contracted_axis: int, device: pallas.Device) -> jax.Array | None:
-        """The same by a kernel of `device`; None where there is none, or XLA does better."""
+    def product_on_accelerator(self, device: pallas.Device, x: jax.Array, contracted_axis: int) -> jax.Array | None:
+        """The same by a Pallas kernel; None also where XLA's own program is better."""
         matrix = self.stored_matrix()
         if matrix is None:
             return None

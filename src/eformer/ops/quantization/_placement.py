@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.interpreters import mlir
 
 
@@ -46,19 +47,21 @@ def _devices(ctx: Any) -> tuple[Any, ...] | None:
     return known if len(known) == module.axis_context.num_devices else None
 
 
+def device_kind(ctx: Any) -> str | None:
+    """What the devices are called that the program is for; None if that can't be told."""
+    module = ctx.module_context
+    devices = getattr(module.axis_context, "device_assignment", None)
+    if not devices:
+        devices = getattr(getattr(module.axis_context, "mesh", None), "devices", np.empty(0)).flat
+    devices = list(devices)
+    if not devices and (backend := module.get_backend(optional=True)) is not None:
+        devices = backend.devices()
+    return devices[0].device_kind if devices else None
+
+
 def lower_partitioned(ctx: Any, function: Callable[..., jax.Array], *operands: Any) -> Any:
     """Lower a function that calls `partitioned`, with `devices` for it."""
     devices = _devices(ctx)
     context = dataclasses.replace(ctx.module_context.axis_context, device_assignment=devices)
     ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
     return mlir.lower_fun(functools.partial(function, devices=devices), multiple_results=False)(ctx, *operands)
-
-
-def device_kind(ctx: Any) -> str | None:
-    """What the devices are that a program is lowered for; None if that is not said."""
-    axes = ctx.module_context.axis_context
-    devices = getattr(axes, "device_assignment", None) or ()
-    mesh = getattr(axes, "mesh", None)
-    if not devices and isinstance(mesh, jax.sharding.Mesh):
-        devices = mesh.devices.flat
-    return next((device.device_kind for device in devices), None)

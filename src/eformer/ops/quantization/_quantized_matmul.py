@@ -72,35 +72,27 @@ def _for_xla_to_divide(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis
     return multiply(q, x, contracted_axis, in_tiles=False).astype(dtype)  # a loop over tiles would gather them
 
 
-def _by_kernel(
-    kernel: Callable[[Any, jax.Array, int], jax.Array | None],
-    x: jax.Array,
-    *leaves: Any,
-    treedef: Any,
-    contracted_axis: int,
-    dtype: Any,
+def _on_cpu(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
+    q = jtu.tree_unflatten(treedef, leaves)
+    return _by_kernel(q.product_on_cpu, q, x, contracted_axis, dtype)
+
+
+def _on_accelerator(
+    x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any, device: pallas.Device
 ) -> jax.Array:
-    """`kernel(q, x, contracted_axis)` of x (count, rows, k), unless it is None."""
-    q, rows = jtu.tree_unflatten(treedef, leaves), x.shape[1:-1]
-    out = kernel(q, lax.reshape(x, (x.shape[0], math.prod(rows), x.shape[-1])), contracted_axis)
+    q = jtu.tree_unflatten(treedef, leaves)
+    return _by_kernel(functools.partial(q.product_on_accelerator, device), q, x, contracted_axis, dtype)
+
+
+def _by_kernel(
+    kernel: Callable[..., jax.Array | None], q: DivisibleArray, x: jax.Array, contracted_axis: int, dtype: Any
+) -> jax.Array:
+    """What the kernel gives for x of 3 axes, or XLA's own operations where it gives None."""
+    rows = x.shape[1:-1]
+    out = kernel(lax.reshape(x, (x.shape[0], math.prod(rows), x.shape[-1])), contracted_axis)
     if out is None:
         return multiply(q, x, contracted_axis).astype(dtype)
     return lax.convert_element_type(lax.reshape(out, (x.shape[0], *rows, out.shape[-1])), dtype)
-
-
-def _on_cpu(ctx: Any) -> Callable[..., jax.Array]:
-    del ctx
-    return functools.partial(_by_kernel, lambda q, x, contracted_axis: q.product_on_cpu(x, contracted_axis))
-
-
-def _on_accelerator(platform: str, ctx: Any) -> Callable[..., jax.Array]:
-    device = pallas.Device(platform, device_kind(ctx))
-    return functools.partial(_by_kernel, lambda q, x, axis: q.product_on_accelerator(x, axis, device))
-
-
-def _on_others(ctx: Any) -> Callable[..., jax.Array]:
-    del ctx
-    return _in_jax
 
 
 def _over_devices(
@@ -130,21 +122,27 @@ def _over_devices(
     return partitioned(problem, local, identity, x, [q.named_leaves()[name] for name in dims], devices=devices)
 
 
-def lowering(on_device: Callable[[Any], Callable[..., jax.Array]]) -> Callable[..., Any]:
-    """How a platform lowers the product: `on_device(ctx)` where one device, or each of several, is on its own.
+def lowering(on_device: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """How a platform lowers the product: `on_device` where one device, or each of several, is on its own.
 
     Where XLA divides the work, each device calls it on its parts. XLA's own operations are used where a call of the
     kernel can't be: in a program written to a file, and under `shard_map` over some axes of a mesh only.
     """
 
+    functions = {Placement.ALONE: on_device, Placement.UNKNOWN: _for_xla_to_divide, Placement.EXPORT: _in_jax}
+
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         where = placement(ctx)
         if where is Placement.DEVICES:
             return lower_partitioned(ctx, functools.partial(_over_devices, **params), *operands)
-        function = {Placement.UNKNOWN: _for_xla_to_divide, Placement.EXPORT: _in_jax}.get(where) or on_device(ctx)
-        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, **params)
+        return mlir.lower_fun(functions[where], multiple_results=False)(ctx, *operands, **params)
 
     return lower
+
+
+def _lower_on_accelerator(platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
+    on_device = functools.partial(_on_accelerator, device=pallas.Device(platform, device_kind(ctx)))
+    return lowering(on_device)(ctx, *operands, **params)
 
 
 @functools.partial(jax.jit, static_argnames=("treedef", "contracted_axis", "dtype"))
@@ -195,8 +193,7 @@ quantized_matmul_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[quantized_matmul_p] = _jvp
 ad.primitive_transposes[quantized_matmul_p] = _transpose
 batching.primitive_batchers[quantized_matmul_p] = _batch
-mlir.register_lowering(quantized_matmul_p, lowering(_on_others))
+mlir.register_lowering(quantized_matmul_p, lowering(_in_jax))
 mlir.register_lowering(quantized_matmul_p, lowering(_on_cpu), platform="cpu")
 for _platform in pallas.PLATFORMS:
-    _lower = lowering(functools.partial(_on_accelerator, _platform))
-    mlir.register_lowering(quantized_matmul_p, _lower, platform=_platform)
+    mlir.register_lowering(quantized_matmul_p, functools.partial(_lower_on_accelerator, _platform), platform=_platform)
