@@ -127,17 +127,16 @@ def headline() -> str:
     return f"{machine()}; JAX {jax.__version__}; {core}"
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that is also readable as it is; the first column is flush left, the others right."""
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
+    """A table that is also readable as it is, with so many columns of words, flush left; the others are of numbers."""
     rows = [list(map(str, row)) for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
-        first, *others = cells
-        aligned = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
-        return f"| {' | '.join(aligned)} |"
+        pairs = enumerate(zip(cells, widths, strict=True))
+        return f"| {' | '.join(c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in pairs)} |"
 
-    rule = [("-" * widths[0]), *("-" * (width - 1) + ":" for width in widths[1:])]
+    rule = ["-" * width if i < words else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
     return "\n".join([line(header), line(rule), *map(line, rows)])
 
 
