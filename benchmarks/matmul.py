@@ -22,7 +22,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from rings import Contender, headline, markdown, measure, random_weights, rewrite, ring_length, ring_of, stored_bytes
+from rings import (
+    Contender,
+    core_count,
+    headline,
+    markdown,
+    measure,
+    random_weights,
+    rewrite,
+    ring_length,
+    ring_of,
+    stored_bytes,
+)
 
 from eformer.ops.quantization import RSROperatorTernary, quantize
 
@@ -43,6 +54,12 @@ FORMATS: dict[str, Make] = {
 }
 RSR = "RSR ternary"
 MAKE: dict[str, Make] = {**DENSE, **FORMATS, RSR: RSROperatorTernary.quantize}
+
+INTRODUCTION = """\
+`x @ q` as a multiple of the speed of JAX float32 `x @ W`, and after the slash what we work towards on a processor with
+AVX-512, VNNI and AMX. The least over weights of shape {}, on {}.
+
+"""
 
 
 class Case(NamedTuple):
@@ -140,15 +157,13 @@ def compare_shapes(shapes: Sequence[tuple[int, int]], rows: Sequence[int], setti
         for case, found in speeds.items():
             least[case] = {name: min(s, least.get(case, found)[name]) for name, s in found.items()}
     if readme:
-        rewrite(README, "matmul", f"On {headline()}; the least of weights {shapes}:\n\n{speed_table(least)}")
-        print(f"\nwrote the least of all shapes into {README.name}")
+        rewrite(README, "matmul", INTRODUCTION.format(", ".join(map(str, shapes)), headline()) + speed_table(least))
+        print(f"\nwrote the least of these shapes into {README.name}")
 
 
 def compare_threads(threads: Sequence[int], shape: tuple[int, int], rows: Sequence[int], settings: Settings) -> None:
     """Each number of threads in a process of its own: XLA's pool has as many as the process has cores to run on."""
     cores, found = sorted(os.sched_getaffinity(0)), {}
-    if max(threads) > len(cores):
-        raise ValueError(f"--threads {max(threads)} on {len(cores)} cores: they would wait for one another")
     for count in threads:
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, spawn, os.sched_setaffinity, (0, cores[:count])) as process:
@@ -246,6 +261,8 @@ def main() -> None:
     settings = Settings(args.ring * 1e9, args.bursts, 1.0)
     if args.quick:
         shapes, settings = shapes[:1], Settings(0.1e9, 5, 0.2)
+    if max(args.threads or [1]) > core_count():
+        parser.error(f"--threads {max(args.threads)} on {core_count()} cores: they would wait for one another")
     print(headline())
     if args.threads:
         compare_threads(args.threads, shapes[0], args.rows, settings)

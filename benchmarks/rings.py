@@ -114,7 +114,7 @@ def machine() -> Machine:
     flags = (facts.get("flags") or facts.get("Features") or "").split()
     name = facts.get("model name") or platform.processor() or platform.machine()
     instructions = tuple(word for flag, word in INSTRUCTIONS.items() if flag in flags)
-    cache = size.read_text().strip().replace("K", " KiB") if size.exists() else ""
+    cache = f"{int(size.read_text().strip().rstrip('K')) // 1024} MiB" if size.exists() else ""
     return Machine(name, core_count(), instructions or (platform.machine(),), cache)
 
 
