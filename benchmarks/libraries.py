@@ -76,9 +76,12 @@ def with_jax(problem: Problem) -> Products:
         "ternary": (BITS2, functools.partial(quantize, dtype="ternary", scale="channel")),
     }
 
-    def make(weight: str, dtype: str) -> Product:
+    def make(weight: str, activations: str) -> Product:
         group, encode = formats[weight]
+        dtype = "float32" if activations == "int8" else activations
         distinct = [encode(jnp.asarray(w)).astype(dtype) for w in problem.weights]
+        if activations == "int8":
+            distinct = [q.with_activation_dtype("int8") for q in distinct]
         each = stored_bytes(distinct[0])
         x = jnp.asarray(problem.x, dtype)
         product = jax.jit(lambda x, w: x @ w)
@@ -86,11 +89,13 @@ def with_jax(problem: Problem) -> Products:
         contender = Contender(lambda w: product(x, w).block_until_ready(), weights)
         first = distinct[0].astype("float32")
         library = "JAX" if group == DENSE else "eformer"
-        return Product(library, weight or dtype, group, dtype, each, contender, lambda: materialize(first))
+        return Product(library, weight or dtype, group, activations, each, contender, lambda: materialize(first))
 
     for weight in formats:
-        for dtype in ("float32", "bfloat16"):
-            yield functools.partial(make, weight, dtype)
+        yield functools.partial(make, weight, "float32")
+        yield functools.partial(make, weight, "bfloat16")
+        if weight and len(problem.x) == 1:  # for more rows it is the same as float32
+            yield functools.partial(make, weight, "int8")
 
 
 # torch and what is built on it
