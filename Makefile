@@ -9,11 +9,11 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq install --prefe
 # Most of a test run is XLA compiling; what one process compiled, the others and the next run take from here.
 COMPILED_ONCE := JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
-BENCHMARKS := benchmarks/tracing.py benchmarks/matmul.py benchmarks/quantize.py benchmarks/checkpoint.py
+BENCHMARKS := "tracing.py" "matmul.py" "matmul.py --threads 1 2" "matmul.py --linear" "quantize.py" "checkpoint.py"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-distributed test-accelerators lint format demo bench sanitize emulate fuzz clean
+.PHONY: help install test test-distributed test-accelerators lint format demo bench peers sanitize emulate fuzz clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
@@ -49,7 +49,11 @@ demo: $(VENV)/.demo ## a real model in each format: size, agreement and speed
 	$(VENV)/bin/eformer demo --out $(VENV)/demo --force
 
 bench: $(VENV)/.tests ## the benchmarks; they want an idle machine
-	@set -e; for each in $(BENCHMARKS); do echo "== $$each"; $(VENV)/bin/python $$each; done
+	@set -e; for each in $(BENCHMARKS); do echo; echo "== $$each"; $(VENV)/bin/python benchmarks/$$each; done
+
+peers: ## products in other libraries beside ours, in an environment of their own
+	@$(MAKE) --no-print-directory $(VENV)-peers/.peers VENV=$(VENV)-peers
+	$(VENV)-peers/bin/python benchmarks/peers.py $(ARGS)
 
 # Into an environment of its own; JAX itself leaks at exit, so leaks are not looked for.
 sanitize: ## run the tests of the native core with AddressSanitizer and UndefinedBehaviorSanitizer
@@ -67,7 +71,7 @@ emulate: ## run the tests of the native core for AVX-512 on a processor that doe
 	$(VENV)-emulate/bin/python -m pytest -n auto tests/kernels/test_cpu.py $(ARGS)
 
 clean: ## remove the environment and what the tools left
-	rm -rf $(VENV) $(VENV)-sanitize $(VENV)-emulate $(VENV)-accelerators build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-sanitize $(VENV)-emulate $(VENV)-accelerators build dist .pytest_cache .ruff_cache .hypothesis
 
 # `--clear` takes away the stamps below too, when an environment is made again because its interpreter is gone.
 $(VENV)/bin/python:
@@ -93,6 +97,13 @@ $(VENV)/.accelerators: $(VENV)/.tests
 	@echo "installing libtpu and JAX's CUDA plugin into $(VENV)"
 	@version=$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)') && $(PIP) "jax[tpu]==$$version" && \
 		$(PIP) --no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" nvidia-cuda-nvcc==13.0.*
+	@touch $@
+
+# torch first and alone: what is built on it must take this one.
+$(VENV)/.peers: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(VENV)/bin/python
+	@echo "installing the package and those it is compared with into $(VENV)"
+	@$(PIP) torch==2.13.0
+	@$(PIP) --editable '.[peers]'
 	@touch $@
 
 $(VENV)/.linters: pyproject.toml $(VENV)/.tests

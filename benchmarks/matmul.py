@@ -1,93 +1,282 @@
-"""Matmuls with quantized weights against JAX float32 and bfloat16, as multiples of float32's speed.
+"""Products with quantized weights on CPU, as multiples of the speed of JAX float32 `x @ W` in the same run.
 
-A ring of distinct weights larger than any cache, contenders interleaved, the minimum of many bursts: other work on the
-machine slows some bursts, never speeds one up. Run `python benchmarks/matmul.py --help` for what can be chosen.
+python benchmarks/matmul.py                      # the three shapes, all formats
+python benchmarks/matmul.py --quick              # one shape and a small ring, to see whether all is well
+python benchmarks/matmul.py --threads 1 2        # what a second core brings
+python benchmarks/matmul.py --linear             # GB/s over weights of 1 MB to 1 GB
+
+How it measures is told in rings.py. `--readme` writes what it found into the README.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
+import functools
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from rings import (
+    Contender,
+    core_count,
+    headline,
+    markdown,
+    measure,
+    random_weights,
+    rewrite,
+    ring_length,
+    ring_of,
+    stored_bytes,
+)
 
-from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, quantize
+from eformer.ops.quantization import RSROperatorTernary, quantize
+
+README = Path(__file__).parent.parent / "README.md"
+SHAPES = [(4096, 4096), (4096, 14336), (14336, 4096)]
+SECONDS = {True: 24.0, False: 8.0}  # for all contenders of a case: with many rows of x, with few
+MANY_ROWS = 17  # from here on, half precision is compared too
+
+Make = Callable[[jax.Array], Any]
+DENSE: dict[str, Make] = {"JAX float32": lambda w: w, "JAX bfloat16": lambda w: w.astype(jnp.bfloat16)}
+FORMATS: dict[str, Make] = {
+    "int8, per row": functools.partial(quantize, dtype="int8"),
+    "int8, per column": functools.partial(quantize, dtype="int8", axis=0),
+    "nf4 along K": functools.partial(quantize, dtype="nf4", axis=0),
+    "nf4 along N": functools.partial(quantize, dtype="nf4"),
+    "nf4, double": functools.partial(quantize, dtype="nf4", axis=0, double_quantization=True),
+    "ternary": functools.partial(quantize, dtype="ternary", scale="channel"),
+}
+RSR = "RSR ternary"
+MAKE: dict[str, Make] = {**DENSE, **FORMATS, RSR: RSROperatorTernary.quantize}
+
+INTRODUCTION = """\
+`x @ q` as a multiple of the speed of JAX float32 `x @ W`, and after the slash what we work towards on a processor with
+AVX-512, VNNI and AMX. The least over weights of shape {}, on {}.
+
+"""
 
 
-class Contender(NamedTuple):
-    call: Callable[[Any, Any], Any]
-    x: jax.Array
-    ring: list[Any]
+class Case(NamedTuple):
+    rows: int
+    dtype: str = "float32"  # of x, or "int8": it may be rounded to that
+    transposed: bool = False
+
+    def __str__(self) -> str:
+        product = "x @ W.T" if self.transposed else "x @ W"
+        return f"{product}, M={self.rows}, {self.dtype} x"
+
+    def formats(self) -> list[str]:
+        """Those that make sense: RSR is for few rows, and only for `x @ W` with x as it is."""
+        return [*DENSE, *FORMATS, *([RSR] if self == Case(self.rows) and self.rows < MANY_ROWS else [])]
 
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "int8, scale per row": {"dtype": "int8"},
-    "int8, scale per column": {"dtype": "int8", "axis": 0},
-    "nf4, blocks along K": {"dtype": "nf4", "axis": 0},
-    "nf4, blocks along N": {"dtype": "nf4"},
-    "nf4, double quantization": {"dtype": "nf4", "axis": 0, "double_quantization": True},
-    "ternary": {"dtype": "ternary", "scale": "channel"},
+# What we work towards, on a processor with AVX-512, VNNI and AMX.
+GOALS: dict[Case, dict[str, float]] = {
+    Case(1): {"int8": 4.2, "nf4": 6.8, "nf4 along N": 6.2, "ternary": 12},
+    Case(1, "int8"): {"int8": 4.5, "nf4": 8, "ternary": 14},
+    Case(8): {"int8": 6, "nf4": 6, "ternary": 6},
+    Case(512): {"int8": 0.95, "nf4": 0.95, "ternary": 0.95},
+    Case(512, "bfloat16"): {"int8": 5, "nf4": 5, "ternary": 5},
+    Case(1, transposed=True): {"int8": 3.8, "nf4": 6, "ternary": 9},
 }
 
 
-def contenders(rows: int, shape: tuple[int, int], ring_bytes: int, transposed: bool) -> dict[str, Contender]:
-    keys = jax.random.split(jax.random.key(0), max(2, -(-ring_bytes // (4 * shape[0] * shape[1]))))
-    weights = [jax.random.normal(key, shape) for key in keys]
-    x = jax.random.normal(jax.random.key(1), (rows, shape[transposed]))
-
-    def dense(x: jax.Array, w: Any) -> jax.Array:
-        return x @ (w.T if transposed else w)
-
-    made = {
-        "jax float32": Contender(jax.jit(dense), x, weights),
-        "jax bfloat16": Contender(jax.jit(dense), x.astype(jnp.bfloat16), [w.astype(jnp.bfloat16) for w in weights]),
-    }
-    for name, options in FORMATS.items():
-        made[name] = Contender(jax.jit(dense), x, [quantize(w, **options) for w in weights])
-    for operator in (RSROperatorBinary, RSROperatorTernary):
-        made[f"{operator.__name__}, k=8"] = Contender(jax.jit(dense), x, [operator.quantize(w) for w in weights])
-    return made
+def cases(rows: Sequence[int]) -> Iterator[Case]:
+    for m in rows:
+        yield Case(m)
+        if m == 1:
+            yield Case(m, "int8")
+    yield from (Case(m, "bfloat16") for m in rows if m >= MANY_ROWS)
+    yield from (Case(m, transposed=True) for m in rows if m == 1)
 
 
-def measure(made: dict[str, Contender], bursts: int) -> dict[str, float]:
-    """Seconds a call, the least over all bursts."""
-    for contender in made.values():
-        jax.block_until_ready(contender.call(contender.x, contender.ring[0]))
-    best = dict.fromkeys(made, float("inf"))
-    for _ in range(bursts):
-        for name, contender in made.items():
-            start = time.perf_counter()
-            for weight in contender.ring:
-                contender.call(contender.x, weight).block_until_ready()
-            best[name] = min(best[name], (time.perf_counter() - start) / len(contender.ring))
-    return best
+def contender(case: Case, name: str, ring: Sequence[Any]) -> Contender:
+    k, n = ring[0].shape
+    if name in FORMATS:  # what is stored stays the same
+        if case.dtype == "int8":
+            ring = [q.with_activation_dtype("int8") for q in ring]
+        else:
+            ring = [q.astype(case.dtype) for q in ring]
+    x = jax.random.normal(jax.random.key(1), (case.rows, n if case.transposed else k)).astype(ring[0].dtype)
+    product = jax.jit(lambda x, w: x @ (w.T if case.transposed else w))
+    return Contender(lambda w: product(x, w).block_until_ready(), ring)
 
 
-def temporary_bytes(contender: Contender) -> int:
-    lowered: Any = contender.call  # a jitted function
-    return lowered.lower(contender.x, contender.ring[0]).compile().memory_analysis().temp_size_in_bytes
+class Settings(NamedTuple):
+    ring_bytes: float
+    bursts: int
+    seconds: float  # a multiple of SECONDS
+
+
+Times = dict[Case, dict[str, float]]
+
+
+def measure_shape(shape: tuple[int, int], rows: Sequence[int], settings: Settings) -> Times:
+    weights = random_weights(shape)
+    names = dict.fromkeys(name for case in cases(rows) for name in case.formats())
+    rings = {name: ring_of([MAKE[name](w) for w in weights], settings.ring_bytes) for name in names}
+    found: Times = {}
+    for case in cases(rows):
+        playing = {name: contender(case, name, rings[name]) for name in case.formats()}
+        found[case] = measure(playing, settings.bursts, SECONDS[case.rows >= MANY_ROWS] * settings.seconds)
+    return found
+
+
+def goal(case: Case, name: str) -> float | None:
+    goals = GOALS.get(case, {})
+    return goals.get(name, goals.get(name.replace(",", " ").split()[0]))
+
+
+def speed_table(speeds: dict[Case, dict[str, float]], ms: dict[Case, float] | None = None) -> str:
+    """Multiples of JAX float32's speed, and after a slash what the goal is."""
+    names = [name for name in MAKE if name != "JAX float32"]
+
+    def cell(case: Case, name: str) -> str:
+        if name not in speeds[case]:
+            return ""
+        wanted = goal(case, name)
+        return f"{speeds[case][name]:.2f}x" + (f" / {wanted:g}" if wanted else "")
+
+    time = ["JAX float32"] if ms else []
+    rows = [[str(c), *([f"{ms[c]:.2f} ms"] if ms else []), *(cell(c, name) for name in names)] for c in speeds]
+    return markdown(["speed / goal", *time, *names], rows)
+
+
+def speeds_of(times: Times) -> dict[Case, dict[str, float]]:
+    return {c: {name: t["JAX float32"] / s for name, s in t.items() if name != "JAX float32"} for c, t in times.items()}
+
+
+def compare_shapes(shapes: Sequence[tuple[int, int]], rows: Sequence[int], settings: Settings, readme: bool) -> None:
+    least: dict[Case, dict[str, float]] = {}
+    for shape in shapes:
+        times = measure_shape(shape, rows, settings)
+        speeds = speeds_of(times)
+        ms = {case: times[case]["JAX float32"] * 1e3 for case in times}
+        print(
+            f"\nW of shape {shape}, in multiples of the speed of JAX float32\n\n{speed_table(speeds, ms)}", flush=True
+        )
+        for case, found in speeds.items():
+            least[case] = {name: min(s, least.get(case, found)[name]) for name, s in found.items()}
+    if readme:
+        rewrite(README, "matmul", INTRODUCTION.format(", ".join(map(str, shapes)), headline()) + speed_table(least))
+        print(f"\nwrote the least of these shapes into {README.name}")
+
+
+def compare_threads(threads: Sequence[int], shape: tuple[int, int], rows: Sequence[int], settings: Settings) -> None:
+    """Each number of threads in a process of its own: XLA's pool has as many as the process has cores to run on."""
+    cores, found = sorted(os.sched_getaffinity(0)), {}
+    for count in threads:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawn, os.sched_setaffinity, (0, cores[:count])) as process:
+            found[count] = process.submit(measure_shape, shape, rows, settings).result()
+            pool = process.submit(pool_threads).result()
+            print(f"{count} core{'s' * (count > 1)}: XLA's pool has {pool} thread{'s' * (pool > 1)}")
+    for case in cases(rows):
+        header = ["ms", *(f"threads: {count}" for count in threads), "times as fast"]
+        lines = []
+        for name in found[threads[0]][case]:
+            ms = [found[count][case][name] * 1e3 for count in threads]
+            lines.append([name, *(f"{each:.3f}" for each in ms), f"{ms[0] / ms[-1]:.2f}"])
+        print(f"\n{case}, W of shape {shape}\n\n{markdown(header, lines)}")
+
+
+def pool_threads() -> int:
+    return sum("XLAEigen" in task.read_text() for task in Path("/proc/self/task").glob("*/comm"))
+
+
+SIZES_MB = (1, 4, 16, 64, 256, 1024)
+CHAIN_BYTES = 16e6  # small products are chained to this in one call, so that they and not the calls are timed
+
+
+def compare_sizes(settings: Settings) -> None:
+    """One row of x. A weight is a small one repeated, to be made quickly; no time depends on the values."""
+    names = ["JAX float32", "int8, per row", "int8, per column", "nf4 along K", "nf4 along N", "ternary"]
+    print("\none row of x over weights of so many stored bytes: time, and GB/s")
+    for varied in ("K", "N"):
+        lines = []
+        for name in names:
+            small = MAKE[name](random_weights((4096, 4096))[0])
+            each = stored_bytes(small)
+            chains = {}
+            for mb in SIZES_MB:
+                length = max(64, round(4096 * mb * 1e6 / each / 64) * 64)
+                shape = (length, 4096) if varied == "K" else (4096, length)
+                chains[f"{mb} MB"] = chain(resized(MAKE[name], small, shape), settings.ring_bytes)
+            times = measure({size: c.contender for size, c in chains.items()}, settings.bursts, SECONDS[False])
+            for size, c in chains.items():
+                times[size] /= c.length
+            lines.append([name, *(f"{1e3 * s:.2f} ms {chains[size].each / s / 1e9:4.1f}" for size, s in times.items())])
+        fixed = "N" if varied == "K" else "K"
+        header = [f"{fixed} = 4096, {varied} varied", *(f"{mb} MB" for mb in SIZES_MB)]
+        print(f"\n{markdown(header, lines)}", flush=True)
+
+
+def resized(make: Make, small: Any, shape: tuple[int, int]) -> Any:
+    """A weight of that shape with the leaves of `small`, repeated or cut."""
+    like = jax.eval_shape(make, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+    def fit(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        repeats = [math.ceil(want / have) for want, have in zip(like.shape, leaf.shape, strict=True)]
+        return jnp.tile(leaf, repeats)[tuple(map(slice, like.shape))]
+
+    leaves = map(fit, jax.tree.leaves(small), jax.tree.leaves(like))
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+class Chain(NamedTuple):
+    contender: Contender
+    length: int  # products in a call
+    each: int  # stored bytes of a weight
+
+
+def chain(weight: Any, ring_bytes: float) -> Chain:
+    """Products in one call, each waiting for the one before."""
+    count = ring_length(stored_bytes(weight), CHAIN_BYTES)
+    ring = ring_of([weight], ring_bytes)
+    x = jnp.ones((1, weight.shape[0]))
+
+    @jax.jit
+    def products(x: jax.Array, weights: Sequence[Any]) -> jax.Array:
+        y = x @ weights[0]
+        for w in weights[1:]:
+            y = (x + 0 * y[:, :1]) @ w
+        return y
+
+    links = [ring[i : i + count] for i in range(0, len(ring) - count + 1, count)]
+    played = Contender(lambda weights: products(x, weights).block_until_ready(), links)
+    return Chain(played, count, stored_bytes(weight))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 512], help="rows of x (default: 1 8 512)")
-    parser.add_argument("--shape", type=int, nargs=2, default=(4096, 4096), metavar=("K", "N"))
-    parser.add_argument("--ring", type=float, default=0.8, help="GB of float32 weights to go around (default: 0.8)")
-    parser.add_argument("--bursts", type=int, default=7)
-    parser.add_argument("--transposed", action="store_true", help="x @ w.T, as with tied embeddings")
+    parser.add_argument("--shape", type=int, nargs=2, action="append", metavar=("K", "N"), help="may be given again")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 512], metavar="M", help="default: 1 8 512")
+    parser.add_argument("--ring", type=float, default=0.8, help="GB of stored bytes that each goes around (0.8)")
+    parser.add_argument("--bursts", type=int, default=60, help="at most, of each contender (60)")
+    parser.add_argument("--quick", action="store_true", help="the first shape, a small ring, few bursts")
+    parser.add_argument("--threads", type=int, nargs="+", metavar="COUNT", help="compare numbers of threads")
+    parser.add_argument("--linear", action="store_true", help="compare sizes of weights")
+    parser.add_argument("--readme", action="store_true", help="write the table into the README")
     args = parser.parse_args()
-    print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}, weights {tuple(args.shape)}")
-    for rows in args.rows:
-        made = contenders(rows, tuple(args.shape), int(args.ring * 1e9), args.transposed)
-        best = measure(made, args.bursts)
-        print(f"\nx of shape ({rows}, {args.shape[args.transposed]}){', x @ w.T' if args.transposed else ''}")
-        print(f"{'':26} {'ms':>9} {'of float32 speed':>17} {'temporary MB':>13}")
-        for name, seconds in best.items():
-            ratio, temporary = best["jax float32"] / seconds, temporary_bytes(made[name]) / 1e6
-            print(f"{name:26} {seconds * 1e3:9.2f} {ratio:16.2f}x {temporary:13.1f}")
+    shapes = [(k, n) for k, n in args.shape or SHAPES]
+    settings = Settings(args.ring * 1e9, args.bursts, 1.0)
+    if args.quick:
+        shapes, settings = shapes[:1], Settings(0.1e9, 5, 0.2)
+    if max(args.threads or [1]) > core_count():
+        parser.error(f"--threads {max(args.threads)} on {core_count()} cores: they would wait for one another")
+    print(headline())
+    if args.threads:
+        compare_threads(args.threads, shapes[0], args.rows, settings)
+    elif args.linear:
+        compare_sizes(settings)
+    else:
+        compare_shapes(shapes, args.rows, settings, args.readme)
 
 
 if __name__ == "__main__":

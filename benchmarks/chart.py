@@ -1,0 +1,58 @@
+"""A chart of speeds: a column for each number of rows, a bar for each contender; readable on light and dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from eformer.model._svg import element, scale, text
+
+Line = tuple[str, str, bool, bool, Mapping[int, float]]  # group, label, ours, int8 activations, speed by rows of x
+
+LABELS, COLUMN, GAP, BAR, TOP = 350, 170, 46, 17, 66
+STYLE = """
+text { font: 12px system-ui, sans-serif; fill: #1f2328 } .ours { fill: #0969da } .peer { fill: #8c959f }
+.title { font-size: 14px; font-weight: 600 } .note { font-size: 11px } .best { font-weight: 700 }
+.rounded { opacity: .55 } .one { stroke: #d0d7de }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .ours { fill: #58a6ff } .peer { fill: #7d8590 } .one { stroke: #3d444d }
+}
+"""
+
+
+def bars(lines: Sequence[Line], rows: Sequence[int], title: str, machine: str) -> str:
+    """Every column has a scale of its own; the fastest of each group in it is bold, and a thin line marks 1."""
+    groups = list(dict.fromkeys(group for group, *_ in lines))
+    width = LABELS + len(rows) * (COLUMN + GAP)
+    parts = [
+        element("style", STYLE),
+        text(title, 8, 20, class_="title"),
+        text(f"{machine}. Pale: x rounded to int8.", 8, 38, class_="note"),
+    ]
+    tops, y = {}, TOP
+    for group in groups:
+        tops[group] = y
+        parts.append(text(group, 8, y + 12, class_="best"))
+        y += BAR * (1 + sum(line[0] == group for line in lines)) + 8
+    for column, m in enumerate(rows):
+        left = LABELS + column * (COLUMN + GAP)
+        speeds = [line[4][m] for line in lines if m in line[4]]
+        at = scale(0, max(speeds, default=1), 0, COLUMN)
+        parts.append(text(f"{m} row{'s' * (m != 1)} of x", left, TOP - 6, class_="best"))
+        parts.append(element("line", x1=left + at(1), x2=left + at(1), y1=TOP, y2=float(y), class_="one"))
+        for group in groups:
+            members = [line for line in lines if line[0] == group]
+            best = max((line[4].get(m, 0) for line in members), default=0)
+            for place, (_, label, ours, rounded, speed) in enumerate(members, 1):
+                top = tops[group] + BAR * place
+                if column == 0:
+                    parts.append(
+                        text(label, LABELS - 8, top + 12, text_anchor="end", class_="best" if ours else "label")
+                    )
+                if m in speed:
+                    kind = ("ours" if ours else "peer") + (" rounded" if rounded else "")
+                    length = max(at(speed[m]), 1.0)
+                    parts.append(element("rect", x=left, y=top + 2, width=length, height=BAR - 4, class_=kind))
+                    value = "best" if speed[m] == best else "label"
+                    parts.append(text(f"{speed[m]:.2f}x", left + length + 4, top + 12, class_=value))
+    size = {"width": width, "height": y, "viewBox": f"0 0 {width} {y}"}
+    return element("svg", *parts, xmlns="http://www.w3.org/2000/svg", role="img", aria_label=title, **size) + "\n"
