@@ -189,6 +189,7 @@ class ArrayNF4(LeafwiseArray):
             padding=self.padding,
             dtype=self.dtype,
             use_kernel=self.use_kernel,
+            activation_dtype=self.activation_dtype,
         )
 
     def is_stacked(self) -> bool:
