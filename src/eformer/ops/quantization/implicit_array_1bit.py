@@ -146,6 +146,7 @@ class Array1B(LeafwiseArray):
             padding=weight.shape[axis] * 4 - shape[axis] if shape else 0,
             dtype=self.dtype,
             use_kernel=self.use_kernel,
+            activation_dtype=self.activation_dtype,
         )
 
 

@@ -102,7 +102,12 @@ class Array8B(LeafwiseArray):
         ndim = len(shape)
         axis = tuple(moved[a % self.ndim] - ndim for a in self.axis or () if a % self.ndim in moved)
         return type(self)(
-            leaves["scale"], leaves["weight"], tuple(sorted(axis)), dtype=self.dtype, use_kernel=self.use_kernel
+            leaves["scale"],
+            leaves["weight"],
+            tuple(sorted(axis)),
+            dtype=self.dtype,
+            use_kernel=self.use_kernel,
+            activation_dtype=self.activation_dtype,
         )
 
 

@@ -190,6 +190,7 @@ class ArrayNF4(LeafwiseArray):
             dtype=self.dtype,
             use_kernel=self.use_kernel,
             activation_dtype=self.activation_dtype,
+            activation_dtype=self.activation_dtype,
         )
 
     def is_stacked(self) -> bool:
@@ -230,6 +231,7 @@ class ArrayNF4(LeafwiseArray):
             padding=packed.shape[axis] * 2 - shape[axis] if shape else 0,
             dtype=self.dtype,
             use_kernel=self.use_kernel,
+            activation_dtype=self.activation_dtype,
         )
 
 
