@@ -190,7 +190,6 @@ class ArrayNF4(LeafwiseArray):
             dtype=self.dtype,
             use_kernel=self.use_kernel,
             activation_dtype=self.activation_dtype,
-            activation_dtype=self.activation_dtype,
         )
 
     def is_stacked(self) -> bool:
