@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.interpreters import mlir
 
 
@@ -50,10 +49,10 @@ def _devices(ctx: Any) -> tuple[Any, ...] | None:
 def device_kind(ctx: Any) -> str | None:
     """What the devices are called that the program is for; None if that can't be told."""
     module = ctx.module_context
-    devices = getattr(module.axis_context, "device_assignment", None)
-    if not devices:
-        devices = getattr(getattr(module.axis_context, "mesh", None), "devices", np.empty(0)).flat
-    devices = list(devices)
+    mesh = getattr(module.axis_context, "mesh", None)
+    devices = list(getattr(module.axis_context, "device_assignment", None) or ())
+    if isinstance(mesh, jax.sharding.Mesh):
+        devices = list(mesh.devices.flat)
     if not devices and (backend := module.get_backend(optional=True)) is not None:
         devices = backend.devices()
     return devices[0].device_kind if devices else None
