@@ -14,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ._typed import result
+
 LANES = 128
 ROWS = 256  # of a block
 
@@ -45,7 +47,7 @@ def _moved(x: jax.Array, parts: int, run: int, dtype: Any, interpret: Any) -> ja
         grid=(count, pl.cdiv(m, rows), groups // together),
         in_specs=[spec(given)],
         out_specs=spec(made),
-        out_shape=jax.ShapeDtypeStruct((count, made, m, k * given // made), dtype),
+        out_shape=result(x, (count, made, m, k * given // made), dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
         interpret=interpret,
         name="moved_lanes",

@@ -19,6 +19,7 @@ from eformer.kernels import Matrix, reference
 
 from ._scales import beside_product, block_scales, is_outer
 from ._tables import TERNARY_VALUES, TERNARY_ZEROS, VALUES_PER_BYTE
+from ._typed import alike, result
 
 
 class Tiles(NamedTuple):
@@ -104,11 +105,11 @@ def matmul(
     out = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(count * splits, pl.cdiv(m, tiles.m), pl.cdiv(n_bytes, tiles.n)),
-        out_shape=jax.ShapeDtypeStruct((count, splits, m, n), jnp.float32),
+        out_shape=result(x, (count, splits, m, n), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=2),
         interpret=interpret,
         name=f"{plan.format}_matmul",
-    )(x.astype(dtype), matrix.codes, *map(jnp.asarray, tables), *scales)
+    )(x.astype(dtype), matrix.codes, *(alike(x, jnp.asarray(table)) for table in tables), *scales)
     return out[:, 0] if splits == 1 else jnp.sum(out, 1)
 
 

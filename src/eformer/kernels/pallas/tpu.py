@@ -22,6 +22,7 @@ from eformer.kernels import Matrix, reference
 from ._lanes import LANES, deinterleaved, interleaved
 from ._scales import beside_product, block_scales, is_outer
 from ._tables import TERNARY_ZEROS, VALUES_PER_BYTE, nibble_words
+from ._typed import alike, result
 
 
 class Tiles(NamedTuple):
@@ -156,7 +157,7 @@ def matmul(
     x = deinterleaved(x, plan.summed_operands, run, x.dtype if plan.integer else jnp.bfloat16, interpret)
     operands, specs = [x, matrix.codes], [_x_spec(plan), _codes_spec(plan)]
     if plan.format != "int8":
-        table = _tables(plan)
+        table = alike(x, _tables(plan))
         operands.append(table)
         specs.append(pl.BlockSpec(table.shape, lambda *_: (0, 0)))
     if scales:
@@ -172,9 +173,7 @@ def matmul(
         grid=grid,
         in_specs=specs,
         out_specs=pl.BlockSpec((None, plan.free_operands, plan.tiles.m, plan.width), lambda b, i, j, k: (b, 0, i, j)),
-        out_shape=jax.ShapeDtypeStruct(
-            (count, plan.free_operands, grid[1] * plan.tiles.m, grid[2] * plan.width), plan.sums
-        ),
+        out_shape=result(x, (count, plan.free_operands, grid[1] * plan.tiles.m, grid[2] * plan.width), plan.sums),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name=f"{plan.format}_matmul",
