@@ -27,6 +27,8 @@ from rings import core_count, headline, machine, markdown, measure, random_weigh
 HERE = Path(__file__).parent
 BASELINE = "JAX: float32, float32 x"
 LARGEST_ERROR = 0.05
+# Neither torch, to compile, nor OpenVINO, to send statistics, may fork this process: JAX has threads in it.
+NO_FORKS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "CI": "true"}
 SECONDS = 75.0  # for all contenders of one number of rows
 
 
@@ -167,6 +169,7 @@ def main() -> None:
         parser.error(f"--threads {args.threads}: this process has {core_count()} cores to run on")
     if hasattr(os, "sched_setaffinity"):  # XLA takes its threads from this
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
+    os.environ.update(NO_FORKS)
     print(headline())
     for package, how in absent().items():
         print(f"absent: {package} ({how})")
