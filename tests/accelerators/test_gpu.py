@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import Any
 
 import jax
@@ -19,7 +20,9 @@ from eformer.ops.quantization import quantize
 from .problems import PROBLEMS, Problem
 from .targets import TARGETS
 
-pytestmark = pytest.mark.usefixtures("cuda_plugin")
+if importlib.util.find_spec("jax_cuda13_plugin") is None:
+    pytest.skip("JAX's CUDA plugin is not installed: `make test-accelerators` does it", allow_module_level=True)
+
 every_gpu = pytest.mark.parametrize("name", TARGETS)
 NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 

@@ -18,9 +18,8 @@ from tests.kernels.test_pallas import (
     x_for,
 )
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="it takes minutes: `make test-accelerators` runs it"
-)
+if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("it takes minutes: `make test-accelerators` runs it", allow_module_level=True)
 
 
 @pytest.mark.usefixtures("compile_quickly")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 from typing import Any
 
@@ -20,7 +21,9 @@ from eformer.ops.quantization import quantize
 
 from .problems import PROBLEMS, Problem
 
-pytestmark = pytest.mark.usefixtures("libtpu")
+if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("libtpu is not installed: `make test-accelerators` does it", allow_module_level=True)
+
 every_chip = pytest.mark.parametrize("chip", TOPOLOGIES)
 
 
