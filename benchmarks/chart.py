@@ -26,7 +26,7 @@ def bars(lines: Sequence[Line], rows: Sequence[int], title: str, machine: str) -
     parts = [
         element("style", STYLE),
         text(title, 8, 20, class_="title"),
-        text(f"{machine}. Pale: x rounded to int8.", 8, 38, class_="note"),
+        text(f"{machine}. Pale: x may be rounded to int8.", 8, 38, class_="note"),
     ]
     tops, y = {}, TOP
     for group in groups:

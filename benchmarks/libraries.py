@@ -42,7 +42,7 @@ class Product(NamedTuple):
     library: str
     weight: str  # how it is stored
     group: str  # what it is compared with
-    activations: str  # "float32", or what x is rounded to before it is multiplied
+    activations: str  # "float32", or what x may be rounded to before it is multiplied
     nbytes: int  # of one weight
     contender: Contender
     decoded: Callable[[], Any]  # the first weight of the ring as a dense matrix (K, N)
