@@ -53,8 +53,8 @@ def device_kind(ctx: Any) -> str | None:
     devices = list(getattr(module.axis_context, "device_assignment", None) or ())
     if isinstance(mesh, jax.sharding.Mesh):
         devices = list(mesh.devices.flat)
-    if not devices and (backend := module.get_backend(optional=True)) is not None:
-        devices = backend.devices()
+    if not devices and module.backend is not None:
+        devices = module.backend.devices()
     return devices[0].device_kind if devices else None
 
 
