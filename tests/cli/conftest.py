@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,3 +50,11 @@ def dense(tmp_path: Path) -> Path:
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_are_heard() -> Iterator[None]:
+    """Also where the tests run in the background of a shell, which makes programs ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
