@@ -19,18 +19,20 @@ from .matrices import FORMATS, nf4, oracle
 pytestmark = [
     pytest.mark.skipif(not cpu.is_available(), reason="installed without the native core"),
     pytest.mark.filterwarnings("ignore::eformer.kernels.cpu.SlowerWithoutCore"),
+    pytest.mark.usefixtures("compile_quickly"),
 ]
 SETS = cpu.instruction_sets() if cpu.is_available() else ()
 every_set = pytest.mark.parametrize("instructions", SETS)
-
-
 every_format = pytest.mark.parametrize("name", FORMATS)
 # Every format with ragged sizes, several matrices, and several parts of depth and width; one of each way to store
 # codes also with one element, with less than a vector, with whole vectors, and with more than a stripe.
 BROAD = ("int8 per row", "nf4 64 along 1", "nf4 64 along 2", "ternary")
 SHAPED = [(name, shape) for name in FORMATS for shape in [(2, 70, 33), (1, 530, 200)]]
 SHAPED += [(name, shape) for name in BROAD for shape in [(1, 1, 1), (1, 7, 5), (1, 128, 64), (1, 259, 4105)]]
-every_shape = pytest.mark.parametrize(("name", "shape"), SHAPED, ids=str)
+# The best instruction set with all of them, the others with each format once.
+CASES = [(*case, best) for best in SETS[:1] for case in SHAPED]
+CASES += [(name, (2, 70, 33), other) for other in SETS[1:] for name in FORMATS]
+every_case = pytest.mark.parametrize(("name", "shape", "instructions"), CASES, ids=str)
 ROWS = [1, 2, 5, 40]
 
 
@@ -68,8 +70,7 @@ def example(name: str, shape: tuple[int, ...]) -> tuple[Matrix, np.ndarray]:
     return replace(made[0], codes=codes, scales=scales), np.asarray(values)
 
 
-@every_set
-@every_shape
+@every_case
 def test_products_and_values(name, shape, instructions):
     """With both orientations, and with numbers of rows that take each of the kernels."""
     matrix, values = example(name, shape)
