@@ -103,8 +103,9 @@ def contender(case: Case, name: str, ring: Sequence[Any]) -> Contender:
             ring = [q.with_activation_dtype("int8") for q in ring]
         else:
             ring = [q.astype(case.dtype) for q in ring]
-    x = jax.random.normal(jax.random.key(1), (case.rows, n if case.transposed else k)).astype(ring[0].dtype)
-    product = jax.jit(lambda x, w: x @ (w.T if case.transposed else w))
+    transposed = case.transposed and name != "JAX float32"  # which is held against everything in its best form
+    x = jax.random.normal(jax.random.key(1), (case.rows, n if transposed else k)).astype(ring[0].dtype)
+    product = jax.jit(lambda x, w: x @ (w.T if transposed else w))
     return Contender(lambda w: product(x, w).block_until_ready(), ring)
 
 
