@@ -124,7 +124,7 @@ struct PackedRows {
   }
 };
 
-// The same rounded to 127 steps in either direction of the largest.
+// One row of x for each matrix, rounded to 127 steps in either direction of its largest element.
 struct IntegerRows {
   int64_t stride;
   std::unique_ptr<int8_t[]> values;

@@ -47,7 +47,7 @@ static inline void ToColumns(const IntStrip& s, float factor, float* columns) {
   }
 }
 
-// Adds four values of x, a byte each, times those of four rows. Only sizes may be 128.
+// Adds four values of x, a byte each and none of them -128, times those of four rows, which may be.
 static inline void AddFour(IntStrip& sums, __m256i x, const Bytes (&rows)[4]) {
   const __m256i r0 = (__m256i)rows[0], r1 = (__m256i)rows[1], r2 = (__m256i)rows[2], r3 = (__m256i)rows[3];
   const __m256i low01 = _mm256_unpacklo_epi8(r0, r1), high01 = _mm256_unpackhi_epi8(r0, r1);
@@ -132,10 +132,10 @@ static inline void Nf4ByIntegers(const Matrix& m, const int8_t* x, int64_t k0, i
 
 // Codes are one more than the values they stand for. Sums of pairs stay in 16 bits for a while.
 static inline void TernaryByIntegers(const Matrix& m, const int8_t* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
-  constexpr int64_t kFlush = 32;  // rows of bytes: 32 x 2 x 2 x 3 x 127 < 2^15 - 1, with codes of no number
+  constexpr int64_t kFlush = 32;  // rows of bytes: four codes of at most 2 each, 32 x 4 x 2 x 127 < 2^15
   alignas(64) int32_t sums[kStripe + kStrip] = {};
-  alignas(64) Bytes threes[kStripe / kStrip + 1] = {};  // codes of no number
-  alignas(64) int16_t pairs[2 * (kStripe + kStrip) / 2];
+  alignas(64) Bytes threes[kStripe / kStrip + 1] = {};  // codes of no number: what they add up to does not count
+  alignas(64) int16_t pairs[kStripe + kStrip];
   const __m256i low_bits = _mm256_set1_epi8(3);
   int64_t ones = 0;
   for (int64_t k = k0; k < k1; ++k) ones += x[k];
