@@ -63,8 +63,8 @@ sanitize: ## run the tests of the native core with AddressSanitizer and Undefine
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		$(VENV)-sanitize/bin/python -m pytest tests/kernels/test_cpu.py $(ARGS)
 
-# SIMDe (Debian: libsimde-dev) makes AVX-512 of AVX2.
-emulate: ## run the tests of the native core for AVX-512 on a processor that does not have it
+# SIMDe (Debian: libsimde-dev) makes AVX-512 of AVX2; csrc/amx.h has what stands for tiles.
+emulate: ## run the tests of the native core for AVX-512 and AMX on a processor that does not have them
 	@$(MAKE) --no-print-directory $(VENV)-emulate/bin/python VENV=$(VENV)-emulate
 	@$(VENV)-emulate/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary \
 		--config-settings=cmake.define.EFORMER_EMULATE_AVX512=ON '.[test]'

@@ -32,16 +32,6 @@ constexpr float kTernaryValues[4] = {-1, 0, 1, kNaN};
 constexpr float kTernaryLow[16] = {-1, 0, 1, kNaN, -1, 0, 1, kNaN, -1, 0, 1, kNaN, -1, 0, 1, kNaN};
 constexpr float kTernaryHigh[16] = {-1, -1, -1, -1, 0, 0, 0, 0, 1, 1, 1, 1, kNaN, kNaN, kNaN, kNaN};
 
-static inline Bytes LowNibbles(Bytes codes) { return codes & 15; }
-
-static inline Bytes HighNibbles(Bytes codes) {
-#if defined(__AVX2__)
-  return (Bytes)_mm256_srli_epi16((__m256i)codes, 4) & 15;
-#else
-  return codes >> 4;
-#endif
-}
-
 // 64 codes in order, of those of even and of odd places.
 static inline void Interleave(Bytes even, Bytes odd, Bytes& first, Bytes& second) {
 #if defined(__AVX2__)

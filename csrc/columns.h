@@ -59,8 +59,8 @@ static inline void Nf4DotsOfPackedColumns(const Matrix& m, const float* x, int64
         block_end += m.block / 2;
       }
       const Bytes pairs = LoadBytes(codes);
-      AddProduct(block_sum, LookUp(table, HighNibbles(pairs)), LoadStrip(xs + 2 * c));
-      AddProduct(block_sum, LookUp(table, LowNibbles(pairs)), LoadStrip(xs + 2 * c + kStrip));
+      AddProduct(block_sum, LookUpHigh(table, pairs), LoadStrip(xs + 2 * c));
+      AddProduct(block_sum, LookUpLow(table, pairs), LoadStrip(xs + 2 * c + kStrip));
     });
     AddProduct(sum, block_sum, Spread(*scale));
     y[n] = Sum(sum);
@@ -82,8 +82,8 @@ static inline void Nf4DotsOfPackedRows(const Matrix& m, const float* x, int64_t 
       ForEachBytes(m.codes + n / 2 * m.cols, m.cols, [&](const uint8_t* codes, int64_t c) {
         const Bytes pairs = LoadBytes(codes);
         const Strip xs = LoadStrip(&scaled.values[c]);
-        AddProduct(first, LookUp(table, HighNibbles(pairs)), xs);
-        AddProduct(second, LookUp(table, LowNibbles(pairs)), xs);
+        AddProduct(first, LookUpHigh(table, pairs), xs);
+        AddProduct(second, LookUpLow(table, pairs), xs);
       });
       y[n] = Sum(first);
       if (n + 1 < end) y[n + 1] = Sum(second);

@@ -40,7 +40,7 @@ static inline void Nf4ValuesOfPackedRows(const Matrix& m, const LoadedTable& tab
   for (int64_t i = 0; i < count; i += kStrip) {
     const int64_t present = m.cols - c - i;
     const Bytes pairs = LoadSome(codes + i, present);
-    Strip found = ToNatural(LookUp(table, row % 2 ? LowNibbles(pairs) : HighNibbles(pairs)));
+    Strip found = ToNatural(row % 2 ? LookUpLow(table, pairs) : LookUpHigh(table, pairs));
     if (present >= kStrip) {
       const Strip scales = LoadStrip(scale + i);
       for (int j = 0; j < kVecs; ++j) found.v[j] *= scales.v[j];
@@ -61,7 +61,7 @@ static inline void Nf4ValuesOfPackedColumns(const Matrix& m, const LoadedTable& 
     const Bytes pairs = LoadSome(codes + i / 2, row_bytes - (c + i) / 2);
     Bytes first, second;
     Interleave(HighNibbles(pairs), LowNibbles(pairs), first, second);
-    Strip halves[2] = {LookUp(table, first), LookUp(table, second)};
+    Strip halves[2] = {LookUpLow(table, first), LookUpLow(table, second)};
     if (m.block % kGrain == 0) {
       const Vec factor = Spread(scale[(c + i) / m.block]);
       for (int j = 0; j < kVecs; ++j) {

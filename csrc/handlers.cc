@@ -124,6 +124,42 @@ struct PackedRows {
   }
 };
 
+// The rows of x, bfloat16, for each matrix in tiles, as `Kernels::multiply_bfloats` takes them.
+struct TiledRows {
+  int64_t rows;
+  int64_t deep;      // tiles
+  RowGroups chunks;  // of tiles, each of which `multiply_bfloats` can take
+  std::unique_ptr<uint16_t[]> values;
+
+  static constexpr int64_t kTile = kTileRows * kTileDepth;
+
+  int64_t First(int64_t chunk) const { return chunks.First(chunk) * kTileRows; }
+  int64_t Size(int64_t chunk) const { return std::min(rows, First(chunk + 1)) - First(chunk); }
+  const uint16_t* Chunk(int64_t matrix, int64_t chunk) const {
+    return &values[(matrix * chunks.rows + chunks.First(chunk)) * deep * kTile];
+  }
+
+  TiledRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
+      : rows(x.dimensions()[1]),
+        deep(TilesOf(stack.first.Depth(), kTileDepth)),
+        chunks(TilesOf(rows, kTileRows), kManyBfloats / kTileRows),
+        values(new uint16_t[stack.count * chunks.rows * deep * kTile]) {
+    const int64_t depth = stack.first.Depth(), row_tiles = chunks.rows;
+    ParallelFor(pool, stack.count * row_tiles, [&](int64_t task) {
+      const int64_t matrix = task / row_tiles, first = task % row_tiles * kTileRows;
+      uint16_t* tiles = &values[task * deep * kTile];
+      std::memset(tiles, 0, deep * kTile * sizeof(uint16_t));
+      for (int64_t row = first; row < std::min(rows, first + kTileRows); ++row) {
+        const uint16_t* from = static_cast<const uint16_t*>(x.untyped_data()) + (matrix * rows + row) * depth;
+        for (int64_t k = 0; k < depth; k += kTileDepth) {
+          std::memcpy(tiles + k / kTileDepth * kTile + (row - first) * kTileDepth, from + k,
+                      std::min<int64_t>(kTileDepth, depth - k) * sizeof(uint16_t));
+        }
+      }
+    });
+  }
+};
+
 // One row of x for each matrix, rounded to 127 steps in either direction of its largest element.
 struct IntegerRows {
   int64_t stride;
@@ -236,10 +272,26 @@ void MultiplyAny(ffi::ThreadPool& pool, const Stack& stack, const PackedRows& x,
   });
 }
 
+// As MultiplyAny, but a scale that goes with x would be rounded with it: it stays with the values.
+void MultiplyBfloats(ffi::ThreadPool& pool, const Stack& stack, const TiledRows& x, float* y) {
+  const int64_t width = stack.first.Width(), panel = stack.kernels->panel(stack.first, x.Size(0));
+  const int64_t panels = CeilDiv(width, panel);
+  ParallelFor(pool, stack.count * x.chunks.count * panels, [&](int64_t task) {
+    const int64_t matrix = task / (x.chunks.count * panels), chunk = task / panels % x.chunks.count;
+    const int64_t n0 = task % panels * panel, n1 = std::min(width, n0 + panel), rows = x.Size(chunk);
+    Matrix m = stack[matrix];
+    const Scales scales(m);
+    if (scales.of_width != nullptr) m.scale = nullptr;
+    float* sums = y + (matrix * x.rows + x.First(chunk)) * width;
+    stack.kernels->multiply_bfloats(m, x.Chunk(matrix, chunk), rows, n0, n1, sums);
+    for (int64_t row = 0; row < rows; ++row) scales.ScaleResult(n0, n1, sums + row * width);
+  });
+}
+
 ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::RemainingArgs scales,
                       ffi::Result<ffi::AnyBuffer> y, std::string_view format, std::string_view instruction_set,
                       int64_t rows, int64_t cols, int64_t packed_axis, int64_t contracted_axis, int64_t block_size,
-                      bool round_x) {
+                      bool round_x, bool round_values) {
   Stack stack;
   const Attributes attributes = {format, instruction_set, rows, cols, packed_axis, contracted_axis, block_size};
   if (auto error = MakeStack(pool, attributes, codes, scales, stack); error.failure()) return error;
@@ -264,7 +316,9 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cod
     std::memset(sums, 0, y->size_bytes());
     return ffi::Error::Success();
   }
-  if (count > 1 || !stack.kernels->has_row_kernel(stack.first)) {
+  if (count > 1 && round_values && type == ffi::BF16 && stack.kernels->multiply_bfloats != nullptr) {
+    MultiplyBfloats(pool, stack, TiledRows(pool, stack, x), sums);
+  } else if (count > 1 || !stack.kernels->has_row_kernel(stack.first)) {
     MultiplyAny(pool, stack, PackedRows(pool, stack, x), sums);
   } else {
     MultiplyOneRow(pool, stack, SingleRows(stack, x), round_x, sums);
@@ -313,7 +367,8 @@ XLA_FFI_DEFINE_HANDLER(kMatmul, MatmulImpl,
                            .Attr<int64_t>("packed_axis")
                            .Attr<int64_t>("contracted_axis")
                            .Attr<int64_t>("block_size")
-                           .Attr<bool>("round_x"));
+                           .Attr<bool>("round_x")
+                           .Attr<bool>("round_values"));
 
 XLA_FFI_DEFINE_HANDLER(kDecode, DecodeImpl,
                        ffi::Ffi::Bind()

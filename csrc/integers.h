@@ -53,8 +53,12 @@ static inline void AddFour(IntStrip& sums, __m256i x, const Bytes (&rows)[4]) {
   const __m256i low01 = _mm256_unpacklo_epi8(r0, r1), high01 = _mm256_unpackhi_epi8(r0, r1);
   const __m256i low23 = _mm256_unpacklo_epi8(r2, r3), high23 = _mm256_unpackhi_epi8(r2, r3);
   const auto add = [&](int i, __m256i fours) {
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(fours), _mm256_sign_epi8(x, fours));
-    sums.v[i] += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    const __m256i sizes = _mm256_abs_epi8(fours), factors = _mm256_sign_epi8(x, fours);
+#if defined(EFORMER_VNNI)
+    sums.v[i] = (Ints)_mm256_dpbusd_epi32((__m256i)sums.v[i], sizes, factors);
+#else
+    sums.v[i] += (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(sizes, factors), _mm256_set1_epi16(1));
+#endif
   };
   add(0, _mm256_unpacklo_epi16(low01, low23));
   add(1, _mm256_unpackhi_epi16(low01, low23));

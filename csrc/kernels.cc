@@ -1,6 +1,7 @@
 // The kernels of one instruction set. The build compiles this file once for each, with EFORMER_ISA its name.
 #include "kernels.h"
 
+#include "bfloats.h"
 #include "columns.h"
 #include "integers.h"
 #include "multiply.h"
@@ -26,7 +27,7 @@ static bool HasRowKernel(const Matrix& m) {
 
 extern const Kernels kKernels;
 const Kernels kKernels = {EFORMER_STRING(EFORMER_ISA), HasRowKernel, MultiplyRowByRows, HasIntegerKernel,
-                          MultiplyIntegersByRows, MultiplyRowByColumns, Panel, kTall, Multiply, Decode};
+                          MultiplyIntegersByRows, MultiplyRowByColumns, Panel, kTall, Multiply, kMultiplyBfloats, Decode};
 
 }  // namespace EFORMER_ISA
 }  // namespace eformer

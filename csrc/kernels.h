@@ -55,6 +55,14 @@ struct RowGroups {
   EFORMER_INLINE int64_t Size(int64_t group) const { return First(group + 1) - First(group); }
 };
 
+// Tiles of bfloat16 rows of x, as `multiply_bfloats` takes them: those of 16 rows one behind the other along the depth,
+// row by row, with zeros where there are no rows or no depth.
+constexpr int kTileRows = 16;
+constexpr int kTileDepth = 32;
+constexpr int64_t kManyBfloats = 512;  // rows at a time: their sums stay in cache
+
+EFORMER_INLINE int64_t TilesOf(int64_t length, int64_t tile) { return (length + tile - 1) / tile; }
+
 struct Kernels {
   const char* name;
 
@@ -80,10 +88,19 @@ struct Kernels {
   int64_t tall;
   void (*multiply)(const Matrix& matrix, const float* x, int64_t count, int64_t n0, int64_t n1, float* y);
 
+  // The same of up to kManyBfloats rows of bfloat16, in tiles, and of values rounded to it; nullptr where none is faster.
+  void (*multiply_bfloats)(const Matrix& matrix, const uint16_t* x, int64_t count, int64_t n0, int64_t n1, float* y);
+
   // All values of a row.
   void (*decode)(const Matrix& matrix, int64_t row, float* values);
 };
 
+namespace amx {  // and all of AVX-512
+extern const Kernels kKernels;
+}
+namespace avx512_vnni {
+extern const Kernels kKernels;
+}
 namespace avx512 {
 extern const Kernels kKernels;
 }

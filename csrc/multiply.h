@@ -136,8 +136,8 @@ static inline void LookUpRows(const Matrix& m, const LoadedTable& table, int64_t
     __builtin_prefetch(codes + ahead);
     for (int64_t i = 0; i < kGrain; i += kStrip) {
       const Bytes pairs = LoadSome(codes + i, m.cols - n - i);
-      StoreStrip(part + i, LookUp(table, HighNibbles(pairs)));
-      StoreStrip(part + i + kStride, LookUp(table, LowNibbles(pairs)));
+      StoreStrip(part + i, LookUpHigh(table, pairs));
+      StoreStrip(part + i + kStride, LookUpLow(table, pairs));
     }
   }
 }
@@ -150,8 +150,8 @@ static inline void LookUpColumns(const Matrix& m, const LoadedTable& table, int6
   for (int64_t k = 0; k < depth; ++k, codes += row_bytes, scale += scales, part += kStride) {
     __builtin_prefetch(codes + ahead);
     const Bytes pairs = LoadSome(codes, row_bytes - n / 2);
-    StoreStrip(part, Times(LookUp(table, HighNibbles(pairs)), Spread(*scale)));
-    StoreStrip(part + kStrip, Times(LookUp(table, LowNibbles(pairs)), Spread(*scale)));
+    StoreStrip(part, Times(LookUpHigh(table, pairs), Spread(*scale)));
+    StoreStrip(part + kStrip, Times(LookUpLow(table, pairs), Spread(*scale)));
   }
 }
 

@@ -2,6 +2,12 @@
 
 #include <initializer_list>
 
+#if defined(EFORMER_AMX) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "handlers.h"
 #include "parallel.h"
 
@@ -10,6 +16,27 @@ namespace {
 
 constexpr int64_t kNested = 256;  // scales that share a scale of their own
 
+#if defined(EFORMER_EMULATE_AVX512)
+
+bool HasAmx() { return true; }
+
+#elif defined(EFORMER_AMX) && defined(__linux__)
+
+// Linux gives tiles to those who ask: the whole process may use them then.
+bool HasAmx() {
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;  // of the fourth register
+  constexpr long kAskForState = 0x1023, kTileData = 18;    // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTile) == 0) return false;
+  return __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+}
+
+#else
+
+bool HasAmx() { return false; }
+
+#endif
+
 // The kernels that this processor can run, the best first.
 std::vector<const Kernels*> AllKernels() {
   std::vector<const Kernels*> found;
@@ -17,11 +44,16 @@ std::vector<const Kernels*> AllKernels() {
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #if defined(EFORMER_EMULATE_AVX512)
-  const bool has_avx512 = has_avx2;
+  const bool has_avx512 = has_avx2, has_vnni = has_avx2;
 #else
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
 #endif
+#if defined(EFORMER_AMX)
+  if (has_vnni && HasAmx()) found.push_back(&amx::kKernels);
+#endif
+  if (has_vnni) found.push_back(&avx512_vnni::kKernels);
   if (has_avx512) found.push_back(&avx512::kKernels);
   if (has_avx2) found.push_back(&avx2::kKernels);
 #endif

@@ -54,8 +54,8 @@ static inline void Nf4RowByPackedRows(const Matrix& m, const float* x, int64_t k
         for (int r = 0; r < rows; ++r, codes += stride) {
           PrefetchAfter(codes, kRowGroup * stride);
           const Bytes pairs = LoadBytes(codes);
-          AddProduct(sum, LookUp(table, HighNibbles(pairs)), Spread(xs[2 * r]));
-          AddProduct(sum, LookUp(table, LowNibbles(pairs)), Spread(xs[2 * r + 1]));
+          AddProduct(sum, LookUpHigh(table, pairs), Spread(xs[2 * r]));
+          AddProduct(sum, LookUpLow(table, pairs), Spread(xs[2 * r + 1]));
         }
         if (!ends) return StoreStrip(block_sums + n, sum);
         float scales[kStrip];
@@ -87,8 +87,8 @@ static inline void Nf4RowByPackedColumns(const Matrix& m, const float* x, int64_
         PrefetchAfter(codes, kRowGroup * stride);
         const Bytes pairs = LoadBytes(codes);
         const Vec factor = Spread(x[k + r] * *scale);
-        AddProduct(of_even, LookUp(table, HighNibbles(pairs)), factor);
-        AddProduct(of_odd, LookUp(table, LowNibbles(pairs)), factor);
+        AddProduct(of_even, LookUpHigh(table, pairs), factor);
+        AddProduct(of_odd, LookUpLow(table, pairs), factor);
       }
       StoreStrip(even + n, of_even);
       StoreStrip(odd + n, of_odd);
@@ -117,8 +117,8 @@ static inline void TernaryRowByPackedRows(const Matrix& m, const float* x, int64
       for (int r = 0; r < rows; ++r, codes += stride) {
         PrefetchAfter(codes, kRowGroup * stride);
         const Bytes fours = LoadBytes(codes);
-        Add(sum, LookUp(LoadTable(tables[r][0]), LowNibbles(fours)));
-        Add(sum, LookUp(LoadTable(tables[r][1]), HighNibbles(fours)));
+        Add(sum, LookUpLow(LoadTable(tables[r][0]), fours));
+        Add(sum, LookUpHigh(LoadTable(tables[r][1]), fours));
       }
       StoreStrip(sums + n, sum);
     });

@@ -1,7 +1,8 @@
 // Vectors of floats and what the kernels do with them, for the instruction set this file is compiled for.
 //
-// Arithmetic is that of GCC's and Clang's vector types. A `Strip` is 32 floats; `LookUp` gives them in an order of its
-// own (`lane order`) that `ToNatural` undoes, because on AVX2 every move across lanes costs as much as a lookup.
+// Arithmetic is that of GCC's and Clang's vector types. A `Strip` is 32 floats. `LookUpLow` and `LookUpHigh` give those
+// that the lower and the higher four bits of 32 bytes stand for, in an order of their own (`lane order`) that
+// `ToNatural` undoes, because every move across lanes costs as much as a lookup.
 #ifndef EFORMER_SIMD_H_
 #define EFORMER_SIMD_H_
 
@@ -59,6 +60,16 @@ struct Strip {
 struct alignas(64) Table {
   uint8_t bytes[64];
 };
+
+static inline Bytes LowNibbles(Bytes codes) { return codes & 15; }
+
+static inline Bytes HighNibbles(Bytes codes) {
+#if defined(__AVX2__)
+  return (Bytes)_mm256_srli_epi16((__m256i)codes, 4) & 15;
+#else
+  return codes >> 4;
+#endif
+}
 
 static inline Vec Load(const float* p) {
   Vec v;
@@ -151,16 +162,29 @@ static inline Words ToWords(const Byte* p) {
 
 static inline Vec LookUp(__m512 values, Words codes) { return (Vec)_mm512_permutexvar_ps((__m512i)codes, values); }
 
-static inline Strip LookUp(const LoadedTable& table, Bytes codes) {
-  typedef uint8_t Sixteen __attribute__((vector_size(16)));
-  const Sixteen low = (Sixteen)_mm256_castsi256_si128((__m256i)codes);
-  const Sixteen high = (Sixteen)_mm256_extracti128_si256((__m256i)codes, 1);
-  return {{LookUp(table.values, __builtin_convertvector(low, Words)),
-           LookUp(table.values, __builtin_convertvector(high, Words))}};
+// A lookup counts the lowest four bits of a word alone, so that to shift four codes is to choose one. All 32 bytes stand
+// in either half of the words, and the halves are shifted apart.
+static inline Strip LookUpFrom(const LoadedTable& table, Bytes codes, int first_bit) {
+  const Words words = (Words)_mm512_broadcast_i64x4((__m256i)codes);
+  const Words shift = Words{0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16} + first_bit;
+  return {{LookUp(table.values, words >> shift), LookUp(table.values, words >> (shift + 8))}};
 }
 
-static inline Strip ToNatural(const Strip& s) { return s; }
-static inline Strip FromNatural(const Strip& s) { return s; }
+static inline Strip LookUpLow(const LoadedTable& table, Bytes codes) { return LookUpFrom(table, codes, 0); }
+static inline Strip LookUpHigh(const LoadedTable& table, Bytes codes) { return LookUpFrom(table, codes, 4); }
+
+// Vector i has every fourth value from i on, and then those from i + 2 on.
+static inline Strip ToNatural(const Strip& s) {
+  const Words first = {0, 16, 8, 24, 1, 17, 9, 25, 2, 18, 10, 26, 3, 19, 11, 27};
+  const __m512 a = (__m512)s.v[0], b = (__m512)s.v[1];
+  return {{(Vec)_mm512_permutex2var_ps(a, (__m512i)first, b), (Vec)_mm512_permutex2var_ps(a, (__m512i)(first + 4), b)}};
+}
+
+static inline Strip FromNatural(const Strip& s) {
+  const Words first = {0, 4, 8, 12, 16, 20, 24, 28, 2, 6, 10, 14, 18, 22, 26, 30};
+  const __m512 a = (__m512)s.v[0], b = (__m512)s.v[1];
+  return {{(Vec)_mm512_permutex2var_ps(a, (__m512i)first, b), (Vec)_mm512_permutex2var_ps(a, (__m512i)(first + 1), b)}};
+}
 
 static inline Strip FromInt8(const int8_t* p) {
   Strip s;
@@ -296,6 +320,11 @@ static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int
   return found;
 }
 
+#endif
+
+#if !defined(EFORMER_AVX512)
+static inline Strip LookUpLow(const LoadedTable& table, Bytes codes) { return LookUp(table, LowNibbles(codes)); }
+static inline Strip LookUpHigh(const LoadedTable& table, Bytes codes) { return LookUp(table, HighNibbles(codes)); }
 #endif
 
 }  // namespace EFORMER_ISA

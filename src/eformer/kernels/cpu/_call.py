@@ -56,7 +56,7 @@ def is_available() -> bool:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """What the core can use on this processor, the best first: of "avx512", "avx2", "portable"."""
+    """What the core can use on this processor, the best first: of "amx", "avx512_vnni", "avx512", "avx2", "portable"."""
     core = _core()
     return () if core is None else core.instruction_sets()
 
@@ -83,15 +83,19 @@ def _attributes(matrix: Matrix) -> dict[str, Any]:
     }
 
 
-def matmul(x: jax.Array, matrix: Matrix, contracted_axis: int, *, round_x: bool = False) -> jax.Array:
+def matmul(
+    x: jax.Array, matrix: Matrix, contracted_axis: int, *, round_x: bool = False, round_values: bool = False
+) -> jax.Array:
     """`x @ matrix`, or `x @ matrix.T` for `contracted_axis=1`, of x (count, m, k) in any float of at most 32 bits.
 
-    The sums and the result are float32. With `round_x`, one row of x may be rounded to 8 bits where that is faster.
+    The sums and the result are float32. With `round_x`, one row of x may be rounded to 8 bits where that is faster;
+    with `round_values`, the values of the matrix to bfloat16, if x is bfloat16.
     """
     width = matrix.cols if contracted_axis == 0 else matrix.rows
     call = jax.ffi.ffi_call("eformer_matmul", jax.ShapeDtypeStruct((matrix.count, x.shape[1], width), jnp.float32))
+    rounding = {"round_x": round_x, "round_values": round_values}
     return call(
-        x, matrix.codes, *matrix.scales, contracted_axis=contracted_axis, round_x=round_x, **_attributes(matrix)
+        x, matrix.codes, *matrix.scales, contracted_axis=contracted_axis, **rounding, **_attributes(matrix)
     )
 
 

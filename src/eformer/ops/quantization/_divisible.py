@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Self
 
 import jax
+import jax.numpy as jnp
 
 from eformer.kernels import Matrix, cpu, pallas
 
@@ -47,7 +48,8 @@ class DivisibleArray(QuantizedArray):
         matrix = self.stored_matrix()
         if matrix is None or not cpu.is_available():
             return None
-        return cpu.matmul(x, matrix, contracted_axis, round_x=self.activation_dtype == "int8")
+        rounding = {"round_x": self.activation_dtype == "int8", "round_values": self.dtype == jnp.bfloat16}
+        return cpu.matmul(x, matrix, contracted_axis, **rounding)
 
     def product_on_accelerator(self, device: pallas.Device, x: jax.Array, contracted_axis: int) -> jax.Array | None:
         """The same by a Pallas kernel; None also where XLA's own program is better."""

@@ -1,0 +1,105 @@
+// The tile registers of AMX, or what stands for them on a processor that has none, in a build that is to test the rest.
+#ifndef EFORMER_AMX_H_
+#define EFORMER_AMX_H_
+
+#include "simd.h"
+
+namespace eformer {
+namespace EFORMER_ISA {
+
+#if defined(EFORMER_EMULATE_AVX512)
+
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_zero
+#undef _tile_dpbf16ps
+#define _tile_loadconfig(config) ((void)(config))
+#define _tile_release() ((void)0)
+#define _tile_loadd(tile, from, stride) LoadEmulated(tile, from, stride)
+#define _tile_stored(tile, to, stride) StoreEmulated(tile, to, stride)
+#define _tile_zero(tile) std::memset(emulated[tile], 0, sizeof emulated[tile])
+#define _tile_dpbf16ps(sums, a, b) MultiplyEmulated(sums, a, b)
+
+static thread_local uint32_t emulated[8][16][16];
+
+static inline void LoadEmulated(int tile, const void* from, int64_t stride) {
+  for (int row = 0; row < 16; ++row) {
+    std::memcpy(emulated[tile][row], static_cast<const char*>(from) + row * stride, 64);
+  }
+}
+
+static inline void StoreEmulated(int tile, void* to, int64_t stride) {
+  for (int row = 0; row < 16; ++row) std::memcpy(static_cast<char*>(to) + row * stride, emulated[tile][row], 64);
+}
+
+static inline float AsFloat(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline void MultiplyEmulated(int sums, int a, int b) {
+  for (int row = 0; row < 16; ++row) {
+    for (int col = 0; col < 16; ++col) {
+      float sum = AsFloat(emulated[sums][row][col]);
+      for (int pair = 0; pair < 16; ++pair) {
+        const uint32_t x = emulated[a][row][pair], y = emulated[b][pair][col];
+        sum += AsFloat(x << 16) * AsFloat(y << 16);
+        sum += AsFloat(x & 0xffff0000) * AsFloat(y & 0xffff0000);
+      }
+      std::memcpy(&emulated[sums][row][col], &sum, sizeof sum);
+    }
+  }
+}
+
+// To the nearest, of two equally near the even one.
+static inline uint32_t ToBfloat(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value != value) return 0x7fc0;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// Sixteen pairs of bfloat16: the first in the lower halves of words.
+static inline void StorePairs(uint16_t* to, Vec first, Vec second) {
+  for (int i = 0; i < kLanes; ++i) {
+    const uint32_t pair = ToBfloat(first[i]) | ToBfloat(second[i]) << 16;
+    std::memcpy(to + 2 * i, &pair, sizeof pair);
+  }
+}
+
+#else
+
+static inline void StorePairs(uint16_t* to, Vec first, Vec second) {
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,  //
+                                         23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, halves));
+}
+
+#endif
+
+// GCC does not know that tiles are loaded from memory: what was stored before must be there.
+static inline void FinishStores() { asm volatile("" ::: "memory"); }
+
+// Eight tiles of 16 rows of 64 bytes, while this lives.
+struct Tiles {
+  Tiles() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    FinishStores();
+    _tile_loadconfig(&config);
+    FinishStores();
+  }
+  ~Tiles() { _tile_release(); }
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+};
+
+}  // namespace EFORMER_ISA
+}  // namespace eformer
+
+#endif  // EFORMER_AMX_H_
