@@ -1,10 +1,15 @@
 """Strict settings for every test. Warnings are errors too: see `filterwarnings` in pyproject.toml."""
 
+import importlib.metadata
 import os
 
-# Before JAX is imported: eight devices on the host, so that sharding is real.
+# Before JAX is imported: eight devices on the host, so that sharding is real. And where XLA has two ways to make code of
+# a fusion, the one that compiles faster, unless it was chosen.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+_flags = ["--xla_force_host_platform_device_count=8", os.environ.get("XLA_FLAGS", "")]
+if importlib.metadata.version("jaxlib").startswith("0.10.") and "fusion_emitters" not in _flags[1]:
+    _flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join(_flags).strip()
 
 import itertools
 from collections.abc import Callable, Iterator

@@ -135,17 +135,19 @@ def test_half_precision(rows, dtype):
     assert_product(cpu.matmul(jnp.asarray(x), matrix, 0), x.astype(np.float32), np.asarray(oracle(matrix)), 0)
 
 
-@every_set
-@pytest.mark.parametrize("rows", [2, 37, 530])  # less than a tile, several, and more than are taken at a time
-@every_format
-def test_bfloat16_by_values_rounded_to_it(name, rows, instructions):
+# Less than a tile of rows, several tiles, and more rows than are taken at a time.
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [*((name, 37) for name in FORMATS), *((name, rows) for name in BROAD for rows in (2, 530))],
+    ids=str,
+)
+def test_bfloat16_by_values_rounded_to_it(name, rows):
     """Integers need not be rounded, if their scales go with the result."""
     shape = (2, 70, 33) if rows < 530 else (1, 300, 70)
     matrix, values = example(name, shape)
     for axis in (0, 1):
         x = normal((shape[0], rows, shape[1 + axis]), seed=1).astype(jnp.bfloat16)
-        with cpu.instruction_set(instructions):
-            out = np.asarray(cpu.matmul(jnp.asarray(x), matrix, axis, round_values=True))
+        out = np.asarray(cpu.matmul(jnp.asarray(x), matrix, axis, round_values=True))
         x = x.astype(np.float32)
         integers = matrix.format != "nf4" and all(scale.shape[1 + axis] == 1 for scale in matrix.scales)
         rounding = (x.shape[-1] + 2) * np.finfo(np.float32).eps + (0 if integers else 2.0**-8)
@@ -153,10 +155,9 @@ def test_bfloat16_by_values_rounded_to_it(name, rows, instructions):
         np.testing.assert_array_less(error, rounding * product(np.abs(x), np.abs(values), axis) + 1e-30)
 
 
-@every_set
 @pytest.mark.parametrize("special", [np.nan, np.inf], ids=str)
 @pytest.mark.parametrize("name", BROAD)
-def test_special_numbers_in_bfloat16(name, special, instructions):
+def test_special_numbers_in_bfloat16(name, special):
     matrix, values = example(name, (2, 70, 33))
     x = normal((2, 20, 70), seed=1)
     x[0, 17, 3] = special
@@ -164,8 +165,7 @@ def test_special_numbers_in_bfloat16(name, special, instructions):
     if scales:
         scales[0] = scales[0].at[1, 0, 0].set(special)
         values = np.asarray(oracle(replace(matrix, scales=tuple(scales))))
-    with cpu.instruction_set(instructions):
-        out = cpu.matmul(jnp.asarray(x, jnp.bfloat16), replace(matrix, scales=tuple(scales)), 0, round_values=True)
+    out = cpu.matmul(jnp.asarray(x, jnp.bfloat16), replace(matrix, scales=tuple(scales)), 0, round_values=True)
     np.testing.assert_array_equal(np.isfinite(out), np.isfinite(product(x, values, 0)))
 
 
