@@ -1,15 +1,14 @@
 """Strict settings for every test. Warnings are errors too: see `filterwarnings` in pyproject.toml."""
 
-import importlib.metadata
 import os
+from importlib.metadata import version
 
-# Before JAX is imported: eight devices on the host, so that sharding is real. And where XLA has two ways to make code of
-# a fusion, the one that compiles faster, unless it was chosen.
+# Before JAX is imported: eight devices on the host, so that sharding is real. JAX 0.10 has two ways to make code of a
+# fusion: the one that compiles faster, unless other flags are given.
 os.environ["JAX_PLATFORMS"] = "cpu"
-_flags = ["--xla_force_host_platform_device_count=8", os.environ.get("XLA_FLAGS", "")]
-if importlib.metadata.version("jaxlib").startswith("0.10.") and "fusion_emitters" not in _flags[1]:
-    _flags.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join(_flags).strip()
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
+    "XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
+)
 
 import itertools
 from collections.abc import Callable, Iterator

@@ -61,7 +61,7 @@ def absmax(x: jax.Array, axis: Sequence[int]) -> jax.Array:
     """The largest magnitude over `axis`, which stays with length 1; 0 of nothing, infinity if there is a NaN."""
     x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
     peak = jnp.max(jnp.abs(x), axis=tuple(axis), keepdims=True, initial=0)
-    # XLA:CPU's maximum drops NaN (JAX 0.10.2 and 0.12), and is slow where each is asked for; a sum of zeros does neither.
+    # XLA:CPU's maximum drops NaN (JAX 0.10.2 and 0.12), and is slow if each is looked at; a sum of zeros is neither.
     zero = jnp.sum(x - x, axis=tuple(axis), keepdims=True)
     return jnp.where(jnp.isnan(zero), jnp.inf, peak).astype(compute_dtype(x.dtype))
 

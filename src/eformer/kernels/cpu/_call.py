@@ -56,7 +56,7 @@ def is_available() -> bool:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """What the core can use on this processor, the best first: of "amx", "avx512_vnni", "avx512", "avx2", "portable"."""
+    """What the core can use on this processor, the best first: "amx", "avx512_vnni", "avx512", "avx2", "portable"."""
     core = _core()
     return () if core is None else core.instruction_sets()
 
