@@ -22,7 +22,7 @@ help: ## what there is
 install: $(VENV)/.tests ## make the environment, with all that the tests need
 
 test: $(VENV)/.tests ## run the tests; ARGS are pytest's
-	$(COMPILED_ONCE) $(VENV)/bin/python -m pytest -n auto $(ARGS)
+	$(COMPILED_ONCE) $(VENV)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
 
 test-distributed: $(VENV)/.tests ## the tests with two and four processes
 	EFORMER_TEST_PROCESSES=1 $(VENV)/bin/python -m pytest -n 0 tests/distributed $(ARGS)

@@ -3,11 +3,13 @@
 import os
 from importlib.metadata import version
 
-# Before JAX is imported: eight devices on the host, so that sharding is real. JAX 0.10 has two ways to make code of a
-# fusion: the one that compiles faster, unless other flags are given.
+# Before JAX is imported: eight devices on the host, so that sharding is real; and what makes XLA compile small programs
+# faster, unless flags are given. JAX 0.10 has two ways to make code of a fusion.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
-    "XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
+    "XLA_FLAGS",
+    "--xla_cpu_parallel_codegen_split_count=1"
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
 
 import itertools

@@ -24,11 +24,11 @@ pytestmark = [
 SETS = cpu.instruction_sets() if cpu.is_available() else ()
 every_set = pytest.mark.parametrize("instructions", SETS)
 every_format = pytest.mark.parametrize("name", FORMATS)
-# Every format with ragged sizes, several matrices, and several parts of depth and width; one of each way to store
-# codes also with one element, with less than a vector, with whole vectors, and with more than a stripe.
+# Every format with ragged sizes and several matrices; one of each way to store codes also with several parts of depth
+# and width, with one element, with less than a vector, with whole vectors, and with more than a stripe.
 BROAD = ("int8 per row", "nf4 64 along 1", "nf4 64 along 2", "ternary")
-SHAPED = [(name, shape) for name in FORMATS for shape in [(2, 70, 33), (1, 530, 200)]]
-SHAPED += [(name, shape) for name in BROAD for shape in [(1, 1, 1), (1, 7, 5), (1, 128, 64), (1, 259, 4105)]]
+SHAPED = [(name, (2, 70, 33)) for name in FORMATS]
+SHAPED += [(name, s) for name in BROAD for s in [(1, 530, 200), (1, 1, 1), (1, 7, 5), (1, 128, 64), (1, 259, 4105)]]
 # The best instruction set with all of them, the others with each format once.
 CASES = [(*case, best) for best in SETS[:1] for case in SHAPED]
 CASES += [(name, (2, 70, 33), other) for other in SETS[1:] for name in FORMATS]
@@ -136,11 +136,8 @@ def test_half_precision(rows, dtype):
 
 
 # Less than a tile of rows, several tiles, and more rows than are taken at a time.
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [*((name, 37) for name in FORMATS), *((name, rows) for name in BROAD for rows in (2, 530))],
-    ids=str,
-)
+@pytest.mark.parametrize("rows", [2, 37, 530])
+@pytest.mark.parametrize("name", [*BROAD, "int8 per column", "int8 per element", "ternary along 2"])
 def test_bfloat16_by_values_rounded_to_it(name, rows):
     """Integers need not be rounded, if their scales go with the result."""
     shape = (2, 70, 33) if rows < 530 else (1, 300, 70)

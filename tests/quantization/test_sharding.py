@@ -64,6 +64,7 @@ def test_sharding_and_quantizing_commute(case, kind, spec):
 JITTED = [*((case, AxisType.Explicit) for case in LAYOUTS[:3]), *((case, AxisType.Auto) for case in LAYOUTS[2:])]
 
 
+@pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize(("case", "kind"), JITTED, ids=str)
 def test_under_jit(case, kind):
     mesh = make_mesh(kind)
