@@ -106,7 +106,8 @@ $(VENV)/.peers: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(VENV)/bin/pyt
 	@$(PIP) --editable '.[peers]'
 	@touch $@
 
-$(VENV)/.linters: pyproject.toml $(VENV)/.tests
-	@echo "installing the linters into $(VENV)"
-	@$(PIP) --editable '.[lint]'
-	@touch $@
+# With the tests' needs: to install the package is to build it, which is done once.
+$(VENV)/.linters: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(VENV)/bin/python
+	@echo "installing the package, the linters and what tests need into $(VENV)"
+	@$(PIP) --editable '.[test,lint]'
+	@touch $(VENV)/.tests $@

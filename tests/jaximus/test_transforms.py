@@ -45,7 +45,6 @@ def compiled(actual: Any, expected: Any, x: Any, q: Any) -> Any:
 
 # Each place and each kind of array, but for that reason not each with each.
 WAYS = [
-    (inside, scaled, eagerly),
     (outside, scaled, eagerly),
     (outside, low_rank, compiled),
     (inside, filled, compiled),

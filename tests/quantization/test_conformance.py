@@ -87,6 +87,7 @@ SHAPES += [(case, shape) for case in DISTINCT for shape in ((), (0,), (3, 0), (0
 SHAPES += [(Case.of("nf4", double_quantization=True), shape) for shape in ((), (0,), (5,))]
 
 
+@quickly
 @pytest.mark.parametrize(("case", "shape"), SHAPES, ids=str)
 def test_round_trip_of_any_shape(case, shape):
     check_round_trip(case, normal(shape))
@@ -575,6 +576,7 @@ def test_straight_through_is_quantize_and_materialize(case):
     assert_same_array(jax.jit(case.straight_through)(w), expected)
 
 
+@quickly
 @every_case
 def test_straight_through_has_the_gradient_of_the_identity(case):
     w, t = normal(), normal(seed=1)

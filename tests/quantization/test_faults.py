@@ -13,7 +13,10 @@ from eformer.ops.quantization import Array8B, ArrayNF4, RSROperatorBinary, quant
 from .cases import FLOATS, assert_product, assert_same_array, every_format, name, normal
 
 # Sums have no rule.
-pytestmark = pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning"),
+    pytest.mark.usefixtures("compile_quickly"),
+]
 
 
 def test_nf4_zero_is_zero():

@@ -17,7 +17,10 @@ from eformer.ops.quantization import quantize
 from .cases import assert_same, normal
 
 # What is documented to be made dense is.
-pytestmark = pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning"),
+    pytest.mark.usefixtures("compile_quickly"),
+]
 
 FORMATS = {"8bit": "int8", "nf4": "nf4", "1bit": "ternary"}
 X = normal((4, 8), seed=1)

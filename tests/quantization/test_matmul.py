@@ -116,12 +116,14 @@ SCALES = [(layout, varies) for layout in LAYOUTS for varies in ("first", "last")
 SCALES += [(LAYOUTS[number], varies) for number in (0, 4, 10, 13) for varies in ("all", "none")]
 
 
+@quickly
 @pytest.mark.parametrize(("layout", "varies"), SCALES, ids=layout_id)
 def test_int8_in_every_layout_with_every_placement_of_the_scale(layout, varies):
     q, dense = int8_of(sizes_of(layout[1]), varies)
     check_either_side(normal(sizes_of(layout[0]), seed=1), q, dense, numbers_of(*layout))
 
 
+@quickly
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[7]], ids=layout_id)
 @pytest.mark.parametrize("case", [case for case in WEIGHTS if case.name != "int8"], ids=str)
 def test_other_formats_in_several_layouts(case, layout):
@@ -149,6 +151,7 @@ TYPED = [
 ]
 
 
+@quickly
 @pytest.mark.parametrize("types", TYPES, ids=lambda types: "-".join(map(name, types)))
 @pytest.mark.parametrize("case", TYPED, ids=str)
 def test_every_float_dtype(case, types):
@@ -283,6 +286,7 @@ def test_parallel_axes_alone_are_not_cut():
     assert_product(dot(x, q, numbers), x, dense, numbers)
 
 
+@quickly
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
     ("case", "dtype"),
@@ -438,6 +442,7 @@ def test_nf4_use_kernel_takes_a_bool(value):
 # --- the documented function ---
 
 
+@quickly
 @pytest.mark.parametrize("leading", [(), (4,), (2, 4)], ids=str)
 @pytest.mark.parametrize("axis", [0, 1, (0, 1), ()], ids=str)  # per column, per row, one for all, one for each
 def test_matmul_bf16_int8_weight_only(axis, leading):
