@@ -34,7 +34,7 @@ fuzz: $(VENV)/.tests ## open a hundred thousand mutated checkpoints of each kind
 test-accelerators: ## compile the TPU and GPU kernels ahead of time, in an environment of its own
 	@$(MAKE) --no-print-directory $(VENV)-accelerators/.accelerators VENV=$(VENV)-accelerators
 	PATH="$$(ls -d $(abspath $(VENV))-accelerators/lib/python3*/site-packages/nvidia/cu13/bin):$$PATH" \
-		$(VENV)-accelerators/bin/python -m pytest tests/accelerators $(ARGS)
+		$(VENV)-accelerators/bin/python -m pytest -n auto tests/accelerators $(ARGS)
 
 lint: $(VENV)/.linters ## check style, formatting and types
 	$(VENV)/bin/ruff check .
