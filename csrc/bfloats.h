@@ -74,10 +74,10 @@ static inline void DecodeTiles(const Matrix& m, const LoadedTable& table, int64_
 
 // As Kernels::multiply_bfloats says.
 static void MultiplyBfloats(const Matrix& m, const uint16_t* x, int64_t count, int64_t n0, int64_t n1, float* y) {
-  const int64_t depth = m.Depth(), deep = TilesOf(depth, kTileDepth), rows = TilesOf(count, kTileRows);
+  const int64_t depth = m.Depth(), deep = CeilDiv(depth, kTileDepth), rows = CeilDiv(count, kTileRows);
   const int64_t part_sums = rows * kTilesWide * kTileSums;
   const Floats values((kTileDepth + 8) * kStride), tiles(kTilesDeep * kTilesWide * kTileSize / 2);
-  const Floats all_sums((n1 - n0 + kGrain - 1) / kGrain * part_sums);
+  const Floats all_sums(CeilDiv(n1 - n0, kGrain) * part_sums);
   uint16_t* part = reinterpret_cast<uint16_t*>(tiles.values);
   const LoadedTable table = Nf4Table();
   const Tiles registers;

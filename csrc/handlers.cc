@@ -16,8 +16,6 @@ namespace {
 constexpr int64_t kTask = 1 << 20;      // values of the matrix that a task covers, about: 50 microseconds
 constexpr int64_t kMaxDepthParts = 8;   // partial sums of one result that are kept
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 float FromBfloat16(uint16_t bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;
   float value;
@@ -99,7 +97,12 @@ struct PackedRows {
   RowGroups chunks;  // each of which `multiply` can take
   std::unique_ptr<float[]> values;
 
-  const float* Chunk(int64_t matrix, int64_t chunk) const { return &values[(matrix * rows + chunks.First(chunk)) * depth]; }
+  static constexpr auto kMultiply = &Kernels::multiply;
+  static constexpr bool kHasScales = true;  // those that go with x
+
+  int64_t First(int64_t chunk) const { return chunks.First(chunk); }
+  int64_t Size(int64_t chunk) const { return chunks.Size(chunk); }
+  const float* Chunk(int64_t matrix, int64_t chunk) const { return &values[(matrix * rows + First(chunk)) * depth]; }
 
   PackedRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
       : depth(stack.first.Depth()), rows(x.dimensions()[1]), chunks(rows, kMany), values(new float[stack.count * rows * depth]) {
@@ -132,6 +135,8 @@ struct TiledRows {
   std::unique_ptr<uint16_t[]> values;
 
   static constexpr int64_t kTile = kTileRows * kTileDepth;
+  static constexpr auto kMultiply = &Kernels::multiply_bfloats;
+  static constexpr bool kHasScales = false;  // they would be rounded: they stay with the values
 
   int64_t First(int64_t chunk) const { return chunks.First(chunk) * kTileRows; }
   int64_t Size(int64_t chunk) const { return std::min(rows, First(chunk + 1)) - First(chunk); }
@@ -141,8 +146,8 @@ struct TiledRows {
 
   TiledRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
       : rows(x.dimensions()[1]),
-        deep(TilesOf(stack.first.Depth(), kTileDepth)),
-        chunks(TilesOf(rows, kTileRows), kManyBfloats / kTileRows),
+        deep(CeilDiv(stack.first.Depth(), kTileDepth)),
+        chunks(CeilDiv(rows, kTileRows), kManyBfloats / kTileRows),
         values(new uint16_t[stack.count * chunks.rows * deep * kTile]) {
     const int64_t depth = stack.first.Depth(), row_tiles = chunks.rows;
     ParallelFor(pool, stack.count * row_tiles, [&](int64_t task) {
@@ -257,23 +262,9 @@ void MultiplyOneRow(ffi::ThreadPool& pool, const Stack& stack, const SingleRows&
   MultiplyFloatsByRows(pool, stack, x, y);
 }
 
-void MultiplyAny(ffi::ThreadPool& pool, const Stack& stack, const PackedRows& x, float* y) {
-  const int64_t width = stack.first.Width(), panel = stack.kernels->panel(stack.first, x.chunks.Size(0));
-  const int64_t panels = CeilDiv(width, panel);
-  ParallelFor(pool, stack.count * x.chunks.count * panels, [&](int64_t task) {
-    const int64_t matrix = task / (x.chunks.count * panels), chunk = task / panels % x.chunks.count;
-    const int64_t n0 = task % panels * panel, n1 = std::min(width, n0 + panel), rows = x.chunks.Size(chunk);
-    Matrix m = stack[matrix];
-    const Scales scales(m);
-    if (Scales::Apply(m)) m.scale = nullptr;
-    float* sums = y + (matrix * x.rows + x.chunks.First(chunk)) * width;
-    stack.kernels->multiply(m, x.Chunk(matrix, chunk), rows, n0, n1, sums);
-    for (int64_t row = 0; row < rows; ++row) scales.ScaleResult(n0, n1, sums + row * width);
-  });
-}
-
-// As MultiplyAny, but a scale that goes with x would be rounded with it: it stays with the values.
-void MultiplyBfloats(ffi::ThreadPool& pool, const Stack& stack, const TiledRows& x, float* y) {
+// Rows of x, as PackedRows or TiledRows, in panels of the width.
+template <class Rows>
+void MultiplyAny(ffi::ThreadPool& pool, const Stack& stack, const Rows& x, float* y) {
   const int64_t width = stack.first.Width(), panel = stack.kernels->panel(stack.first, x.Size(0));
   const int64_t panels = CeilDiv(width, panel);
   ParallelFor(pool, stack.count * x.chunks.count * panels, [&](int64_t task) {
@@ -281,9 +272,9 @@ void MultiplyBfloats(ffi::ThreadPool& pool, const Stack& stack, const TiledRows&
     const int64_t n0 = task % panels * panel, n1 = std::min(width, n0 + panel), rows = x.Size(chunk);
     Matrix m = stack[matrix];
     const Scales scales(m);
-    if (scales.of_width != nullptr) m.scale = nullptr;
+    if (scales.of_width != nullptr || (Rows::kHasScales && scales.of_depth != nullptr)) m.scale = nullptr;
     float* sums = y + (matrix * x.rows + x.First(chunk)) * width;
-    stack.kernels->multiply_bfloats(m, x.Chunk(matrix, chunk), rows, n0, n1, sums);
+    (stack.kernels->*Rows::kMultiply)(m, x.Chunk(matrix, chunk), rows, n0, n1, sums);
     for (int64_t row = 0; row < rows; ++row) scales.ScaleResult(n0, n1, sums + row * width);
   });
 }
@@ -317,7 +308,7 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cod
     return ffi::Error::Success();
   }
   if (count > 1 && round_values && type == ffi::BF16 && stack.kernels->multiply_bfloats != nullptr) {
-    MultiplyBfloats(pool, stack, TiledRows(pool, stack, x), sums);
+    MultiplyAny(pool, stack, TiledRows(pool, stack, x), sums);
   } else if (count > 1 || !stack.kernels->has_row_kernel(stack.first)) {
     MultiplyAny(pool, stack, PackedRows(pool, stack, x), sums);
   } else {

@@ -9,6 +9,8 @@ namespace eformer {
 // This file is compiled for several instruction sets, of which the linker would keep one copy of a function: no copies.
 #define EFORMER_INLINE inline __attribute__((always_inline))
 
+EFORMER_INLINE int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 enum class Format { kInt8, kNf4, kTernary };
 
 // One quantized matrix of `rows` x `cols` values, row-major.
@@ -26,13 +28,13 @@ struct Matrix {
 
   EFORMER_INLINE int64_t Codes(int64_t values) const {  // bytes that hold so many values of the packed axis
     const int64_t per_byte = format == Format::kInt8 ? 1 : format == Format::kNf4 ? 2 : 4;
-    return (values + per_byte - 1) / per_byte;
+    return CeilDiv(values, per_byte);
   }
   EFORMER_INLINE int64_t RowBytes() const { return packed_axis == 1 ? Codes(cols) : cols; }
   EFORMER_INLINE int64_t Bytes() const { return RowBytes() * (packed_axis == 0 ? Codes(rows) : rows); }
   EFORMER_INLINE int64_t Depth() const { return contracted_axis == 0 ? rows : cols; }  // how long the sums are
   EFORMER_INLINE int64_t Width() const { return contracted_axis == 0 ? cols : rows; }  // how many there are per row of x
-  EFORMER_INLINE int64_t BlockScaleStride() const { return packed_axis == 0 ? cols : (cols + block - 1) / block; }
+  EFORMER_INLINE int64_t BlockScaleStride() const { return packed_axis == 0 ? cols : CeilDiv(cols, block); }
 };
 
 // Floats behind the end of each row of `x` that kernels may read, and that must be zero.
@@ -50,7 +52,7 @@ struct RowGroups {
   int64_t rows;
   int64_t count;
 
-  EFORMER_INLINE RowGroups(int64_t rows, int64_t tall) : rows(rows), count((rows + tall - 1) / tall) {}
+  EFORMER_INLINE RowGroups(int64_t rows, int64_t tall) : rows(rows), count(CeilDiv(rows, tall)) {}
   EFORMER_INLINE int64_t First(int64_t group) const { return rows * group / count; }
   EFORMER_INLINE int64_t Size(int64_t group) const { return First(group + 1) - First(group); }
 };
@@ -60,8 +62,6 @@ struct RowGroups {
 constexpr int kTileRows = 16;
 constexpr int kTileDepth = 32;
 constexpr int64_t kManyBfloats = 512;  // rows at a time: their sums stay in cache
-
-EFORMER_INLINE int64_t TilesOf(int64_t length, int64_t tile) { return (length + tile - 1) / tile; }
 
 struct Kernels {
   const char* name;

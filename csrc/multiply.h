@@ -205,7 +205,7 @@ static inline void BlockScales(const Matrix& m, int64_t k, int64_t n, float (&sc
 // As Kernels::multiply says.
 static void Multiply(const Matrix& m, const float* x, int64_t count, int64_t n0, int64_t n1, float* y) {
   const Decoding decoding = DecodingOf(m, count);
-  const int64_t deep = Deep(count), depth = m.Depth(), parts = (n1 - n0 + kGrain - 1) / kGrain;
+  const int64_t deep = Deep(count), depth = m.Depth(), parts = CeilDiv(n1 - n0, kGrain);
   const RowGroups groups(count, kTall);
   const int64_t at_once = count <= kFew ? kGrain : 2 * kLanes;  // for many rows, as much of a part as the first cache holds
   const Floats part((deep + 8) * kStride), all_sums(parts * count * kGrain);

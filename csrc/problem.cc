@@ -81,8 +81,6 @@ bool Is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<
          std::equal(shape.begin(), shape.end(), found.begin());
 }
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // map[code] * nested + offset, for each code of each matrix.
 void DecodeScales(ffi::ThreadPool& pool, const uint8_t* codes, const float* nested, const float* offset,
                   const float* values, int64_t count, int64_t size, float* scales) {
