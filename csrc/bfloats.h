@@ -79,7 +79,7 @@ static void MultiplyBfloats(const Matrix& m, const uint16_t* x, int64_t count, i
   const Floats values((kTileDepth + 8) * kStride), tiles(kTilesDeep * kTilesWide * kTileSize / 2);
   const Floats all_sums(CeilDiv(n1 - n0, kGrain) * part_sums);
   uint16_t* part = reinterpret_cast<uint16_t*>(tiles.values);
-  const LoadedTable table = Nf4Table();
+  const LoadedTable table = TableOf(m);
   const Tiles registers;
   for (int64_t t0 = 0; t0 < deep; t0 += kTilesDeep) {
     const int64_t t1 = Min(t0 + kTilesDeep, deep);

@@ -2,7 +2,7 @@
 #ifndef EFORMER_COLUMNS_H_
 #define EFORMER_COLUMNS_H_
 
-#include "codes.h"
+#include "scales.h"
 
 namespace eformer {
 namespace EFORMER_ISA {
@@ -33,21 +33,10 @@ static inline void Int8Dots(const Matrix& m, const float* x, int64_t n0, int64_t
   }
 }
 
-// Codes of two columns a byte, and blocks of so many times 64 columns. `x` is brought into the order of the lookups.
-static inline void Nf4DotsOfPackedColumns(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y) {
+// The dots of rows n0 to n1 with blocks of so many times 64 columns. `x` is in the order of the lookups.
+static inline void Nf4DotsOfLongBlocks(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y) {
   const LoadedTable table = LoadTable(MakeTable(kNf4Values));
   const int64_t row_bytes = m.RowBytes(), scales = m.BlockScaleStride();
-  const Floats ordered((row_bytes + kStrip) * 2);
-  for (int64_t c = 0; c < row_bytes; c += kStrip) {
-    float even[kStrip], odd[kStrip];
-    for (int i = 0; i < kStrip; ++i) {
-      even[i] = 2 * (c + i) < m.cols ? x[2 * (c + i)] : 0;
-      odd[i] = 2 * (c + i) + 1 < m.cols ? x[2 * (c + i) + 1] : 0;
-    }
-    StoreStrip(&ordered.values[2 * c], FromNatural(LoadStrip(even)));
-    StoreStrip(&ordered.values[2 * c + kStrip], FromNatural(LoadStrip(odd)));
-  }
-  const float* xs = ordered.values;
   for (int64_t n = n0; n < n1; ++n) {
     const float* scale = m.scale + n * scales;
     Strip sum{}, block_sum{};
@@ -59,12 +48,48 @@ static inline void Nf4DotsOfPackedColumns(const Matrix& m, const float* x, int64
         block_end += m.block / 2;
       }
       const Bytes pairs = LoadBytes(codes);
-      AddProduct(block_sum, LookUpHigh(table, pairs), LoadStrip(xs + 2 * c));
-      AddProduct(block_sum, LookUpLow(table, pairs), LoadStrip(xs + 2 * c + kStrip));
+      AddProduct(block_sum, LookUpHigh(table, pairs), LoadStrip(x + 2 * c));
+      AddProduct(block_sum, LookUpLow(table, pairs), LoadStrip(x + 2 * c + kStrip));
     });
     AddProduct(sum, block_sum, Spread(*scale));
     y[n] = Sum(sum);
   }
+}
+
+// The same of blocks of any length, with scales of scales.h.
+template <class Scales>
+static inline void Nf4DotsOfAnyBlocks(const Matrix& m, const Scales& scales, const float* x, int64_t n0, int64_t n1, float* y) {
+  const LoadedTable table = LoadTable(MakeTable(kNf4Values));
+  const int64_t row_bytes = m.RowBytes();
+  for (int64_t n = n0; n < n1; ++n) {
+    Strip sum{};
+    ForEachBytes(m.codes + n * row_bytes, row_bytes, [&](const uint8_t* codes, int64_t c) {
+      const Bytes pairs = LoadBytes(codes);
+      Strip unscaled{};
+      AddProduct(unscaled, LookUpHigh(table, pairs), LoadStrip(x + 2 * c));
+      AddProduct(unscaled, LookUpLow(table, pairs), LoadStrip(x + 2 * c + kStrip));
+      AddProduct(sum, unscaled, scales.Of(c).At(n));
+    });
+    y[n] = Sum(sum);
+  }
+}
+
+// Codes of two columns a byte.
+static inline void Nf4DotsOfPackedColumns(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y) {
+  const int64_t row_bytes = m.RowBytes();
+  const Floats ordered((row_bytes + kStrip) * 2);
+  for (int64_t c = 0; c < row_bytes; c += kStrip) {
+    float even[kStrip], odd[kStrip];
+    for (int i = 0; i < kStrip; ++i) {
+      even[i] = 2 * (c + i) < m.cols ? x[2 * (c + i)] : 0;
+      odd[i] = 2 * (c + i) + 1 < m.cols ? x[2 * (c + i) + 1] : 0;
+    }
+    StoreStrip(&ordered.values[2 * c], FromNatural(LoadStrip(even)));
+    StoreStrip(&ordered.values[2 * c + kStrip], FromNatural(LoadStrip(odd)));
+  }
+  if (HasLongBlocks(m)) return Nf4DotsOfLongBlocks(m, ordered.values, n0, n1, y);
+  const Positions positions(m, 0, row_bytes);
+  WithScales(m, positions, [&](const auto& scales) { Nf4DotsOfAnyBlocks(m, scales, ordered.values, n0, n1, y); });
 }
 
 // Codes of two rows a byte: two dot products at a time, with x times the scales of their block of rows.
@@ -107,6 +132,24 @@ static inline void TernaryDotsOfPackedRows(const Matrix& m, const float* x, int6
   }
 }
 
+// Codes of four columns a byte. The elements of x for each place in a byte are brought together.
+static inline void TernaryDotsOfPackedColumns(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y) {
+  const int64_t row_bytes = m.RowBytes(), stride = row_bytes + kStrip;
+  const Floats of_place(4 * stride);
+  for (int64_t c = 0; c < m.cols; ++c) of_place.values[c % 4 * stride + c / 4] = x[c];
+  for (int64_t n = n0; n < n1; ++n) {
+    Vec sums[4] = {};
+    ForEachBytes(m.codes + n * row_bytes, row_bytes, [&](const uint8_t* codes, int64_t c) {
+      for (int i = 0; i < kStrip; i += kLanes) {
+        for (int place = 0; place < 4; ++place) {
+          sums[place] += LookUpPair(kTernaryValues, codes + i, 2 * place) * Load(&of_place.values[place * stride + c + i]);
+        }
+      }
+    });
+    y[n] = Sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+}
+
 static void MultiplyRowByColumns(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y) {
   switch (m.format) {
     case Format::kInt8:
@@ -114,7 +157,7 @@ static void MultiplyRowByColumns(const Matrix& m, const float* x, int64_t n0, in
     case Format::kNf4:
       return (m.packed_axis == 0 ? Nf4DotsOfPackedRows : Nf4DotsOfPackedColumns)(m, x, n0, n1, y);
     case Format::kTernary:
-      return TernaryDotsOfPackedRows(m, x, n0, n1, y);
+      return (m.packed_axis == 0 ? TernaryDotsOfPackedRows : TernaryDotsOfPackedColumns)(m, x, n0, n1, y);
   }
 }
 

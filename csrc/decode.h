@@ -80,20 +80,28 @@ static inline void Nf4ValuesOfPackedColumns(const Matrix& m, const LoadedTable& 
   }
 }
 
-static inline void TernaryValues(const Matrix& m, int64_t row, int64_t c, int64_t count, float* values) {
-  if (m.packed_axis == 0) {
-    const uint8_t* codes = m.codes + row / 4 * m.cols + c;
-    const int shift = 2 * static_cast<int>(row % 4);
-    for (int64_t i = 0; i < count; i += kStrip) {
-      const Bytes fours = LoadSome(codes + i, m.cols - c - i);
-      uint8_t bytes[kStrip];
-      std::memcpy(bytes, &fours, sizeof bytes);
-      for (int j = 0; j < kStrip; j += kLanes) Store(values + i + j, LookUpPair(kTernaryValues, bytes + j, shift));
-    }
-    return;
+static inline void TernaryValuesOfPackedRows(const Matrix& m, const LoadedTable&, int64_t row, int64_t c, int64_t count, float* values) {
+  const uint8_t* codes = m.codes + row / 4 * m.cols + c;
+  const int shift = 2 * static_cast<int>(row % 4);
+  for (int64_t i = 0; i < count; i += kStrip) {
+    const Bytes fours = LoadSome(codes + i, m.cols - c - i);
+    uint8_t bytes[kStrip];
+    std::memcpy(bytes, &fours, sizeof bytes);
+    for (int j = 0; j < kStrip; j += kLanes) Store(values + i + j, LookUpPair(kTernaryValues, bytes + j, shift));
   }
-  const uint8_t* codes = m.codes + row * m.RowBytes() + c / 4;
-  for (int64_t i = 0; i < count; ++i) values[i] = kTernaryValues[(codes[i / 4] >> (2 * (i % 4))) & 3];
+}
+
+static inline void TernaryValuesOfPackedColumns(const Matrix& m, const LoadedTable& table, int64_t row, int64_t c, int64_t count, float* values) {
+  const int64_t row_bytes = m.RowBytes();
+  const uint8_t* codes = m.codes + row * row_bytes + c / 4;
+  for (int64_t i = 0; i < count; i += kGrain) {
+    const Bytes fours = LoadSome(codes + i / 4, row_bytes - (c + i) / 4);  // of which the first half counts
+    Bytes pairs, first, second, rest;
+    Interleave(LowNibbles(fours), HighNibbles(fours), pairs, rest);
+    Interleave(pairs & 3, ShiftDown(pairs, 2) & 3, first, second);
+    StoreStrip(values + i, ToNatural(LookUpLow(table, first)));
+    StoreStrip(values + i + kStrip, ToNatural(LookUpLow(table, second)));
+  }
 }
 
 static inline void ScaleValues(const Matrix& m, int64_t row, int64_t c, int64_t count, float* values) {
@@ -106,7 +114,7 @@ static inline void ScaleValues(const Matrix& m, int64_t row, int64_t c, int64_t 
   }
 }
 
-// `table` is Nf4Table(), for formats that need it.
+// `table` is TableOf(m).
 static inline void DecodeRow(const Matrix& m, const LoadedTable& table, int64_t row, int64_t c, int64_t count,
                              float* values) {
   switch (m.format) {
@@ -116,16 +124,19 @@ static inline void DecodeRow(const Matrix& m, const LoadedTable& table, int64_t 
     case Format::kNf4:
       return (m.packed_axis == 0 ? Nf4ValuesOfPackedRows : Nf4ValuesOfPackedColumns)(m, table, row, c, count, values);
     case Format::kTernary:
-      TernaryValues(m, row, c, count, values);
+      (m.packed_axis == 0 ? TernaryValuesOfPackedRows : TernaryValuesOfPackedColumns)(m, table, row, c, count, values);
       return ScaleValues(m, row, c, count, values);
   }
 }
 
-static inline LoadedTable Nf4Table() { return LoadTable(MakeTable(kNf4Values)); }
+// The values of codes.
+static inline LoadedTable TableOf(const Matrix& m) {
+  return LoadTable(MakeTable(m.format == Format::kTernary ? kTernaryLow : kNf4Values));
+}
 
 // As Kernels::decode says.
 static void Decode(const Matrix& m, int64_t row, float* values) {
-  const LoadedTable table = Nf4Table();
+  const LoadedTable table = TableOf(m);
   const int64_t whole = m.cols / kGrain * kGrain;
   DecodeRow(m, table, row, 0, whole, values);
   if (whole == m.cols) return;

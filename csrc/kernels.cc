@@ -14,15 +14,7 @@ namespace EFORMER_ISA {
 #define EFORMER_STRING(name) EFORMER_STRING_(name)
 
 static bool HasRowKernel(const Matrix& m) {
-  switch (m.format) {
-    case Format::kInt8:
-      return m.scale_row_step == 0 || m.scale_col_step == 0;
-    case Format::kNf4:  // a strip of 64 columns lies within a block
-      return m.packed_axis == 0 || m.block % 64 == 0;
-    case Format::kTernary:
-      return m.packed_axis == 0 && (m.scale_row_step == 0 || m.scale_col_step == 0);
-  }
-  return false;
+  return m.format == Format::kNf4 || m.scale_row_step == 0 || m.scale_col_step == 0;
 }
 
 extern const Kernels kKernels;

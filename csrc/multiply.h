@@ -3,6 +3,7 @@
 #define EFORMER_MULTIPLY_H_
 
 #include "decode.h"
+#include "scales.h"
 
 namespace eformer {
 namespace EFORMER_ISA {
@@ -74,7 +75,7 @@ enum class Decoding {
 static inline Decoding DecodingOf(const Matrix& m, int64_t count) {
   if (m.format != Format::kNf4 || m.contracted_axis == 1 || count > kFew) return Decoding::kNatural;
   if (m.packed_axis == 0) return m.block >= 32 ? Decoding::kLookUpRows : Decoding::kNatural;
-  return m.block % kGrain == 0 ? Decoding::kLookUpColumns : Decoding::kNatural;
+  return Decoding::kLookUpColumns;
 }
 
 // Of which column of a part each of its values is.
@@ -142,17 +143,20 @@ static inline void LookUpRows(const Matrix& m, const LoadedTable& table, int64_t
   }
 }
 
-static inline void LookUpColumns(const Matrix& m, const LoadedTable& table, int64_t k0, int64_t depth, int64_t n,
-                                 int64_t ahead, float* part) {
-  const int64_t row_bytes = m.RowBytes(), scales = m.BlockScaleStride();
+static inline void LookUpColumns(const Matrix& m, const LoadedTable& table, const Positions& positions, int64_t k0,
+                                 int64_t depth, int64_t n, int64_t ahead, float* part) {
+  const int64_t row_bytes = m.RowBytes();
   const uint8_t* codes = m.codes + k0 * row_bytes + n / 2;
-  const float* scale = m.scale + k0 * scales + n / m.block;
-  for (int64_t k = 0; k < depth; ++k, codes += row_bytes, scale += scales, part += kStride) {
-    __builtin_prefetch(codes + ahead);
-    const Bytes pairs = LoadSome(codes, row_bytes - n / 2);
-    StoreStrip(part, Times(LookUpHigh(table, pairs), Spread(*scale)));
-    StoreStrip(part + kStrip, Times(LookUpLow(table, pairs), Spread(*scale)));
-  }
+  WithScales(m, positions, [&](const auto& scales) {
+    const auto of_strip = scales.Of(n / 2);
+    for (int64_t k = 0; k < depth; ++k) {
+      __builtin_prefetch(codes + k * row_bytes + ahead);
+      const Bytes pairs = LoadSome(codes + k * row_bytes, row_bytes - n / 2);
+      const auto factors = of_strip.At(k0 + k);
+      StoreStrip(part + k * kStride, Times(LookUpHigh(table, pairs), factors));
+      StoreStrip(part + k * kStride + kStrip, Times(LookUpLow(table, pairs), factors));
+    }
+  });
 }
 
 // to[k][i] = from[i][k] for 8 x 8 floats.
@@ -209,7 +213,9 @@ static void Multiply(const Matrix& m, const float* x, int64_t count, int64_t n0,
   const RowGroups groups(count, kTall);
   const int64_t at_once = count <= kFew ? kGrain : 2 * kLanes;  // for many rows, as much of a part as the first cache holds
   const Floats part((deep + 8) * kStride), all_sums(parts * count * kGrain);
-  const LoadedTable table = Nf4Table();
+  const LoadedTable table = TableOf(m);
+  const bool needs_positions = decoding == Decoding::kLookUpColumns && !HasLongBlocks(m);
+  const Positions positions(m, n0 / 2, needs_positions ? CeilDiv(n1 - n0, 2) : 0);
   alignas(64) float scales[kGrain];
   for (int64_t k0 = 0, k1; k0 < depth; k0 = k1) {
     k1 = Min(k0 + deep, depth);
@@ -226,7 +232,7 @@ static void Multiply(const Matrix& m, const float* x, int64_t count, int64_t n0,
           LookUpRows(m, table, k0, k1 - k0, n, ahead, part.values);
           break;
         case Decoding::kLookUpColumns:
-          LookUpColumns(m, table, k0, k1 - k0, n, ahead, part.values);
+          LookUpColumns(m, table, positions, k0, k1 - k0, n, ahead, part.values);
           break;
       }
       float* sums = all_sums.values + (n - n0) * count;

@@ -4,7 +4,7 @@
 #ifndef EFORMER_ROWS_H_
 #define EFORMER_ROWS_H_
 
-#include "codes.h"
+#include "scales.h"
 
 namespace eformer {
 namespace EFORMER_ISA {
@@ -70,23 +70,24 @@ static inline void Nf4RowByPackedRows(const Matrix& m, const float* x, int64_t k
   }
 }
 
-// Codes of two columns a byte, and a scale per so many strips of 64 columns: it multiplies x, once per strip.
-// The sums of even and of odd columns are kept apart, in lane order, until the end.
-static inline void Nf4RowByPackedColumns(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
-                                         float* sums) {
+// Codes of two columns a byte, with scales of scales.h. The sums of even and of odd columns are kept apart, in lane
+// order, until the end.
+template <class Scales>
+static inline void Nf4RowByScaledColumns(const Matrix& m, const Scales& scales, const float* x, int64_t k0, int64_t k1,
+                                         int64_t n0, int64_t n1, float* sums) {
   alignas(64) float even[kStripe / 2 + kStrip] = {}, odd[kStripe / 2 + kStrip] = {};
   const LoadedTable table = LoadTable(MakeTable(kNf4Values));
-  const int64_t row_bytes = m.RowBytes(), scales = m.BlockScaleStride(), bytes = (n1 - n0 + 1) / 2;
+  const int64_t row_bytes = m.RowBytes(), bytes = (n1 - n0 + 1) / 2;
   for (int64_t k = k0; k < k1; k += kRowGroup) {
     const int rows = static_cast<int>(Min(kRowGroup, k1 - k));
     const uint8_t* codes = m.codes + k * row_bytes + n0 / 2;
     ForEachStrip(codes, row_bytes, rows, bytes, [&](const uint8_t* codes, int64_t stride, int64_t n) {
       Strip of_even = LoadStrip(even + n), of_odd = LoadStrip(odd + n);
-      const float* scale = m.scale + k * scales + (n0 + 2 * n) / m.block;
-      for (int r = 0; r < rows; ++r, codes += stride, scale += scales) {
+      const auto of_strip = scales.Of(n0 / 2 + n);
+      for (int r = 0; r < rows; ++r, codes += stride) {
         PrefetchAfter(codes, kRowGroup * stride);
         const Bytes pairs = LoadBytes(codes);
-        const Vec factor = Spread(x[k + r] * *scale);
+        const auto factor = Times(of_strip.At(k + r), Spread(x[k + r]));
         AddProduct(of_even, LookUpHigh(table, pairs), factor);
         AddProduct(of_odd, LookUpLow(table, pairs), factor);
       }
@@ -99,6 +100,12 @@ static inline void Nf4RowByPackedColumns(const Matrix& m, const float* x, int64_
     StoreStrip(odd + n, ToNatural(LoadStrip(odd + n)));
   }
   for (int64_t n = 0; n < n1 - n0; ++n) sums[n] = n % 2 ? odd[n / 2] : even[n / 2];
+}
+
+static inline void Nf4RowByPackedColumns(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                                         float* sums) {
+  const Positions positions(m, n0 / 2, HasLongBlocks(m) ? 0 : (n1 - n0 + 1) / 2);
+  WithScales(m, positions, [&](const auto& scales) { Nf4RowByScaledColumns(m, scales, x, k0, k1, n0, n1, sums); });
 }
 
 // Codes of four rows a byte: one lookup adds two of them, from the sums of all multiples of two neighbours in x.
@@ -126,6 +133,39 @@ static inline void TernaryRowByPackedRows(const Matrix& m, const float* x, int64
   for (int64_t n = 0; n < n1 - n0; n += kStrip) StoreStrip(sums + n, ToNatural(LoadStrip(sums + n)));
 }
 
+// Codes of four columns a byte: those of two rows, side by side, are looked up as above. The sums of each place in a
+// byte are kept apart, in lane order, until the end.
+static inline void TernaryRowByPackedColumns(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0,
+                                             int64_t n1, float* sums) {
+  alignas(64) float of_place[4][kStripe / 4 + kStrip] = {};
+  const int64_t row_bytes = m.RowBytes(), bytes = (n1 - n0 + 3) / 4;
+  Table tables[kRowGroup / 2];
+  for (int64_t k = k0; k < k1; k += kRowGroup) {
+    const int rows = static_cast<int>(Min(kRowGroup, k1 - k));
+    for (int r = 0; r < rows; r += 2) {
+      tables[r / 2] = MakePairTable(kTernaryLow, kTernaryHigh, x[k + r], r + 1 < rows ? x[k + r + 1] : 0);
+    }
+    const uint8_t* codes = m.codes + k * row_bytes + n0 / 4;
+    ForEachStrip(codes, row_bytes, rows, bytes, [&](const uint8_t* codes, int64_t stride, int64_t n) {
+      for (int r = 0; r < rows; ++r) PrefetchAfter(codes + r * stride, kRowGroup * stride);
+      for (int place = 0; place < 4; ++place) {
+        Strip sum = LoadStrip(of_place[place] + n);
+        for (int r = 0; r < rows; r += 2) {
+          const Bytes first = LoadBytes(codes + r * stride);
+          const Bytes second = r + 1 < rows ? LoadBytes(codes + (r + 1) * stride) : Bytes{};
+          const Bytes above = place == 0 ? ShiftUp(second, 2) : ShiftDown(second, 2 * place - 2);
+          Add(sum, LookUpLow(LoadTable(tables[r / 2]), (ShiftDown(first, 2 * place) & 3) | (above & 12)));
+        }
+        StoreStrip(of_place[place] + n, sum);
+      }
+    });
+  }
+  for (auto& of : of_place) {
+    for (int64_t n = 0; n < bytes; n += kStrip) StoreStrip(of + n, ToNatural(LoadStrip(of + n)));
+  }
+  for (int64_t n = 0; n < n1 - n0; ++n) sums[n] = of_place[n % 4][n / 4];
+}
+
 static void MultiplyRowByRows(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
   alignas(64) float sums[kStripe + kStrip] = {};
   switch (m.format) {
@@ -136,7 +176,7 @@ static void MultiplyRowByRows(const Matrix& m, const float* x, int64_t k0, int64
       (m.packed_axis == 0 ? Nf4RowByPackedRows : Nf4RowByPackedColumns)(m, x, k0, k1, n0, n1, sums);
       break;
     case Format::kTernary:
-      TernaryRowByPackedRows(m, x, k0, k1, n0, n1, sums);
+      (m.packed_axis == 0 ? TernaryRowByPackedRows : TernaryRowByPackedColumns)(m, x, k0, k1, n0, n1, sums);
       break;
   }
   std::memcpy(y, sums, (n1 - n0) * sizeof(float));

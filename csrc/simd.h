@@ -34,19 +34,23 @@ constexpr int kLanes = 4;
 
 static inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Memory for `count` floats, zero at first. A type of this namespace, so that no other instruction set's code is linked.
-struct Floats {
-  float* values;
+// Memory for `count` values, zero at first. A type of this namespace, so that no other instruction set's code is linked.
+template <class T>
+struct Zeros {
+  T* values;
 
-  explicit Floats(int64_t count) : values(static_cast<float*>(std::calloc(count, sizeof(float)))) {
+  explicit Zeros(int64_t count) : values(static_cast<T*>(std::calloc(count, sizeof(T)))) {
     if (values == nullptr) std::abort();
   }
-  ~Floats() { std::free(values); }
-  Floats(const Floats&) = delete;
-  Floats& operator=(const Floats&) = delete;
+  ~Zeros() { std::free(values); }
+  Zeros(const Zeros&) = delete;
+  Zeros& operator=(const Zeros&) = delete;
 };
 
+typedef Zeros<float> Floats;
+
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Places __attribute__((vector_size(4 * kLanes)));
 typedef uint8_t Bytes __attribute__((vector_size(32)));
 
 constexpr int kStrip = 32;
@@ -63,13 +67,24 @@ struct alignas(64) Table {
 
 static inline Bytes LowNibbles(Bytes codes) { return codes & 15; }
 
-static inline Bytes HighNibbles(Bytes codes) {
+// In these, what comes from the byte beside counts for nothing.
+static inline Bytes ShiftDown(Bytes codes, int bits) {
 #if defined(__AVX2__)
-  return (Bytes)_mm256_srli_epi16((__m256i)codes, 4) & 15;
+  return (Bytes)_mm256_srli_epi16((__m256i)codes, bits);
 #else
-  return codes >> 4;
+  return codes >> bits;
 #endif
 }
+
+static inline Bytes ShiftUp(Bytes codes, int bits) {
+#if defined(__AVX2__)
+  return (Bytes)_mm256_slli_epi16((__m256i)codes, bits);
+#else
+  return codes << bits;
+#endif
+}
+
+static inline Bytes HighNibbles(Bytes codes) { return ShiftDown(codes, 4) & 15; }
 
 static inline Vec Load(const float* p) {
   Vec v;
@@ -80,6 +95,25 @@ static inline Vec Load(const float* p) {
 static inline void Store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
 static inline Vec Spread(float x) { return x - Vec{}; }
+
+static inline Places LoadPlaces(const int32_t* p) {
+  Places places;
+  std::memcpy(&places, p, sizeof places);
+  return places;
+}
+
+// The values at those places.
+static inline Vec Pick(Vec values, Places places) {
+#if defined(EFORMER_AVX512)
+  return (Vec)_mm512_permutexvar_ps((__m512i)places, (__m512)values);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_permutevar8x32_ps((__m256)values, (__m256i)places);
+#else
+  Vec found;
+  for (int i = 0; i < kLanes; ++i) found[i] = values[places[i]];
+  return found;
+#endif
+}
 
 static inline Bytes LoadBytes(const uint8_t* p) {
   Bytes b;
@@ -112,8 +146,15 @@ static inline void AddProduct(Strip& sum, const Strip& a, const Strip& b) {
   for (int i = 0; i < kVecs; ++i) sum.v[i] += a.v[i] * b.v[i];
 }
 
+static inline Vec Times(Vec values, Vec factor) { return values * factor; }
+
 static inline Strip Times(Strip values, Vec factor) {
   for (int i = 0; i < kVecs; ++i) values.v[i] *= factor;
+  return values;
+}
+
+static inline Strip Times(Strip values, const Strip& factors) {
+  for (int i = 0; i < kVecs; ++i) values.v[i] *= factors.v[i];
   return values;
 }
 
