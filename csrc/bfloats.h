@@ -60,7 +60,7 @@ static inline void AddTiles(const uint16_t* x, int64_t second, const uint16_t* p
 
 // Tiles of the matrix from (k, n) on: pairs of values of one column side by side, and zeros behind the end.
 static inline void DecodeTiles(const Matrix& m, const LoadedTable& table, int64_t k, int64_t n, int64_t width,
-                               int64_t ahead, float* values, uint16_t* tiles) {
+                               const Ahead& ahead, float* values, uint16_t* tiles) {
   const int64_t depth = Min(kTileDepth, m.Depth() - k);
   (m.contracted_axis == 0 ? DecodeRows : DecodeColumns)(m, table, k, depth, n, width, ahead, values);
   if (depth < kTileDepth) std::memset(values + depth * kStride, 0, (kTileDepth - depth) * kStride * sizeof(float));
@@ -73,18 +73,20 @@ static inline void DecodeTiles(const Matrix& m, const LoadedTable& table, int64_
 }
 
 // As Kernels::multiply_bfloats says.
-static void MultiplyBfloats(const Matrix& m, const uint16_t* x, int64_t count, int64_t n0, int64_t n1, float* y) {
-  const int64_t depth = m.Depth(), deep = CeilDiv(depth, kTileDepth), rows = CeilDiv(count, kTileRows);
+static void MultiplyBfloats(const Matrix& m, const uint16_t* x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
+                            int64_t n1, float* y) {
+  const int64_t deep = CeilDiv(m.Depth(), kTileDepth), rows = CeilDiv(count, kTileRows);
+  const int64_t first = k0 / kTileDepth, last = CeilDiv(k1, kTileDepth);
   const int64_t part_sums = rows * kTilesWide * kTileSums;
   const Floats values((kTileDepth + 8) * kStride), tiles(kTilesDeep * kTilesWide * kTileSize / 2);
   const Floats all_sums(CeilDiv(n1 - n0, kGrain) * part_sums);
   uint16_t* part = reinterpret_cast<uint16_t*>(tiles.values);
   const LoadedTable table = TableOf(m);
   const Tiles registers;
-  for (int64_t t0 = 0; t0 < deep; t0 += kTilesDeep) {
-    const int64_t t1 = Min(t0 + kTilesDeep, deep);
+  for (int64_t t0 = first; t0 < last; t0 += kTilesDeep) {
+    const int64_t t1 = Min(t0 + kTilesDeep, last);
     for (int64_t n = n0; n < n1; n += kGrain) {
-      const int64_t ahead = BytesAhead(m, Min(t1 * kTileDepth, depth) - t0 * kTileDepth, n, n0, n1);
+      const Ahead ahead(m, Min(t1 * kTileDepth, k1) - t0 * kTileDepth, n, n0, n1);
       for (int64_t t = t0; t < t1; ++t) {
         DecodeTiles(m, table, t * kTileDepth, n, Min(kGrain, n1 - n), ahead, values.values,
                     part + (t - t0) * kTilesWide * kTileSize);
@@ -93,7 +95,7 @@ static void MultiplyBfloats(const Matrix& m, const uint16_t* x, int64_t count, i
         for (int64_t r = 0; r < rows; r += 2) {
           float* sums = all_sums.values + (n - n0) / kGrain * part_sums + (r * kTilesWide + wide) * kTileSums;
           (r + 1 < rows ? AddTiles<true> : AddTiles<false>)(x + (r * deep + t0) * kTileSize, deep * kTileSize,
-                                                            part + wide * kTileSize, t1 - t0, t0 == 0, sums);
+                                                            part + wide * kTileSize, t1 - t0, t0 == first, sums);
         }
       }
     }

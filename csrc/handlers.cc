@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kTask = 1 << 20;      // values of the matrix that a task covers, about: 50 microseconds
 constexpr int64_t kMaxDepthParts = 8;   // partial sums of one result that are kept
+constexpr int64_t kEnoughTasks = 16;    // for all threads to be busy
 
 float FromBfloat16(uint16_t bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;
@@ -194,32 +195,44 @@ struct IntegerRows {
   }
 };
 
+// The depth, which can be cut into parts that kernels take apart.
+struct Depth {
+  int64_t all;
+  int64_t unit;
+
+  explicit Depth(const Matrix& m) : all(m.Depth()), unit(kDepthStep) {
+    if (m.format == Format::kNf4 && m.packed_axis == m.contracted_axis) unit = CeilDiv(kDepthStep, m.block) * m.block;
+  }
+  int64_t Units() const { return CeilDiv(all, unit); }
+  int64_t Parts(int64_t wanted) const { return std::max<int64_t>(1, std::min({Units(), kMaxDepthParts, wanted})); }
+  int64_t Start(int64_t part, int64_t parts) const { return std::min(all, Units() * part / parts * unit); }
+};
+
+// Adds `count` results, `stride` apart.
+void AddParts(const float* results, int64_t count, int64_t stride, int64_t width, float* sums) {
+  std::memcpy(sums, results, width * sizeof(float));
+  for (int64_t part = 1; part < count; ++part) {
+    for (int64_t n = 0; n < width; ++n) sums[n] += results[part * stride + n];
+  }
+}
+
 // A row of x per matrix, contracted over the rows: in parts of the depth, and stripes of the width. How it is cut
 // depends on the shape alone, so that results do too. `multiply(i, k0, k1, n0, n1, y)` does it for a part of matrix i.
 template <class Multiply>
 void MultiplyRowsByRows(ffi::ThreadPool& pool, const Stack& stack, const Multiply& multiply, float* y) {
-  const Matrix& shape = stack.first;
-  const int64_t depth = shape.Depth(), width = shape.Width();
-  const bool depth_in_blocks = shape.format == Format::kNf4 && shape.packed_axis == 0;
-  const int64_t unit = depth_in_blocks ? CeilDiv(kDepthStep, shape.block) * shape.block : kDepthStep;
-  const int64_t units = CeilDiv(depth, unit), stripes = CeilDiv(width, kStripe);
-  const int64_t parts = std::max<int64_t>(
-      1, std::min({units, kMaxDepthParts, CeilDiv(depth * std::min(width, kStripe), kTask)}));
+  const Depth depth(stack.first);
+  const int64_t width = stack.first.Width(), stripes = CeilDiv(width, kStripe);
+  const int64_t parts = depth.Parts(CeilDiv(depth.all * std::min(width, kStripe), kTask));
   const std::unique_ptr<float[]> partial(parts > 1 ? new float[stack.count * parts * width] : nullptr);
   ParallelFor(pool, stack.count * parts * stripes, [&](int64_t task) {
     const int64_t matrix = task / (parts * stripes), part = task / stripes % parts, stripe = task % stripes;
-    const int64_t k0 = std::min(depth, units * part / parts * unit);
-    const int64_t k1 = std::min(depth, units * (part + 1) / parts * unit);
     const int64_t n0 = stripe * kStripe, n1 = std::min(width, n0 + kStripe);
     float* to = parts > 1 ? &partial[(matrix * parts + part) * width] : y + matrix * width;
-    multiply(matrix, k0, k1, n0, n1, to + n0);
+    multiply(matrix, depth.Start(part, parts), depth.Start(part + 1, parts), n0, n1, to + n0);
   });
   for (int64_t matrix = 0; matrix < stack.count; ++matrix) {
     float* sums = y + matrix * width;
-    for (int64_t part = 0; part < parts && parts > 1; ++part) {
-      const float* from = &partial[(matrix * parts + part) * width];
-      for (int64_t n = 0; n < width; ++n) sums[n] = part > 0 ? sums[n] + from[n] : from[n];
-    }
+    if (parts > 1) AddParts(&partial[matrix * parts * width], parts, width, width, sums);
     Scales(stack[matrix]).ScaleResult(0, width, sums);
   }
 }
@@ -262,20 +275,31 @@ void MultiplyOneRow(ffi::ThreadPool& pool, const Stack& stack, const SingleRows&
   MultiplyFloatsByRows(pool, stack, x, y);
 }
 
-// Rows of x, as PackedRows or TiledRows, in panels of the width.
+// Rows of x, as PackedRows or TiledRows, in panels of the width, and in parts of the depth where panels are few.
 template <class Rows>
 void MultiplyAny(ffi::ThreadPool& pool, const Stack& stack, const Rows& x, float* y) {
+  const Depth depth(stack.first);
   const int64_t width = stack.first.Width(), panel = stack.kernels->panel(stack.first, x.Size(0));
-  const int64_t panels = CeilDiv(width, panel);
-  ParallelFor(pool, stack.count * x.chunks.count * panels, [&](int64_t task) {
-    const int64_t matrix = task / (x.chunks.count * panels), chunk = task / panels % x.chunks.count;
-    const int64_t n0 = task % panels * panel, n1 = std::min(width, n0 + panel), rows = x.Size(chunk);
+  const int64_t panels = CeilDiv(width, panel), columns = stack.count * x.chunks.count * panels;
+  const int64_t parts = depth.Parts(std::min(CeilDiv(kEnoughTasks, columns), CeilDiv(depth.all * panel * x.Size(0), kTask)));
+  const int64_t results = stack.count * x.rows * width;
+  const std::unique_ptr<float[]> partial(parts > 1 ? new float[parts * results] : nullptr);
+  ParallelFor(pool, parts * columns, [&](int64_t task) {
+    const int64_t part = task / columns, matrix = task % columns / (x.chunks.count * panels);
+    const int64_t chunk = task / panels % x.chunks.count, rows = x.Size(chunk);
+    const int64_t n0 = task % panels * panel, n1 = std::min(width, n0 + panel);
     Matrix m = stack[matrix];
     const Scales scales(m);
     if (scales.of_width != nullptr || (Rows::kHasScales && scales.of_depth != nullptr)) m.scale = nullptr;
-    float* sums = y + (matrix * x.rows + x.First(chunk)) * width;
-    (stack.kernels->*Rows::kMultiply)(m, x.Chunk(matrix, chunk), rows, n0, n1, sums);
-    for (int64_t row = 0; row < rows; ++row) scales.ScaleResult(n0, n1, sums + row * width);
+    float* sums = (parts > 1 ? &partial[part * results] : y) + (matrix * x.rows + x.First(chunk)) * width;
+    (stack.kernels->*Rows::kMultiply)(m, x.Chunk(matrix, chunk), rows, depth.Start(part, parts), depth.Start(part + 1, parts),
+                                      n0, n1, sums);
+    for (int64_t row = 0; row < rows && parts == 1; ++row) scales.ScaleResult(n0, n1, sums + row * width);
+  });
+  if (parts == 1) return;
+  ParallelFor(pool, stack.count * x.rows, [&](int64_t row) {
+    AddParts(&partial[row * width], parts, results, width, y + row * width);
+    Scales(stack[row / x.rows]).ScaleResult(0, width, y + row * width);
   });
 }
 

@@ -84,12 +84,15 @@ struct Kernels {
   // How many columns of the result a call of `multiply` should make, and start at a multiple of.
   int64_t (*panel)(const Matrix& matrix, int64_t count);
 
-  // y[:, n0:n1] of up to kMany rows of x, which lie as RowGroups(count, tall) says; rows of y are Width() apart.
+  // y[:, n0:n1] of up to kMany rows of x, which lie as RowGroups(count, tall) says, from their elements k0 to k1; k0 a
+  // multiple of kDepthStep. Rows of y are Width() apart.
   int64_t tall;
-  void (*multiply)(const Matrix& matrix, const float* x, int64_t count, int64_t n0, int64_t n1, float* y);
+  void (*multiply)(const Matrix& matrix, const float* x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                   float* y);
 
   // The same of up to kManyBfloats rows of bfloat16, in tiles, and of values rounded to it; nullptr where none is faster.
-  void (*multiply_bfloats)(const Matrix& matrix, const uint16_t* x, int64_t count, int64_t n0, int64_t n1, float* y);
+  void (*multiply_bfloats)(const Matrix& matrix, const uint16_t* x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
+                           int64_t n1, float* y);
 
   // All values of a row.
   void (*decode)(const Matrix& matrix, int64_t row, float* values);

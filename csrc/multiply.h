@@ -11,7 +11,6 @@ namespace EFORMER_ISA {
 constexpr int kTall = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;  // rows of a tile of the result, which fits in registers
 constexpr int64_t kStride = kGrain + 16;  // of rows of a part: no power of two, so that they do not share cache sets
 constexpr int64_t kFew = 16;              // rows of x for which decoding counts as much as multiplying
-constexpr int64_t kAhead = 2;             // parts, in asking for memory
 
 // How much of the depth is decoded at a time: for few rows of x it stays in the first level of cache.
 static inline int64_t Deep(int64_t count) { return count <= kFew ? 64 : 256; }
@@ -89,29 +88,40 @@ static inline void OrderOf(Decoding decoding, uint8_t (&columns)[kGrain]) {
   }
 }
 
-// Rows are pages apart, which no processor foresees. This is how far from the codes of a part lie those that are needed
-// kAhead parts later: in the same rows, or at the start of the next.
-static inline int64_t BytesAhead(const Matrix& m, int64_t depth, int64_t n, int64_t n0, int64_t n1) {
-  const int64_t columns = kAhead * kGrain, back = n + columns < n1 ? 0 : n1 - n0;
-  const int64_t rows = back == 0 ? 0 : m.packed_axis == 0 ? m.Codes(depth) : depth;
-  return rows * m.RowBytes() + (m.packed_axis == 1 ? m.Codes(columns) - m.Codes(back) : columns - back);
-}
+// Rows are pages apart, which no processor foresees: how far from the codes of a part lie those to ask for, in the same
+// rows or at the start of the next. Rows that follow each other ask for different columns, since one column of rows a
+// power of two apart lies in one channel of the memory.
+struct Ahead {
+  static constexpr int kLeast = 2, kDistances = 16;  // parts
+  int64_t bytes[kDistances] = {};
+
+  Ahead(const Matrix& m, int64_t depth, int64_t n, int64_t n0, int64_t n1) {
+    const int64_t fitting = Min(kDistances, Max(1, (n1 - n0) / kGrain - kLeast + 1));
+    for (int i = 0; i < kDistances; ++i) {
+      const int64_t columns = (kLeast + i % fitting) * kGrain, back = n + columns < n1 ? 0 : n1 - n0;
+      const int64_t rows = back == 0 ? 0 : m.packed_axis == 0 ? m.Codes(depth) : depth;
+      bytes[i] = rows * m.RowBytes() + (m.packed_axis == 1 ? m.Codes(columns) - m.Codes(back) : columns - back);
+    }
+  }
+
+  void Prefetch(const uint8_t* codes, int64_t row) const { __builtin_prefetch(codes + bytes[row % kDistances]); }
+};
 
 // In these, part[k] = matrix[k0 + k, n : n + kGrain].
 
-static inline void Int8Rows(const Matrix& m, int64_t k0, int64_t depth, int64_t n, int64_t ahead, float* part) {
+static inline void Int8Rows(const Matrix& m, int64_t k0, int64_t depth, int64_t n, const Ahead& ahead, float* part) {
   const uint8_t* codes = m.codes + k0 * m.cols + n;
   for (int64_t k = 0; k < depth; ++k, codes += m.cols, part += kStride) {
-    __builtin_prefetch(codes + ahead);
+    ahead.Prefetch(codes, k);
     for (int64_t i = 0; i < kGrain; i += kStrip) StoreStrip(part + i, FromInt8(reinterpret_cast<const int8_t*>(codes + i)));
   }
 }
 
 // May write three rows too many.
-static inline void TernaryRows(const Matrix& m, int64_t k0, int64_t depth, int64_t n, int64_t ahead, float* part) {
+static inline void TernaryRows(const Matrix& m, int64_t k0, int64_t depth, int64_t n, const Ahead& ahead, float* part) {
   const uint8_t* codes = m.codes + k0 / 4 * m.cols + n;
   for (int64_t k = 0; k < depth; k += 4, codes += m.cols, part += 4 * kStride) {
-    __builtin_prefetch(codes + ahead);
+    ahead.Prefetch(codes, k / 4);
     for (int64_t i = 0; i < kGrain; i += kLanes) {
       for (int r = 0; r < 4; ++r) Store(part + r * kStride + i, LookUpPair(kTernaryValues, codes + i, 2 * r));
     }
@@ -119,22 +129,22 @@ static inline void TernaryRows(const Matrix& m, int64_t k0, int64_t depth, int64
 }
 
 static inline void DecodeRows(const Matrix& m, const LoadedTable& table, int64_t k0, int64_t depth, int64_t n,
-                              int64_t width, int64_t ahead, float* part) {
+                              int64_t width, const Ahead& ahead, float* part) {
   const bool whole = width == kGrain && m.scale == nullptr;
   if (whole && m.format == Format::kInt8) return Int8Rows(m, k0, depth, n, ahead, part);
   if (whole && m.format == Format::kTernary && m.packed_axis == 0) return TernaryRows(m, k0, depth, n, ahead, part);
   for (int64_t k = 0; k < depth; ++k) {
-    const uint8_t* codes = m.codes + (m.packed_axis == 0 ? m.Codes(k0 + k + 1) - 1 : k0 + k) * m.RowBytes();
-    __builtin_prefetch(codes + (m.packed_axis == 1 ? m.Codes(n) : n) + ahead);
+    const int64_t row = m.packed_axis == 0 ? m.Codes(k0 + k + 1) - 1 : k0 + k;
+    ahead.Prefetch(m.codes + row * m.RowBytes() + (m.packed_axis == 1 ? m.Codes(n) : n), row);
     DecodeRow(m, table, k0 + k, n, width, part + k * kStride);
   }
 }
 
 static inline void LookUpRows(const Matrix& m, const LoadedTable& table, int64_t k0, int64_t depth, int64_t n,
-                              int64_t ahead, float* part) {
+                              const Ahead& ahead, float* part) {
   const uint8_t* codes = m.codes + k0 / 2 * m.cols + n;
   for (int64_t k = 0; k < depth; k += 2, codes += m.cols, part += 2 * kStride) {
-    __builtin_prefetch(codes + ahead);
+    ahead.Prefetch(codes, k / 2);
     for (int64_t i = 0; i < kGrain; i += kStrip) {
       const Bytes pairs = LoadSome(codes + i, m.cols - n - i);
       StoreStrip(part + i, LookUpHigh(table, pairs));
@@ -144,13 +154,13 @@ static inline void LookUpRows(const Matrix& m, const LoadedTable& table, int64_t
 }
 
 static inline void LookUpColumns(const Matrix& m, const LoadedTable& table, const Positions& positions, int64_t k0,
-                                 int64_t depth, int64_t n, int64_t ahead, float* part) {
+                                 int64_t depth, int64_t n, const Ahead& ahead, float* part) {
   const int64_t row_bytes = m.RowBytes();
   const uint8_t* codes = m.codes + k0 * row_bytes + n / 2;
   WithScales(m, positions, [&](const auto& scales) {
     const auto of_strip = scales.Of(n / 2);
     for (int64_t k = 0; k < depth; ++k) {
-      __builtin_prefetch(codes + k * row_bytes + ahead);
+      ahead.Prefetch(codes + k * row_bytes, k);
       const Bytes pairs = LoadSome(codes + k * row_bytes, row_bytes - n / 2);
       const auto factors = of_strip.At(k0 + k);
       StoreStrip(part + k * kStride, Times(LookUpHigh(table, pairs), factors));
@@ -187,7 +197,7 @@ static inline void Transpose8(const float* from, int64_t from_stride, float* to,
 
 // part[k] = matrix[n : n + width, k0 + k]
 static inline void DecodeColumns(const Matrix& m, const LoadedTable& table, int64_t k0, int64_t depth, int64_t n,
-                                 int64_t width, int64_t, float* part) {
+                                 int64_t width, const Ahead&, float* part) {
   alignas(64) float values[8][kDeepest + 16];
   for (int64_t row = 0; row < width; row += 8) {
     const int64_t rows = Min(8, width - row);
@@ -207,7 +217,8 @@ static inline void BlockScales(const Matrix& m, int64_t k, int64_t n, float (&sc
 }
 
 // As Kernels::multiply says.
-static void Multiply(const Matrix& m, const float* x, int64_t count, int64_t n0, int64_t n1, float* y) {
+static void Multiply(const Matrix& m, const float* x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                     float* y) {
   const Decoding decoding = DecodingOf(m, count);
   const int64_t deep = Deep(count), depth = m.Depth(), parts = CeilDiv(n1 - n0, kGrain);
   const RowGroups groups(count, kTall);
@@ -217,29 +228,29 @@ static void Multiply(const Matrix& m, const float* x, int64_t count, int64_t n0,
   const bool needs_positions = decoding == Decoding::kLookUpColumns && !HasLongBlocks(m);
   const Positions positions(m, n0 / 2, needs_positions ? CeilDiv(n1 - n0, 2) : 0);
   alignas(64) float scales[kGrain];
-  for (int64_t k0 = 0, k1; k0 < depth; k0 = k1) {
-    k1 = Min(k0 + deep, depth);
-    if (decoding == Decoding::kLookUpRows) k1 = Min(k1, (k0 / m.block + 1) * m.block);
+  for (int64_t k = k0, end; k < k1; k = end) {
+    end = Min(k + deep, k1);
+    if (decoding == Decoding::kLookUpRows) end = Min(end, (k / m.block + 1) * m.block);
     for (int64_t n = n0; n < n1; n += kGrain) {
-      const int64_t ahead = BytesAhead(m, k1 - k0, n, n0, n1);
+      const Ahead ahead(m, end - k, n, n0, n1);
       switch (decoding) {
         case Decoding::kNatural:
-          (m.contracted_axis == 0 ? DecodeRows : DecodeColumns)(m, table, k0, k1 - k0, n, Min(kGrain, n1 - n), ahead,
+          (m.contracted_axis == 0 ? DecodeRows : DecodeColumns)(m, table, k, end - k, n, Min(kGrain, n1 - n), ahead,
                                                                 part.values);
           break;
         case Decoding::kLookUpRows:
-          BlockScales(m, k0, n, scales);
-          LookUpRows(m, table, k0, k1 - k0, n, ahead, part.values);
+          BlockScales(m, k, n, scales);
+          LookUpRows(m, table, k, end - k, n, ahead, part.values);
           break;
         case Decoding::kLookUpColumns:
-          LookUpColumns(m, table, positions, k0, k1 - k0, n, ahead, part.values);
+          LookUpColumns(m, table, positions, k, end - k, n, ahead, part.values);
           break;
       }
       float* sums = all_sums.values + (n - n0) * count;
       for (int64_t i = 0; i < kGrain; i += at_once) {
         for (int64_t g = 0; g < groups.count; ++g) {
           const int64_t first = groups.First(g), rows = groups.Size(g);
-          TileOf(rows)(part.values + i, at_once, x + first * depth + k0 * rows, k1 - k0,
+          TileOf(rows)(part.values + i, at_once, x + first * depth + k * rows, end - k,
                        decoding == Decoding::kLookUpRows ? scales + i : nullptr, sums + first * kGrain + i);
         }
       }
@@ -258,7 +269,7 @@ static void Multiply(const Matrix& m, const float* x, int64_t count, int64_t n0,
 }
 
 static int64_t Panel(const Matrix& m, int64_t count) {
-  return m.contracted_axis == 0 && count <= kFew ? 8 * kGrain : 2 * kGrain;
+  return m.contracted_axis == 0 && count <= kFew ? 32 * kGrain : 2 * kGrain;
 }
 
 }  // namespace EFORMER_ISA

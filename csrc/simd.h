@@ -33,6 +33,7 @@ constexpr int kLanes = 4;
 #endif
 
 static inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Memory for `count` values, zero at first. A type of this namespace, so that no other instruction set's code is linked.
 template <class T>
