@@ -201,7 +201,12 @@ static inline void DecodeColumns(const Matrix& m, const LoadedTable& table, int6
   alignas(64) float values[8][kDeepest + 16];
   for (int64_t row = 0; row < width; row += 8) {
     const int64_t rows = Min(8, width - row);
-    for (int64_t i = 0; i < rows; ++i) DecodeRow(m, table, n + row + i, k0, depth, values[i]);
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t at = n + row + i, later = k0 + (Ahead::kLeast + at % Ahead::kDistances) * kGrain;
+      __builtin_prefetch(m.codes + (m.packed_axis == 0 ? m.Codes(at + 1) - 1 : at) * m.RowBytes() +
+                         (m.packed_axis == 1 ? m.Codes(later) : later));
+      DecodeRow(m, table, at, k0, depth, values[i]);
+    }
     if (rows < 8) std::memset(values[rows], 0, (8 - rows) * sizeof values[0]);
     for (int64_t k = 0; k < depth; k += 8) Transpose8(&values[0][k], kDeepest + 16, part + k * kStride + row, kStride);
   }
