@@ -195,14 +195,11 @@ struct IntegerRows {
   }
 };
 
-// The depth, which can be cut into parts that kernels take apart.
+// The depth, which can be cut into parts of so many units.
 struct Depth {
   int64_t all;
   int64_t unit;
 
-  explicit Depth(const Matrix& m) : all(m.Depth()), unit(kDepthStep) {
-    if (m.format == Format::kNf4 && m.packed_axis == m.contracted_axis) unit = CeilDiv(kDepthStep, m.block) * m.block;
-  }
   int64_t Units() const { return CeilDiv(all, unit); }
   int64_t Parts(int64_t wanted) const { return std::max<int64_t>(1, std::min({Units(), kMaxDepthParts, wanted})); }
   int64_t Start(int64_t part, int64_t parts) const { return std::min(all, Units() * part / parts * unit); }
@@ -220,8 +217,10 @@ void AddParts(const float* results, int64_t count, int64_t stride, int64_t width
 // depends on the shape alone, so that results do too. `multiply(i, k0, k1, n0, n1, y)` does it for a part of matrix i.
 template <class Multiply>
 void MultiplyRowsByRows(ffi::ThreadPool& pool, const Stack& stack, const Multiply& multiply, float* y) {
-  const Depth depth(stack.first);
-  const int64_t width = stack.first.Width(), stripes = CeilDiv(width, kStripe);
+  const Matrix& shape = stack.first;
+  const bool in_blocks = shape.format == Format::kNf4 && shape.packed_axis == 0;
+  const Depth depth = {shape.Depth(), in_blocks ? CeilDiv(kDepthStep, shape.block) * shape.block : kDepthStep};
+  const int64_t width = shape.Width(), stripes = CeilDiv(width, kStripe);
   const int64_t parts = depth.Parts(CeilDiv(depth.all * std::min(width, kStripe), kTask));
   const std::unique_ptr<float[]> partial(parts > 1 ? new float[stack.count * parts * width] : nullptr);
   ParallelFor(pool, stack.count * parts * stripes, [&](int64_t task) {
@@ -278,7 +277,7 @@ void MultiplyOneRow(ffi::ThreadPool& pool, const Stack& stack, const SingleRows&
 // Rows of x, as PackedRows or TiledRows, in panels of the width, and in parts of the depth where panels are few.
 template <class Rows>
 void MultiplyAny(ffi::ThreadPool& pool, const Stack& stack, const Rows& x, float* y) {
-  const Depth depth(stack.first);
+  const Depth depth = {stack.first.Depth(), kDepthStep};
   const int64_t width = stack.first.Width(), panel = stack.kernels->panel(stack.first, x.Size(0));
   const int64_t panels = CeilDiv(width, panel), columns = stack.count * x.chunks.count * panels;
   const int64_t parts = depth.Parts(std::min(CeilDiv(kEnoughTasks, columns), CeilDiv(depth.all * panel * x.Size(0), kTask)));

@@ -89,8 +89,7 @@ static inline void OrderOf(Decoding decoding, uint8_t (&columns)[kGrain]) {
 }
 
 // Rows are pages apart, which no processor foresees: how far from the codes of a part lie those to ask for, in the same
-// rows or at the start of the next. Rows that follow each other ask for different columns, since one column of rows a
-// power of two apart lies in one channel of the memory.
+// rows or at the start of the next. Rows that follow each other ask for different columns, as in PrefetchAfter.
 struct Ahead {
   static constexpr int kLeast = 2, kDistances = 16;  // parts
   int64_t bytes[kDistances] = {};

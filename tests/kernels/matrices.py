@@ -53,7 +53,7 @@ FORMATS = {
     "int8 per column": lambda w: int8(w, (1,)),
     "int8 per matrix": lambda w: int8(w, (1, 2)),
     "int8 per element": lambda w: int8(w, ()),
-    **{f"nf4 {b} along {a}": lambda w, a=a, b=b: nf4(w, a, b) for a in (1, 2) for b in (2, 6, 32, 64, 128)},
+    **{f"nf4 {b} along {a}": lambda w, a=a, b=b: nf4(w, a, b) for a in (1, 2) for b in (2, 6, 20, 32, 64, 128)},
     "nf4 nested along 1": lambda w: nested_nf4(w, 1, 64),
     "nf4 nested along 2": lambda w: nested_nf4(w, 2, 64),
     "ternary": lambda w: ternary(w, 1, None),

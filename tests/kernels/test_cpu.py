@@ -26,7 +26,7 @@ every_set = pytest.mark.parametrize("instructions", SETS)
 every_format = pytest.mark.parametrize("name", FORMATS)
 # Every format with ragged sizes and several matrices; one of each way to store codes also with several parts of depth
 # and width, with one element, with less than a vector, with whole vectors, and with more than a stripe.
-BROAD = ("int8 per row", "nf4 64 along 1", "nf4 64 along 2", "ternary")
+BROAD = ("int8 per row", "nf4 64 along 1", "nf4 64 along 2", "nf4 20 along 2", "ternary", "ternary along 2")
 SHAPED = [(name, (2, 70, 33)) for name in FORMATS]
 SHAPED += [(name, s) for name in BROAD for s in [(1, 530, 200), (1, 1, 1), (1, 7, 5), (1, 128, 64), (1, 259, 4105)]]
 # The best instruction set with all of them, the others with each format once.
