@@ -58,7 +58,8 @@ static inline void Nf4DotsOfLongBlocks(const Matrix& m, const float* x, int64_t 
 
 // The same of blocks of any length, with scales of scales.h.
 template <class Scales>
-static inline void Nf4DotsOfAnyBlocks(const Matrix& m, const Scales& scales, const float* x, int64_t n0, int64_t n1, float* y) {
+static inline void Nf4DotsOfAnyBlocks(const Matrix& m, const Scales& scales, const float* x, int64_t n0, int64_t n1,
+                                      float* y) {
   const LoadedTable table = LoadTable(MakeTable(kNf4Values));
   const int64_t row_bytes = m.RowBytes();
   for (int64_t n = n0; n < n1; ++n) {
