@@ -13,8 +13,8 @@ constexpr int64_t kStride = kGrain + 16;  // of rows of a part: no power of two,
 constexpr int64_t kFew = 16;              // rows of x for which decoding counts as much as multiplying
 
 // How much of the depth is decoded at a time: for few rows of x it stays in the first level of cache.
-static inline int64_t Deep(int64_t count) { return count <= kFew ? 64 : 256; }
-constexpr int64_t kDeepest = 256;
+constexpr int64_t kDeepest = 128;
+static inline int64_t Deep(int64_t count) { return count <= kFew ? 64 : kDeepest; }
 
 // sums[r] += x[:, r] @ part * scale, of a part of `depth` rows; a scale of nullptr is 1.
 template <int Rows>
@@ -273,7 +273,8 @@ static void Multiply(const Matrix& m, const float* x, int64_t count, int64_t k0,
 }
 
 static int64_t Panel(const Matrix& m, int64_t count) {
-  return m.contracted_axis == 0 && count <= kFew ? 32 * kGrain : 2 * kGrain;
+  if (count > kFew) return 4 * kGrain;
+  return m.contracted_axis == 0 ? 32 * kGrain : 2 * kGrain;
 }
 
 }  // namespace EFORMER_ISA

@@ -93,8 +93,7 @@ void DecodeScales(ffi::ThreadPool& pool, const uint8_t* codes, const float* nest
       const float scale = nested[matrix * groups + g];
       const int64_t end = std::min(size, (g + 1) * kNested);
       for (int64_t i = matrix * size + g * kNested; i < matrix * size + end; ++i) {
-        volatile float product = values[codes[i]] * scale;  // rounded before the sum, as the oracle does
-        scales[i] = product + offset[matrix];
+        scales[i] = values[codes[i]] * scale + offset[matrix];  // rounded twice, as the oracle does: -ffp-contract=off
       }
     }
   });
@@ -124,10 +123,10 @@ ffi::Error TakeNf4Scales(ffi::ThreadPool& pool, const ffi::RemainingArgs& scales
                                        " with float32 nested, offset and 256 values, got " + Describe(absmax) + ", " +
                                        Describe(nested) + ", " + Describe(offset) + " and " + Describe(values));
   }
-  stack.decoded_scales.resize(stack.count * stack.scale_size);
+  stack.decoded_scales.reset(new float[stack.count * stack.scale_size]);
   DecodeScales(pool, absmax.typed_data<uint8_t>(), nested.typed_data<float>(), offset.typed_data<float>(),
-               values.typed_data<float>(), stack.count, stack.scale_size, stack.decoded_scales.data());
-  m.scale = stack.decoded_scales.data();
+               values.typed_data<float>(), stack.count, stack.scale_size, stack.decoded_scales.get());
+  m.scale = stack.decoded_scales.get();
   return ffi::Error::Success();
 }
 

@@ -2,6 +2,7 @@
 #ifndef EFORMER_PROBLEM_H_
 #define EFORMER_PROBLEM_H_
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -28,8 +29,8 @@ struct Stack {
   const Kernels* kernels = nullptr;
   Matrix first = {};
   int64_t count = 0;
-  int64_t scale_size = 0;             // floats of one matrix
-  std::vector<float> decoded_scales;  // where they were quantized themselves; `first.scale` points here
+  int64_t scale_size = 0;                   // floats of one matrix
+  std::unique_ptr<float[]> decoded_scales;  // where they were quantized themselves; `first.scale` points here
 
   Matrix operator[](int64_t i) const {
     Matrix m = first;
