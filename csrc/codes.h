@@ -62,10 +62,8 @@ struct CopiedBytes {
 // whose length is a multiple of 4096 all fall.
 constexpr int kRowGroup = 4;
 
-// Asks for the same place in the next group, or, for row `r` of this one, a little behind it: one column of rows a power
-// of two apart lies in one channel of the memory.
-static inline void PrefetchAfter(const uint8_t* codes, int64_t group_bytes, int r) {
-  __builtin_prefetch(codes + group_bytes + 192 * r);
+static inline void PrefetchAfter(const uint8_t* codes, int64_t group_bytes) {
+  __builtin_prefetch(codes + group_bytes);  // the same place in the next group
 }
 
 // Calls add(codes, stride, n) for each strip of columns, from `n` on, with codes of which 32 bytes of each row can be read.

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kTask = 1 << 20;      // values of the matrix that a task covers, about: 50 microseconds
 constexpr int64_t kMaxDepthParts = 8;   // partial sums of one result that are kept
-constexpr int64_t kEnoughTasks = 16;    // for all threads to be busy
+constexpr int64_t kEnoughTasks = 8;     // for all threads to be busy
 
 float FromBfloat16(uint16_t bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;

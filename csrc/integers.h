@@ -83,7 +83,7 @@ static inline void Int8ByIntegers(const Matrix& m, const int8_t* x, int64_t k0, 
       for (int r = 0; r < rows; r += 4) {
         Bytes four[4] = {};
         for (int i = 0; i < 4 && r + i < rows; ++i, codes += stride) {
-          PrefetchAfter(codes, kRowGroup * stride, r + i);
+          PrefetchAfter(codes, kRowGroup * stride);
           four[i] = LoadBytes(codes);
         }
         AddFour(sum, SpreadFour(x + k + r, rows - r), four);
@@ -119,8 +119,8 @@ static inline void Nf4ByIntegers(const Matrix& m, const int8_t* x, int64_t k0, i
       ForEachStrip(m.codes + r0 * m.cols + n0, m.cols, rows, n1 - n0, [&](const uint8_t* codes, int64_t stride, int64_t n) {
         IntStrip sum = starts ? IntStrip{} : LoadInts(sums + n);
         for (int r = 0; r < rows; r += 2, codes += 2 * stride) {
-          PrefetchAfter(codes, kRowGroup * stride, r);
-          PrefetchAfter(codes + stride, kRowGroup * stride, r + 1);
+          PrefetchAfter(codes, kRowGroup * stride);
+          PrefetchAfter(codes + stride, kRowGroup * stride);
           const Bytes a = LoadBytes(codes), b = r + 1 < rows ? LoadBytes(codes + stride) : Bytes{};
           const Bytes four[4] = {look_up(HighNibbles(a)), look_up(LowNibbles(a)), look_up(HighNibbles(b)), look_up(LowNibbles(b))};
           AddFour(sum, SpreadFour(x + 2 * (r0 + r), Min(4, 2 * (end - r0 - r))), four);
@@ -154,7 +154,7 @@ static inline void TernaryByIntegers(const Matrix& m, const int8_t* x, int64_t k
       if (!starts) low = waiting[0], high = waiting[1];
       Bytes three = threes[n / kStrip];
       for (int r = 0; r < rows; ++r, codes += stride) {
-        PrefetchAfter(codes, kRowGroup * stride, r);
+        PrefetchAfter(codes, kRowGroup * stride);
         const __m256i c = (__m256i)LoadBytes(codes), c1 = _mm256_srli_epi16(c, 2), c2 = _mm256_srli_epi16(c, 4);
         const __m256i v0 = c & low_bits, v1 = c1 & low_bits, v2 = c2 & low_bits;
         const __m256i v3 = _mm256_srli_epi16(c2, 2) & low_bits;

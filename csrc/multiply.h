@@ -89,9 +89,10 @@ static inline void OrderOf(Decoding decoding, uint8_t (&columns)[kGrain]) {
 }
 
 // Rows are pages apart, which no processor foresees: how far from the codes of a part lie those to ask for, in the same
-// rows or at the start of the next. Rows that follow each other ask for different columns, as in PrefetchAfter.
+// rows or at the start of the next. Rows that follow each other ask for different columns, since one column of rows a
+// power of two apart lies in one channel of the memory.
 struct Ahead {
-  static constexpr int kLeast = 2, kDistances = 16;  // parts
+  static constexpr int kLeast = 2, kDistances = 8;  // parts
   int64_t bytes[kDistances] = {};
 
   Ahead(const Matrix& m, int64_t depth, int64_t n, int64_t n0, int64_t n1) {
@@ -274,7 +275,7 @@ static void Multiply(const Matrix& m, const float* x, int64_t count, int64_t k0,
 
 static int64_t Panel(const Matrix& m, int64_t count) {
   if (count > kFew) return 4 * kGrain;
-  return m.contracted_axis == 0 ? 32 * kGrain : 2 * kGrain;
+  return m.contracted_axis == 0 ? 8 * kGrain : 2 * kGrain;
 }
 
 }  // namespace EFORMER_ISA

@@ -19,7 +19,7 @@ static inline void Int8RowByRows(const Matrix& m, const float* x, int64_t k0, in
       const uint8_t* codes = first + n;
       Strip left = LoadStrip(sums + n), right = LoadStrip(sums + n + kStrip);
       for (int r = 0; r < rows; ++r, codes += m.cols) {
-        PrefetchAfter(codes, kMaxCopied * m.cols, r);
+        PrefetchAfter(codes, kMaxCopied * m.cols);
         const Vec factor = Spread(x[k + r]);
         AddProduct(left, FromInt8(reinterpret_cast<const int8_t*>(codes)), factor);
         AddProduct(right, FromInt8(reinterpret_cast<const int8_t*>(codes + kStrip)), factor);
@@ -52,7 +52,7 @@ static inline void Nf4RowByPackedRows(const Matrix& m, const float* x, int64_t k
       ForEachStrip(m.codes + r0 * m.cols + n0, m.cols, rows, n1 - n0, [&](const uint8_t* codes, int64_t stride, int64_t n) {
         Strip sum = starts ? Strip{} : LoadStrip(block_sums + n);
         for (int r = 0; r < rows; ++r, codes += stride) {
-          PrefetchAfter(codes, kRowGroup * stride, r);
+          PrefetchAfter(codes, kRowGroup * stride);
           const Bytes pairs = LoadBytes(codes);
           AddProduct(sum, LookUpHigh(table, pairs), Spread(xs[2 * r]));
           AddProduct(sum, LookUpLow(table, pairs), Spread(xs[2 * r + 1]));
@@ -85,7 +85,7 @@ static inline void Nf4RowByScaledColumns(const Matrix& m, const Scales& scales, 
       Strip of_even = LoadStrip(even + n), of_odd = LoadStrip(odd + n);
       const auto of_strip = scales.Of(n0 / 2 + n);
       for (int r = 0; r < rows; ++r, codes += stride) {
-        PrefetchAfter(codes, kRowGroup * stride, r);
+        PrefetchAfter(codes, kRowGroup * stride);
         const Bytes pairs = LoadBytes(codes);
         const auto factor = Times(of_strip.At(k + r), Spread(x[k + r]));
         AddProduct(of_even, LookUpHigh(table, pairs), factor);
@@ -122,7 +122,7 @@ static inline void TernaryRowByPackedRows(const Matrix& m, const float* x, int64
     ForEachStrip(m.codes + r0 * m.cols + n0, m.cols, rows, n1 - n0, [&](const uint8_t* codes, int64_t stride, int64_t n) {
       Strip sum = LoadStrip(sums + n);
       for (int r = 0; r < rows; ++r, codes += stride) {
-        PrefetchAfter(codes, kRowGroup * stride, r);
+        PrefetchAfter(codes, kRowGroup * stride);
         const Bytes fours = LoadBytes(codes);
         Add(sum, LookUpLow(LoadTable(tables[r][0]), fours));
         Add(sum, LookUpHigh(LoadTable(tables[r][1]), fours));
@@ -147,7 +147,7 @@ static inline void TernaryRowByPackedColumns(const Matrix& m, const float* x, in
     }
     const uint8_t* codes = m.codes + k * row_bytes + n0 / 4;
     ForEachStrip(codes, row_bytes, rows, bytes, [&](const uint8_t* codes, int64_t stride, int64_t n) {
-      for (int r = 0; r < rows; ++r) PrefetchAfter(codes + r * stride, kRowGroup * stride, r);
+      for (int r = 0; r < rows; ++r) PrefetchAfter(codes + r * stride, kRowGroup * stride);
       for (int place = 0; place < 4; ++place) {
         Strip sum = LoadStrip(of_place[place] + n);
         for (int r = 0; r < rows; r += 2) {
