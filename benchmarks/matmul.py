@@ -4,6 +4,7 @@ python benchmarks/matmul.py                      # the three shapes, all formats
 python benchmarks/matmul.py --quick              # one shape and a small ring, to see whether all is well
 python benchmarks/matmul.py --threads 1 2        # what a second core brings
 python benchmarks/matmul.py --linear             # GB/s over weights of 1 MB to 1 GB
+python benchmarks/matmul.py --layouts            # NF4 blocks of other lengths, and codes along the other axis
 
 How it measures is told in rings.py. `--readme` writes what it found into the README.
 """
@@ -51,6 +52,11 @@ FORMATS: dict[str, Make] = {
     "nf4 along N": functools.partial(quantize, dtype="nf4"),
     "nf4, double": functools.partial(quantize, dtype="nf4", axis=0, double_quantization=True),
     "ternary": functools.partial(quantize, dtype="ternary", scale="channel"),
+}
+LAYOUTS: dict[str, Make] = {
+    "nf4 32 along K": functools.partial(quantize, dtype="nf4", axis=0, block_size=32),
+    **{f"nf4 {size} along N": functools.partial(quantize, dtype="nf4", block_size=size) for size in (16, 32, 64, 96)},
+    "ternary along N": lambda w: quantize(w.T, dtype="ternary", scale="channel").T,
 }
 RSR = "RSR ternary"
 MAKE: dict[str, Make] = {**DENSE, **FORMATS, RSR: RSROperatorTernary.quantize}
@@ -169,6 +175,18 @@ def compare_shapes(shapes: Sequence[tuple[int, int]], rows: Sequence[int], setti
         print(f"\nwrote the least of these shapes into {README.name}")
 
 
+def compare_layouts(shape: tuple[int, int], rows: Sequence[int], settings: Settings) -> None:
+    makers = {"JAX float32": DENSE["JAX float32"], **LAYOUTS}
+    weights = random_weights(shape)
+    rings = {name: ring_of([make(w) for w in weights], settings.ring_bytes) for name, make in makers.items()}
+    lines = []
+    for case in (Case(m, transposed=transposed) for m in rows for transposed in (False, True)):
+        playing = {name: contender(case, name, ring) for name, ring in rings.items()}
+        times = measure(playing, settings.bursts, SECONDS[case.rows >= MANY_ROWS] * settings.seconds)
+        lines.append([str(case), *(f"{times['JAX float32'] / times[name]:.2f}x" for name in LAYOUTS)])
+    print(f"\nW of shape {shape}, in multiples of the speed of JAX float32\n\n{markdown(['speed', *LAYOUTS], lines)}")
+
+
 def compare_threads(threads: Sequence[int], shape: tuple[int, int], rows: Sequence[int], settings: Settings) -> None:
     """Each number of threads in a process of its own: XLA's pool has as many as the process has cores to run on."""
     cores, found = sorted(os.sched_getaffinity(0)), {}
@@ -263,6 +281,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the first shape, a small ring, few bursts")
     parser.add_argument("--threads", type=int, nargs="+", metavar="COUNT", help="compare numbers of threads")
     parser.add_argument("--linear", action="store_true", help="compare sizes of weights")
+    parser.add_argument("--layouts", action="store_true", help="compare lengths and directions of blocks")
     parser.add_argument("--readme", action="store_true", help="write the table into the README")
     args = parser.parse_args()
     shapes = [(k, n) for k, n in args.shape or SHAPES]
@@ -276,6 +295,8 @@ def main() -> None:
         compare_threads(args.threads, shapes[0], args.rows, settings)
     elif args.linear:
         compare_sizes(settings)
+    elif args.layouts:
+        compare_layouts(shapes[0], args.rows, settings)
     else:
         compare_shapes(shapes, args.rows, settings, args.readme)
 
