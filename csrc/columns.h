@@ -51,8 +51,7 @@ static inline void Nf4DotsOfLongBlocks(const Matrix& m, const float* x, int64_t 
       AddProduct(block_sum, LookUpHigh(table, pairs), LoadStrip(x + 2 * c));
       AddProduct(block_sum, LookUpLow(table, pairs), LoadStrip(x + 2 * c + kStrip));
     });
-    AddProduct(sum, block_sum, Spread(*scale));
-    y[n] = Sum(sum);
+    y[n] = Sum(sum) + Sum(block_sum) * *scale;  // no product of the scale and an empty lane: it may be infinite
   }
 }
 
@@ -64,14 +63,19 @@ static inline void Nf4DotsOfAnyBlocks(const Matrix& m, const Scales& scales, con
   const int64_t row_bytes = m.RowBytes();
   for (int64_t n = n0; n < n1; ++n) {
     Strip sum{};
+    float rest = 0;
     ForEachBytes(m.codes + n * row_bytes, row_bytes, [&](const uint8_t* codes, int64_t c) {
       const Bytes pairs = LoadBytes(codes);
       Strip unscaled{};
       AddProduct(unscaled, LookUpHigh(table, pairs), LoadStrip(x + 2 * c));
       AddProduct(unscaled, LookUpLow(table, pairs), LoadStrip(x + 2 * c + kStrip));
-      AddProduct(sum, unscaled, scales.Of(c).At(n));
+      const auto factors = scales.Of(c).At(n);
+      if (c + kStrip <= row_bytes) return AddProduct(sum, unscaled, factors);
+      float last[kStrip];  // of which some lanes are empty, as above
+      StoreStrip(last, ToNatural(Times(unscaled, factors)));
+      for (int64_t i = 0; i < row_bytes - c; ++i) rest += last[i];
     });
-    y[n] = Sum(sum);
+    y[n] = Sum(sum) + rest;
   }
 }
 

@@ -191,6 +191,15 @@ def test_special_numbers_in_x(name, special):
         assert np.isfinite(out[0, 1:]).all()
 
 
+@pytest.mark.parametrize("block_size", [20, 64])
+def test_infinite_scale_of_a_block_that_ends_early(block_size):
+    """What a vector holds behind the end of a row is not multiplied by its scale."""
+    matrix = nf4(jnp.ones((1, 3, 65)), 2, block_size)
+    matrix = replace(matrix, scales=(matrix.scales[0].at[0, 1, -1].set(np.inf),))
+    out = cpu.matmul(jnp.ones((1, 1, 65)), matrix, 1)
+    np.testing.assert_array_equal(out, [[[65, np.inf, 65]]])
+
+
 @pytest.mark.parametrize("special", [np.nan, np.inf], ids=str)
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "ternary"])
 def test_special_numbers_in_scales(name, special):
