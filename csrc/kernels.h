@@ -32,6 +32,10 @@ struct Matrix {
   }
   EFORMER_INLINE int64_t RowBytes() const { return packed_axis == 1 ? Codes(cols) : cols; }
   EFORMER_INLINE int64_t Bytes() const { return RowBytes() * (packed_axis == 0 ? Codes(rows) : rows); }
+  EFORMER_INLINE const uint8_t* CodesAt(int64_t row, int64_t col) const {
+    const int64_t packed = Codes((packed_axis == 0 ? row : col) + 1) - 1;
+    return packed_axis == 0 ? codes + packed * RowBytes() + col : codes + row * RowBytes() + packed;
+  }
   EFORMER_INLINE int64_t Depth() const { return contracted_axis == 0 ? rows : cols; }  // how long the sums are
   EFORMER_INLINE int64_t Width() const { return contracted_axis == 0 ? cols : rows; }  // how many there are per row of x
   EFORMER_INLINE int64_t BlockScaleStride() const { return packed_axis == 0 ? cols : CeilDiv(cols, block); }

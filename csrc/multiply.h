@@ -90,17 +90,20 @@ static inline void OrderOf(Decoding decoding, uint8_t (&columns)[kGrain]) {
 
 // Rows are pages apart, which no processor foresees: how far from the codes of a part lie those to ask for, in the same
 // rows or at the start of the next. Rows that follow each other ask for different columns, since one column of rows a
-// power of two apart lies in one channel of the memory.
+// power of two apart may lie in one channel of the memory.
 struct Ahead {
   static constexpr int kLeast = 2, kDistances = 8;  // parts
   int64_t bytes[kDistances] = {};
 
   Ahead(const Matrix& m, int64_t depth, int64_t n, int64_t n0, int64_t n1) {
-    const int64_t fitting = Min(kDistances, Max(1, (n1 - n0) / kGrain - kLeast + 1));
-    for (int i = 0; i < kDistances; ++i) {
-      const int64_t columns = (kLeast + i % fitting) * kGrain, back = n + columns < n1 ? 0 : n1 - n0;
-      const int64_t rows = back == 0 ? 0 : m.packed_axis == 0 ? m.Codes(depth) : depth;
-      bytes[i] = rows * m.RowBytes() + (m.packed_axis == 1 ? m.Codes(columns) - m.Codes(back) : columns - back);
+    const int64_t part = m.packed_axis == 1 ? m.Codes(kGrain) : kGrain;
+    const int64_t next_rows = (m.packed_axis == 0 ? m.Codes(depth) : depth) * m.RowBytes();
+    const int64_t here = (n - n0) / kGrain, parts = CeilDiv(n1 - n0, kGrain);
+    const int64_t fitting = Max(1, parts - kLeast + 1);
+    for (int64_t i = 0; i < kDistances; ++i) {
+      const int64_t distance = kLeast + i;
+      const int64_t wrapped = here + distance < parts ? distance * part : next_rows + (distance - parts) * part;
+      bytes[i] = i < fitting ? wrapped : bytes[i - fitting];
     }
   }
 
@@ -134,8 +137,7 @@ static inline void DecodeRows(const Matrix& m, const LoadedTable& table, int64_t
   if (whole && m.format == Format::kInt8) return Int8Rows(m, k0, depth, n, ahead, part);
   if (whole && m.format == Format::kTernary && m.packed_axis == 0) return TernaryRows(m, k0, depth, n, ahead, part);
   for (int64_t k = 0; k < depth; ++k) {
-    const int64_t row = m.packed_axis == 0 ? m.Codes(k0 + k + 1) - 1 : k0 + k;
-    ahead.Prefetch(m.codes + row * m.RowBytes() + (m.packed_axis == 1 ? m.Codes(n) : n), row);
+    ahead.Prefetch(m.CodesAt(k0 + k, n), k);
     DecodeRow(m, table, k0 + k, n, width, part + k * kStride);
   }
 }
@@ -203,8 +205,7 @@ static inline void DecodeColumns(const Matrix& m, const LoadedTable& table, int6
     const int64_t rows = Min(8, width - row);
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t at = n + row + i, later = k0 + (Ahead::kLeast + at % Ahead::kDistances) * kGrain;
-      __builtin_prefetch(m.codes + (m.packed_axis == 0 ? m.Codes(at + 1) - 1 : at) * m.RowBytes() +
-                         (m.packed_axis == 1 ? m.Codes(later) : later));
+      __builtin_prefetch(m.CodesAt(at, later));
       DecodeRow(m, table, at, k0, depth, values[i]);
     }
     if (rows < 8) std::memset(values[rows], 0, (8 - rows) * sizeof values[0]);
@@ -230,8 +231,7 @@ static void Multiply(const Matrix& m, const float* x, int64_t count, int64_t k0,
   const int64_t at_once = count <= kFew ? kGrain : 2 * kLanes;  // for many rows, as much of a part as the first cache holds
   const Floats part((deep + 8) * kStride), all_sums(parts * count * kGrain);
   const LoadedTable table = TableOf(m);
-  const bool needs_positions = decoding == Decoding::kLookUpColumns && !HasLongBlocks(m);
-  const Positions positions(m, n0 / 2, needs_positions ? CeilDiv(n1 - n0, 2) : 0);
+  const Positions positions(m, n0 / 2, decoding == Decoding::kLookUpColumns ? CeilDiv(n1 - n0, 2) : 0);
   alignas(64) float scales[kGrain];
   for (int64_t k = k0, end; k < k1; k = end) {
     end = Min(k + deep, k1);

@@ -104,7 +104,7 @@ static inline void Nf4RowByScaledColumns(const Matrix& m, const Scales& scales, 
 
 static inline void Nf4RowByPackedColumns(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                                          float* sums) {
-  const Positions positions(m, n0 / 2, HasLongBlocks(m) ? 0 : (n1 - n0 + 1) / 2);
+  const Positions positions(m, n0 / 2, (n1 - n0 + 1) / 2);
   WithScales(m, positions, [&](const auto& scales) { Nf4RowByScaledColumns(m, scales, x, k0, k1, n0, n1, sums); });
 }
 

@@ -10,6 +10,8 @@
 namespace eformer {
 namespace EFORMER_ISA {
 
+static inline bool HasLongBlocks(const Matrix& m) { return m.block % (2 * kStrip) == 0; }
+
 // Blocks of whole strips.
 struct LongBlocks {
   const Matrix& m;
@@ -33,14 +35,15 @@ struct Positions {
   bool fit_vector = true;  // the scales of a strip
   bool alike = true;       // the vectors of a strip
 
-  // Of the `bytes` from byte `first` on.
+  // Of the `bytes` from byte `first` on. Long blocks need none.
   Positions(const Matrix& m, int64_t first, int64_t bytes)
       : scale(m.scale),
-        stride(bytes > 0 ? m.BlockScaleStride() : 0),
+        stride(m.BlockScaleStride()),
         count(m.rows * stride),
         first(first),
         block(CeilDiv(bytes, kStrip)),
         places(CeilDiv(bytes, kStrip) * kStrip) {
+    if (HasLongBlocks(m)) return;
     const int64_t in_block = m.block / 2;  // bytes
     for (int64_t c = 0; c < bytes; c += kStrip) {
       const int64_t start = (first + c) / in_block;
@@ -98,9 +101,7 @@ struct AnyBlocks {
   }
 };
 
-static inline bool HasLongBlocks(const Matrix& m) { return m.block % (2 * kStrip) == 0; }
-
-// Calls use(scales). Long blocks need no positions.
+// Calls use(scales).
 template <class Use>
 static inline void WithScales(const Matrix& m, const Positions& positions, const Use& use) {
   if (HasLongBlocks(m)) return use(LongBlocks{m});

@@ -41,7 +41,7 @@ struct Zeros {
   T* values;
 
   explicit Zeros(int64_t count) : values(static_cast<T*>(std::calloc(count, sizeof(T)))) {
-    if (values == nullptr) std::abort();
+    if (values == nullptr && count > 0) std::abort();
   }
   ~Zeros() { std::free(values); }
   Zeros(const Zeros&) = delete;
