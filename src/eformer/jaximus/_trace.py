@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -35,6 +36,7 @@ from ._array import ImplicitArray, is_implicit, materialize
 from ._closure import bind_implicit, implicit_array_p
 from ._observe import mode, unobserved
 from ._rules import dispatch, on_register
+from ._state import Loan
 
 UNSPECIFIED: Any = sharding_impls.UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 P = ParamSpec("P")
@@ -86,14 +88,12 @@ class ImplicitTrace(Trace):
         super().__init__()
         self.parent_trace = parent
         self.requires_low = parent.requires_low
+        # State that belongs to a level of tracing, such as a variable of NNX, can be written inside `implicit` as
+        # outside: whoever asks JAX for the level gets this reference, which is the parent's.
+        self._weakref = parent._weakref
 
     def wrap(self, x: Any) -> Any:
         return ImplicitTracer(self, x) if is_implicit(x) else x
-
-    def wrap_tree(self, tree: Any) -> Any:
-        """`tree` itself if it holds no implicit array: containers keep their identity."""
-        leaves, treedef = jtu.tree_flatten(tree, is_leaf=is_implicit)
-        return jtu.tree_unflatten(treedef, map(self.wrap, leaves)) if any(map(is_implicit, leaves)) else tree
 
     def stage_value(self, val: Any) -> Any:
         return val if isinstance(val, ImplicitTracer) else self.parent_trace.stage_value(val)
@@ -192,10 +192,25 @@ use_implicit = implicit
 def call_implicit(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
     with jexc.take_current_trace() as parent:
         trace = _trace_on(parent)
-        with jexc.set_current_trace(trace):
-            # The function may itself be a tree that holds arrays: a bound method of a module, a `Partial`.
-            out = trace.wrap_tree(function)(*map(trace.wrap_tree, args), **trace.wrap_tree(kwargs or {}))
-    return jtu.tree_map(unwrap, out)
+        loan = Loan(trace.wrap, _implicit_of)
+        try:
+            with jexc.set_current_trace(trace):
+                # The function may itself hold arrays: a module, a method bound to one, a `Partial`.
+                if isinstance(function, types.MethodType):
+                    function = types.MethodType(function.__func__, loan.lend(function.__self__))
+                else:
+                    function = loan.lend(function)
+                out = function(
+                    *map(loan.lend, args), **{name: loan.lend(each) for name, each in (kwargs or {}).items()}
+                )
+        finally:
+            with jexc.set_current_trace(parent):
+                loan.give_back()
+    return loan.restored(out)
+
+
+def _implicit_of(x: Any) -> ImplicitArray | None:
+    return x.value if type(x) is ImplicitTracer else None
 
 
 @jax.jit

@@ -1,0 +1,210 @@
+"""State: what a function writes into its arguments is kept, although it may run on copies of them.
+
+`implicit` puts a tracer in place of each implicit array, so it copies every container on the way to one: dicts, lists,
+modules, the variables of modules. Containers without implicit arrays are passed as they are. After the call, also after
+one that raised, every change to a copy is made to its original, and no tracer is left behind.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import tree_util as jtu
+
+from ._array import is_implicit
+
+_PLAIN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, type(None))
+_MISSING = object()
+
+
+class _Copy(NamedTuple):
+    original: Any
+    copy: Any
+    contents: Mapping[Any, Any]  # of the copy, when it was made
+
+
+class Loan:
+    """The arguments of one call: `lend` gives what the function gets, `give_back` what it changed.
+
+    `wrap` makes a tracer of an implicit array; `unwrap` makes an implicit array of a tracer, and gives None for all
+    else. An object that occurs twice stays one object.
+    """
+
+    def __init__(self, wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any]) -> None:
+        self._wrap, self._unwrap = wrap, unwrap
+        self._lent: list[Any] = []
+        self._copies: dict[int, _Copy] = {}  # by the id of the original
+        self._originals: dict[int, Any] = {}  # by the id of the copy
+        self._restored: dict[int, tuple[Any, Any]] = {}  # by id: the value, kept alive, and what became of it
+
+    def lend(self, tree: Any) -> Any:
+        """`tree` with a tracer in place of each implicit array; the tree itself if there is none."""
+        if isinstance(tree, _PLAIN):
+            return tree
+        if is_implicit(tree):
+            return self._copied(tree)
+        self._lent.append(tree)
+        has_implicit = any(map(is_implicit, jtu.tree_leaves(tree, is_leaf=is_implicit)))
+        return self._copied(tree) if has_implicit else tree
+
+    def _copied(self, node: Any) -> Any:
+        if id(node) in self._copies:
+            return self._copies[id(node)].copy
+        if is_implicit(node):
+            return self._note(node, self._wrap(node), {})
+        if type(node) is dict:  # JAX would sort the keys; a function may iterate over them
+            copy = {key: self._copied(value) for key, value in node.items()}
+            return node if _same(node.values(), copy.values()) else self._note(node, copy, dict(copy))
+        children, structure = _one_level(node)
+        if jtu.treedef_is_leaf(structure):
+            return node
+        lent = [self._copied(child) for child in children]
+        if _same(children, lent):
+            return node
+        changes = {id(old): new for old, new in zip(children, lent, strict=True) if old is not new}
+        copy = _cloned(node, changes)
+        copy = jtu.tree_unflatten(structure, lent) if copy is None else copy
+        return self._note(node, copy, _contents(copy))
+
+    def _note(self, original: Any, copy: Any, contents: Mapping[Any, Any]) -> Any:
+        self._copies[id(original)] = _Copy(original, copy, contents)
+        self._originals[id(copy)] = original
+        return copy
+
+    def give_back(self) -> None:
+        """Make every change to a copy in its original, and take the tracers out of what the function was lent."""
+        for original, copy, before in list(self._copies.values()):
+            after = _contents(copy) if before else {}
+            changed = [name for name, value in after.items() if name not in before or before[name] is not value]
+            removed = [name for name in before if name not in after]
+            if changed or removed:
+                _update(original, {name: self.restored(value) for name, value in after.items()}, changed, removed)
+        for tree in self._lent:
+            if any(self._unwrap(leaf) is not None for leaf in jtu.tree_leaves(tree)):
+                self.restored(tree)
+
+    def restored(self, value: Any) -> Any:
+        """`value` with the original in place of each copy, and the implicit array in place of each tracer."""
+        if isinstance(value, _PLAIN):
+            array = self._unwrap(value)
+            return value if array is None else array
+        if id(value) in self._originals:
+            return self._originals[id(value)]
+        if id(value) not in self._restored:
+            self._restored[id(value)] = (value, value)  # what refers to itself ends here
+            self._restored[id(value)] = (value, self._restored_container(value))
+        return self._restored[id(value)][1]
+
+    def _restored_container(self, value: Any) -> Any:
+        children, structure = _one_level(value)
+        if jtu.treedef_is_leaf(structure):
+            return value
+        contents = _contents(value)
+        after = {name: self.restored(each) for name, each in contents.items()}
+        changed = [name for name in contents if after[name] is not contents[name]]
+        if changed:
+            try:
+                _update(value, after, changed, [])
+            except (AttributeError, TypeError):  # a frozen object, which is made anew
+                pass
+            else:
+                return value
+        made = [self.restored(child) for child in children]
+        return value if _same(children, made) else jtu.tree_unflatten(structure, made)
+
+
+def _same(before: Iterable[Any], after: Iterable[Any]) -> bool:
+    return all(a is b for a, b in zip(before, after, strict=True))
+
+
+def _one_level(node: Any) -> tuple[list[Any], Any]:
+    """The children of a node and its structure; of a leaf, itself and the structure of a leaf."""
+    return jtu.tree_flatten(node, is_leaf=lambda x: x is not node)
+
+
+def _contents(node: Any) -> dict[Any, Any]:
+    """What can be changed in place: the entries of a dict or list, the attributes of an object; of a tuple nothing.
+
+    An attribute that is a dict belongs to its object, as the mapping of a state does: its entries are there too, under
+    (attribute, key).
+    """
+    if isinstance(node, dict):
+        return dict(node)
+    if isinstance(node, list):
+        return dict(enumerate(node))
+    found = _attributes(node)
+    inner = {(name, key): v for name, value in found.items() if type(value) is dict for key, v in value.items()}
+    return {**found, **inner}
+
+
+def _cloned(node: Any, changes: Mapping[int, Any]) -> Any:
+    """A copy of an object with other children, by the ids of the old ones, in the attributes that hold them.
+
+    Attributes that the class does not show to JAX are kept so. None if the children are not found in attributes.
+    """
+    if isinstance(node, (dict, list, tuple)):
+        return None
+    try:
+        copy = object.__new__(type(node))
+    except TypeError:  # a built-in class
+        return None
+    placed = set()
+    for name, value in _attributes(node).items():
+        if id(value) in changes:
+            placed.add(id(value))
+            value = changes[id(value)]
+        elif type(value) is dict and (inside := {id(v) for v in value.values()} & changes.keys()):
+            placed |= inside
+            value = {key: changes.get(id(v), v) for key, v in value.items()}
+        object.__setattr__(copy, name, value)
+    return copy if placed == changes.keys() else None
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    """The object's own attributes, past a `__getattr__` that would ask another object for them."""
+    found = {name: _own(node, name) for name in _slots(type(node))}
+    own: Any = _own(node, "__dict__")
+    return {**{n: v for n, v in found.items() if v is not _MISSING}, **({} if own is _MISSING else own)}
+
+
+def _own(node: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(node, name)
+    except AttributeError:
+        return _MISSING
+
+
+@functools.cache
+def _slots(cls: type) -> tuple[str, ...]:
+    declared = [each.__dict__.get("__slots__", ()) for each in cls.__mro__]
+    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def _update(target: Any, contents: Mapping[Any, Any], changed: Sequence[Any], removed: Sequence[Any]) -> None:
+    """Give `target` those of the `contents` that changed, and take away what was removed.
+
+    Attributes are set as the function itself would have set them, so that a class which forbids it can object.
+    """
+    if isinstance(target, list):
+        target[:] = contents.values()
+    elif isinstance(target, dict):
+        for key in removed:
+            target.pop(key, None)
+        target.update((key, contents[key]) for key in changed)
+    else:
+        names = {name[0] if isinstance(name, tuple) else name for name in (*changed, *removed)}
+        for name in sorted(names, key=lambda name: name.startswith("_")):  # what a class keeps by itself comes last
+            if name not in contents:
+                delattr(target, name)
+            elif not _equal(_own(target, name), contents[name]):
+                setattr(target, name, contents[name])
+
+
+def _equal(x: Any, y: Any) -> bool:
+    """Whether both are one object, or equal values; arrays and containers are equal only to themselves."""
+    return x is y or (isinstance(x, Hashable) and isinstance(y, Hashable) and type(x) is type(y) and bool(x == y))
