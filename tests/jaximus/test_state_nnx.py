@@ -150,7 +150,7 @@ def test_state_written_before_an_error_is_kept(getkey):
     assert module.count[...] == 1
 
 
-def test_a_variable_that_holds_an_implicit_array_can_be_written(getkey):
+def test_a_variable_that_holds_an_implicit_array_can_be_written():
     module, _ = quantized(Stateful())
     before = module.linear.kernel.get_value()
 
@@ -193,7 +193,7 @@ def test_a_variable_of_another_level_is_refused_as_flax_does(getkey):
         step(jr.normal(getkey(), (4, 8)))
 
 
-def test_metadata_of_a_variable(getkey):
+def test_metadata_of_a_variable():
     module, _ = quantized(Stateful())
     implicit(lambda m: m.linear.kernel.set_metadata(seen=True))(module)
     assert module.linear.kernel.seen

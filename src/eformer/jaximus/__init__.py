@@ -17,9 +17,13 @@ from ._rules import register as register
 from ._ste import ste as ste
 from ._trace import implicit as implicit
 from ._trace import use_implicit as use_implicit
+from ._tree import tree_average as tree_average
+from ._tree import tree_cast as tree_cast
 from ._tree import tree_flatten_with_implicit as tree_flatten_with_implicit
 from ._tree import tree_flatten_with_path_with_implicit as tree_flatten_with_path_with_implicit
 from ._tree import tree_leaves_with_implicit as tree_leaves_with_implicit
 from ._tree import tree_map_with_implicit as tree_map_with_implicit
 from ._tree import tree_map_with_path_with_implicit as tree_map_with_path_with_implicit
+from ._tree import tree_norm as tree_norm
+from ._tree import tree_size as tree_size
 from ._tree import tree_structure_with_implicit as tree_structure_with_implicit

@@ -10,15 +10,17 @@ import math
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, TypeGuard, dataclass_transform
+from typing import Any, ClassVar, NamedTuple, TypeGuard, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax import tree_util as jtu
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from ._misuse import TREE_FUNCTIONS, check_flattened, getframe
 from ._observe import note_materialized, unobserved
 
 STATIC = "static"  # metadata key of a dataclass field that is part of the tree's structure
@@ -28,6 +30,14 @@ def aux_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False, **kw
     """A dataclass field that is static: hashable, part of the tree's structure, never traced."""
     metadata = {**kwargs.pop("metadata", {}), STATIC: True}
     return dataclasses.field(default=default, kw_only=kw_only, metadata=metadata, **kwargs)
+
+
+class _Record(NamedTuple):
+    """What an array keeps besides its fields: it is part of the tree's structure, as static fields are."""
+
+    given_shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # and the ranks that the leaves had then
+    leaf_dtypes: tuple[Any, ...] | None = None  # when it was made; None of an array that was not constructed
+    misuse: str | None = None  # why it must not be used
 
 
 class _ShapeNeeded(Exception):
@@ -100,6 +110,12 @@ class _ArrayMeta(abc.ABCMeta):
     __instancecheck__ = type.__instancecheck__
     __subclasscheck__ = type.__subclasscheck__
 
+    def __repr__(cls) -> str:
+        # JAX's functions refuse an array by naming its type, and only so can people learn what would work.
+        return (
+            f"<class '{cls.__module__}.{cls.__qualname__}', an implicit array: `eformer.jaximus.implicit(f)` takes it>"
+        )
+
 
 @dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(aux_field, dataclasses.field))
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -159,7 +175,14 @@ class ImplicitArray(metaclass=_ArrayMeta):
     # with the ranks the leaves had then: leading axes that leaves gain or lose, the shape gains or loses too.
     @property
     def _given(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        return self.__dict__.get("_given_shape")
+        return self._record.given_shape
+
+    @property
+    def _record(self) -> _Record:
+        return vars(self).get("_kept", _NOTHING)
+
+    def _keep(self, **known: Any) -> None:
+        vars(self)["_kept"] = self._record._replace(**known)
 
     def _settle(self, shape: Sequence[int] | None) -> None:
         """Check what the constructor was given against what the leaves say, and complete it."""
@@ -180,7 +203,7 @@ class ImplicitArray(metaclass=_ArrayMeta):
                         f"{type(self).__name__} needs `shape=...`: its `materialize` reads `self.shape`"
                     ) from None
                 ranks = tuple(np.ndim(leaf) for leaf in jtu.tree_leaves(self))
-                object.__setattr__(self, "_given_shape", (shape, ranks))
+                self._keep(given_shape=(shape, ranks))
                 derived = self._abstract().shape
         if shape is not None and shape != derived:
             raise ValueError(
@@ -193,6 +216,31 @@ class ImplicitArray(metaclass=_ArrayMeta):
                 f"{type(self).__name__} was given `dtype={self.dtype}`, but `materialize` returns "
                 f"{self._abstract().dtype}: end it with `.astype(self.dtype)`"
             )
+        self._keep(leaf_dtypes=tuple(map(_dtype, jtu.tree_leaves(self))))
+
+    def check_leaves(self) -> None:
+        """Raise if the leaves are not what the array was made of: every use of the array asks this.
+
+        Functions that map over all leaves of a tree reach codes and scales: what they do to them may have no meaning.
+        """
+        _, made_of, misuse = self._record
+        if misuse is not None:
+            raise ValueError(misuse)
+        if made_of is None or made_of == tuple([getattr(leaf, "dtype", None) for leaf in jtu.tree_leaves(self)]):
+            return
+        for (path, leaf), dtype in zip(jtu.tree_leaves_with_path(self), made_of, strict=True):
+            if dtype is not None and _dtype(leaf) != dtype:
+                raise TypeError(
+                    f"the leaf `{jtu.keystr(path).lstrip('.')}` of this {type(self).__name__} is {_dtype(leaf)}, and "
+                    f"was {dtype} when the array was made: a function that maps over leaves, such as `jax.tree.map`, "
+                    f"has changed it. Of `eformer.jaximus`, `tree_map_with_implicit` maps over whole arrays, and "
+                    f"`tree_cast`, `tree_norm`, `tree_average` and `tree_size` do what people most often want"
+                )
+
+    def vmap_error(self, leaf: Any, axis: int) -> str | None:
+        """Why `jax.vmap` must not take `axis` of this leaf, in words; None if it may. `leaf` is without the axis."""
+        del leaf, axis
+        return None
 
     def _abstract(self) -> jax.ShapeDtypeStruct:
         leaves, treedef = jtu.tree_flatten(self)
@@ -406,6 +454,7 @@ def _accepting_shape(init: Callable[..., None]) -> Callable[..., None]:
 def _checked_materialize(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
     @functools.wraps(function)
     def materialize(self: ImplicitArray) -> jax.Array:
+        self.check_leaves()
         dense = function(self)
         if getattr(dense, "weak_type", False):  # the array has a dtype, whatever Python numbers it is made from
             dense = lax.convert_element_type(dense, dense.dtype)
@@ -439,6 +488,12 @@ def _check_hashable(array: ImplicitArray, name: str) -> None:
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
     leaf = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else jax.typeof(leaf)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _dtype(leaf: Any) -> Any:
+    """The dtype that JAX gives the leaf; None if it is no array."""
+    dtype = getattr(leaf, "dtype", None)
+    return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 class _Deriving(threading.local):
@@ -483,7 +538,14 @@ def _materialize_commutes_with_vmap(treedef: Any, structs: tuple[jax.ShapeDtypeS
 def _flattener(cls: type[ImplicitArray]) -> Callable[[ImplicitArray], tuple[tuple[Any, ...], Any]]:
     """The leaves and the static part; it runs for each array at each call of a compiled function, so it is short."""
     leaves, static = _getter(cls._data_fields), _getter(cls._static_fields)
-    return lambda array: (leaves(array), (static(array), vars(array).get("_given_shape")))
+
+    def flatten(array: ImplicitArray) -> tuple[tuple[Any, ...], Any]:
+        found = leaves(array)
+        if getframe(1).f_globals is TREE_FUNCTIONS:
+            check_flattened(cls.__name__, found, getframe(1))
+        return found, (static(array), vars(array).get("_kept", _NOTHING))
+
+    return flatten
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
@@ -495,11 +557,27 @@ def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
 
 def _unflatten(cls: type[ImplicitArray], aux: Any, children: Iterable[Any]) -> ImplicitArray:
     # No check and no conversion: JAX puts `None`, `object()` and `ShapeDtypeStruct` into leaves.
-    static, given = aux
+    static, record = aux
     array = object.__new__(cls)
     attributes = vars(array)
     attributes.update(zip(cls._data_fields, children, strict=True))
     attributes.update(zip(cls._static_fields, static, strict=True))
-    if given is not None:
-        attributes["_given_shape"] = given
+    attributes["_kept"] = record
+    if cls.vmap_error is not ImplicitArray.vmap_error and record.misuse is None:
+        _note_misuse(array)
     return array
+
+
+_NOTHING = _Record()
+
+
+def _note_misuse(array: ImplicitArray) -> None:
+    """Find out whether `vmap` has just taken an axis off the leaves that it must not take."""
+    for name in array._data_fields:
+        leaf = getattr(array, name)
+        if isinstance(leaf, Tracer):
+            from ._trace import vmapped_axes  # the trace is built on this class
+
+            errors = (array.vmap_error(each, axis) for each, axis in vmapped_axes(leaf))
+            if (error := next(filter(None, errors), None)) is not None:
+                array._keep(misuse=error)

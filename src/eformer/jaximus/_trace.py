@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -93,7 +93,10 @@ class ImplicitTrace(Trace):
         self._weakref = parent._weakref
 
     def wrap(self, x: Any) -> Any:
-        return ImplicitTracer(self, x) if is_implicit(x) else x
+        if not is_implicit(x):
+            return x
+        x.check_leaves()
+        return ImplicitTracer(self, x)
 
     def stage_value(self, val: Any) -> Any:
         return val if isinstance(val, ImplicitTracer) else self.parent_trace.stage_value(val)
@@ -382,6 +385,13 @@ def _leaf_cotangents(primal: ImplicitArray, cotangent: Any) -> ImplicitArray:
     (found,) = pull_back(cotangent)
     found = iter(found)
     return jtu.tree_unflatten(treedef, [next(found) if v else None for v in inexact])
+
+
+def vmapped_axes(leaf: Any) -> Iterator[tuple[Any, int]]:
+    """The axes that the `vmap`s around have taken off a leaf, the inner first, each with the leaf as it is without."""
+    while isinstance(axis := getattr(leaf, "batch_dim", None), int):  # JAX's tracers of `vmap` have it
+        yield leaf, axis
+        leaf = leaf.val
 
 
 # What follows is what control flow needs to know of how JAX writes it down.

@@ -95,6 +95,16 @@ class LeafwiseArray(DivisibleArray):
         lengths = {leaf.shape[:1] for leaf in jtu.tree_leaves(self)}
         return self.ndim > 0 and not self._is_blocked(0) and lengths == {self.shape[:1]}
 
+    def vmap_error(self, leaf: Any, axis: int) -> str | None:
+        packed = getattr(self, "axis", None)  # counted from the end
+        if not isinstance(packed, int) or axis <= leaf.ndim + packed:
+            return None
+        return (
+            f"`jax.vmap` took axis {axis} of the leaves of this {type(self).__name__}, but its codes are packed along "
+            f"axis {packed}: only axes in front of that one can be mapped over. `implicit(jax.vmap(f, ...))` maps over "
+            f"any axis of the array"
+        )
+
     def leaf_specs(self, spec: PartitionSpec) -> Any:
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         if self._single() is not self:
