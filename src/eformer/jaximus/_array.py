@@ -110,6 +110,21 @@ class _ArrayMeta(abc.ABCMeta):
     __instancecheck__ = type.__instancecheck__
     __subclasscheck__ = type.__subclasscheck__
 
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Let `@dataclass`, frozen or not, stand above a class that is one already, as every subclass is.
+
+        It may set its own description only once. Its bases have to agree with what it says of being frozen; an array
+        that it declares not to be can have attributes set.
+        """
+        if name == "__dataclass_params__":
+            for base in cls.__mro__:
+                if isinstance(base, _ArrayMeta):
+                    type.__setattr__(base, name, value)
+            if "_static_fields" in vars(cls):
+                type.__setattr__(cls, "_mutable", not value.frozen)
+        elif name not in ("__dataclass_fields__", "__hash__") or "_static_fields" not in vars(cls):
+            super().__setattr__(name, value)
+
     def __repr__(cls) -> str:
         # JAX's functions refuse an array by naming its type, and only so can people learn what would work.
         return (
@@ -141,8 +156,9 @@ class ImplicitArray(metaclass=_ArrayMeta):
     __array_priority__: ClassVar[int] = 1000
     __array_ufunc__: ClassVar[None] = None
 
-    _data_fields: ClassVar[tuple[str, ...]] = ()
-    _static_fields: ClassVar[tuple[str, ...]] = ("dtype",)
+    _data_fields: ClassVar[tuple[str, ...]]
+    _static_fields: ClassVar[tuple[str, ...]]
+    _mutable: ClassVar[bool] = False  # the class said `@dataclass` without `frozen=True`
 
     # Any dtype-like goes in, an `np.dtype` is stored.
     dtype: Any = dataclasses.field(default=None, kw_only=True, metadata={STATIC: True})
@@ -155,6 +171,9 @@ class ImplicitArray(metaclass=_ArrayMeta):
         super().__init_subclass__(**kwargs)
         own_init = "__init__" in cls.__dict__
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+        del cls.__setattr__, cls.__delattr__  # the base's are enough
+        for name in ("__eq__", "__repr__"):  # where they are, a second `@dataclass` leaves them alone
+            setattr(cls, name, getattr(cls, name))
         if not own_init:
             cls.__init__ = _accepting_shape(cls.__init__)
         if "materialize" in cls.__dict__:
@@ -392,6 +411,26 @@ class ImplicitArray(metaclass=_ArrayMeta):
     all, any, ptp, clip, round = map(_method, ("all", "any", "ptp", "clip", "round"))
     cumsum, cumprod, sort, argsort = map(_method, ("cumsum", "cumprod", "sort", "argsort"))
     repeat, conj, nonzero = _method("repeat"), _method("conj"), _method("nonzero")
+
+
+def _set_attribute(self: ImplicitArray, name: str, value: Any) -> None:
+    if not self._mutable:
+        raise dataclasses.FrozenInstanceError(
+            f"{type(self).__name__} is a value: `dataclasses.replace(array, {name}=...)` makes another"
+        )
+    object.__setattr__(self, name, value)
+
+
+def _delete_attribute(self: ImplicitArray, name: str) -> None:
+    if not self._mutable:
+        raise dataclasses.FrozenInstanceError(f"{type(self).__name__} is a value: `{name}` can't be deleted")
+    object.__delattr__(self, name)
+
+
+# Set here: the decorator above, which makes a frozen dataclass, wants to define these itself.
+setattr(ImplicitArray, "__setattr__", _set_attribute)  # noqa: B010  (pyright: frozen)
+setattr(ImplicitArray, "__delattr__", _delete_attribute)  # noqa: B010
+ImplicitArray._data_fields, ImplicitArray._static_fields = (), ("dtype",)
 
 
 class _IndexUpdates:

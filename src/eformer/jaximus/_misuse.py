@@ -8,7 +8,7 @@ functions, their own error is what people see.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -34,6 +34,18 @@ def check_flattened(name: str, leaves: Iterable[Any], frame: FrameType | None) -
     optimizes = module.startswith("optax.") and "mask" not in module
     if not (differentiates or optimizes) or frame.f_locals.get("allow_int", False):
         return
-    if any(jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jnp.integer) for leaf in leaves):
+    if function == "apply_updates" and not _moves_integers(frame.f_locals):
+        return
+    if any(map(_is_integer, leaves)):
         what = "differentiated" if differentiates else f"given to Optax's `{function}`"
         raise TypeError(f"an {name} cannot be {what}: its codes are integers. {_WAYS_OUT}")
+
+
+def _is_integer(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jnp.integer)
+
+
+def _moves_integers(arguments: Mapping[str, Any]) -> bool:
+    """Whether `apply_updates` would add fractions to integers; zeros of their own dtype do no harm."""
+    params, updates = (jtu.tree_leaves(arguments.get(name)) for name in ("params", "updates"))
+    return any(_is_integer(p) and not _is_integer(u) for p, u in zip(params, updates, strict=False))

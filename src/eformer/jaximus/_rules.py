@@ -59,6 +59,7 @@ class _Rule:
     operands: tuple[_Operand, ...]
     rest: _Operand | None  # the annotation of `*operands`
     required: int
+    precedence: int
     order: int
 
     def specificity(self, operands: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -72,20 +73,22 @@ class _Rule:
         named = any(a.names(o) for a, o in pairs) or not any(map(is_implicit, operands))
         if any(d is None for d in distances) or not named:
             return None
-        return (*zip(*(d for d in distances if d is not None), strict=True), -self.order)
+        return (-self.precedence, *zip(*(d for d in distances if d is not None), strict=True), -self.order)
 
 
 _rules: dict[Primitive, list[_Rule]] = {}
 on_register: list[Callable[[], None]] = []  # caches that hold traces of older rules
 
 
-def register(primitive: Primitive | str) -> Callable[[Handler], Handler]:
+def register(primitive: Primitive | str, *, precedence: int = 0) -> Callable[[Handler], Handler]:
     """Make a function the rule of a primitive, by name or object, for the arrays its annotations name.
 
     The handler is called as `handler(primitive, *operands, **params)`, with implicit and dense operands as they are,
     and returns what the primitive would: arrays of that shape and dtype, dense or implicit. Unions admit each member.
-    Of several rules the one that names the operands' classes most closely runs, the latest of equals first; it may
-    return `NotImplemented`, and the next is asked. If none is left, the operands are materialized.
+    A handler that does not want the primitive leaves it out: its first argument is then annotated as an operand.
+    Of several rules the one with the highest `precedence` runs, of these the one that names the operands' classes most
+    closely, the latest of equals first; it may return `NotImplemented`, and the next is asked. If none is left, the
+    operands are materialized.
 
     Register at import time: traces that `jax.jit` has cached keep the rules they were made with.
     """
@@ -94,7 +97,7 @@ def register(primitive: Primitive | str) -> Callable[[Handler], Handler]:
     def decorate(handler: Handler) -> Handler:
         for each in primitives:
             rules = _rules.setdefault(each, [])
-            rules.append(_rule_of(handler, each, order=len(rules)))
+            rules.append(_rule_of(handler, each, precedence, order=len(rules)))
         _plan.cache_clear()
         for clear in on_register:
             clear()
@@ -204,7 +207,19 @@ def _known_primitives() -> dict[str, list[Primitive]]:
     return known
 
 
-def _rule_of(handler: Handler, primitive: Primitive, order: int) -> _Rule:
+_OPERAND_NAMES = frozenset({"lhs", "rhs", "x", "y", "operand", "operands", "q"})
+
+
+def _without_primitive(handler: Handler) -> Handler:
+    @functools.wraps(handler)
+    def call(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+        del primitive
+        return handler(*operands, **params)
+
+    return call
+
+
+def _rule_of(handler: Handler, primitive: Primitive, precedence: int, order: int) -> _Rule:
     try:
         hints = typing.get_type_hints(handler)
     except NameError as error:
@@ -213,7 +228,13 @@ def _rule_of(handler: Handler, primitive: Primitive, order: int) -> _Rule:
             f"{error}; define or import the class there, or leave out `from __future__ import annotations`"
         ) from error
     positional, rest = [], None
-    parameters = list(inspect.signature(handler).parameters.values())[1:]  # the first is the primitive
+    parameters = list(inspect.signature(handler).parameters.values())
+    first = parameters[0] if parameters else None
+    if first is not None and first.kind is not first.VAR_POSITIONAL and not _is_operand(first, hints):
+        parameters = parameters[1:]  # the primitive
+        run = handler
+    else:
+        run = _without_primitive(handler)
     for parameter in parameters:
         annotation = hints.get(parameter.name, Any)
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -228,7 +249,15 @@ def _rule_of(handler: Handler, primitive: Primitive, order: int) -> _Rule:
             f"so it would never run (operands: {given}); write, say, `x: MyArray` or `x: jax.Array | MyArray`"
         )
     required = sum(parameter.default is parameter.empty for parameter, _ in positional)
-    return _Rule(handler, tuple(operand for _, operand in positional), rest, required, order)
+    return _Rule(run, tuple(operand for _, operand in positional), rest, required, precedence, order)
+
+
+def _is_operand(parameter: inspect.Parameter, hints: dict[str, Any]) -> bool:
+    """Whether a handler's first parameter is an operand and not the primitive: its annotation tells, or its name."""
+    if parameter.name not in hints or hints[parameter.name] is Any:
+        return parameter.name in _OPERAND_NAMES
+    admitted = _members(hints[parameter.name])
+    return any(inspect.isclass(m) and issubclass(m, (ImplicitArray, *_DENSE)) for m in admitted)
 
 
 def _operand_of(annotation: Any) -> _Operand:

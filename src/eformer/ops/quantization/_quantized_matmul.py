@@ -146,8 +146,13 @@ def _lower_on_accelerator(platform: str, ctx: Any, *operands: Any, **params: Any
 
 
 @functools.partial(jax.jit, static_argnames=("treedef", "contracted_axis", "dtype"))
-def _run(*operands: Any, **params: Any) -> jax.Array:
+def _compiled(*operands: Any, **params: Any) -> jax.Array:
     return quantized_matmul_p.bind(*operands, **params)
+
+
+def _run(*operands: Any, **params: Any) -> jax.Array:
+    with jax.disable_jit(False):  # one operation has to be compiled to run at all
+        return _compiled(*operands, **params)
 
 
 def _abstract_eval(x: Any, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> Any:
