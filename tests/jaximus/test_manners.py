@@ -424,3 +424,65 @@ def test_jax_functions_refuse_it_outside_implicit(getkey):
     with pytest.raises(TypeError, match="Scaled"):
         jnp.sin(q)
     assert not hasattr(q, "__jax_array__")
+
+
+# --- the rest of what jax.Array has ---
+
+SAME = {
+    "itemsize": lambda a: a.itemsize,
+    "weak_type": lambda a: a.weak_type,
+    "aval": lambda a: (a.aval.shape, a.aval.dtype),
+    "devices": lambda a: a.devices(),
+    "device": lambda a: a.device,
+    "platform": lambda a: a.platform(),
+    "is_fully_addressable": lambda a: a.is_fully_addressable,
+    "is_fully_replicated": lambda a: a.is_fully_replicated,
+    "committed": lambda a: a.committed,
+    "is_deleted": lambda a: a.is_deleted(),
+    "is_ready": lambda a: a.block_until_ready().is_ready(),
+    "tobytes": lambda a: a.tobytes(),
+    "shards": lambda a: [(s.index, s.data.tolist()) for s in a.addressable_shards],
+    "global_shards": lambda a: len(a.global_shards),
+    "addressable_data": lambda a: a.addressable_data(0).tolist(),
+    "view": lambda a: a.view(jnp.uint32).tolist(),
+    "conjugate": lambda a: jnp.asarray(a.conjugate()).tolist(),
+    "argpartition": lambda a: a.argpartition(1).shape,
+    "searchsorted": lambda a: a.ravel().searchsorted(a.ravel()[0]).dtype,
+    "compress": lambda a: jnp.asarray(a.compress(jnp.array([True, False]), 0)).tolist(),
+    "round": lambda a: jnp.asarray(round(a)).tolist(),
+    "contains": lambda a: (2.5 in a[0], float(a[0, 0]) in a[0]),
+    "namespace": lambda a: a.__array_namespace__().sum is jnp.sum,
+    "dlpack": lambda a: np.from_dlpack(a).tolist(),
+    "copy_to_host_async": lambda a: a.copy_to_host_async(),
+    "to_device": lambda a: a.to_device(jax.devices()[1]).devices(),
+    "len of format": lambda a: format(a[0, 0], ".3f"),
+}
+
+
+@arrays
+@pytest.mark.parametrize("ask", SAME.values(), ids=SAME)
+@pytest.mark.filterwarnings("ignore:Requested copy:UserWarning")
+def test_says_what_the_dense_array_says(ask, make, getkey):
+    q = make(getkey(), (4, 6))
+    assert ask(q) == ask(q.materialize())
+
+
+@arrays
+def test_copy_has_memory_of_its_own(make, getkey):
+    q = make(getkey(), (4, 6))
+    copied = q.copy()
+    assert type(copied) is type(q)
+    expected = q.materialize()
+    q.delete()
+    assert q.is_deleted()
+    assert not copied.is_deleted()
+    assert_same(copied.materialize(), expected)
+
+
+def test_bytes_on_devices_are_those_stored():
+    assert Scaled(jnp.ones((4, 6), jnp.int8), jnp.ones((1, 6))).on_device_size_in_bytes() == 24 + 24
+
+
+def test_setting_an_item_says_what_works(getkey):
+    with pytest.raises(TypeError, match=r"`q.at\[index\].set\(value\)` makes another"):
+        scaled(getkey(), (4, 6))[0, 0] = 1

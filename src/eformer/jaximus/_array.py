@@ -6,10 +6,9 @@ import abc
 import dataclasses
 import functools
 import inspect
-import math
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeGuard, dataclass_transform
 
 import jax
@@ -20,6 +19,7 @@ from jax import tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from ._manners import ArrayManners, struct
 from ._misuse import TREE_FUNCTIONS, check_flattened, getframe
 from ._observe import note_materialized, unobserved
 
@@ -42,66 +42,6 @@ class _Record(NamedTuple):
 
 class _ShapeNeeded(Exception):
     """`materialize` asked for `self.shape` while the shape was being derived from `materialize`."""
-
-
-# `Any` operands and results: an operator takes whatever the dense array would take.
-def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda self: _run(function, self)
-
-
-def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: _run(function, self, other)
-
-
-def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: _run(function, other, self)
-
-
-def _method(name: str) -> Callable[..., Any]:
-    def call(self: ImplicitArray, *args: Any, **kwargs: Any) -> Any:
-        return _run(lambda array: getattr(array, name)(*args, **kwargs), self)
-
-    call.__name__, call.__doc__ = name, f"As `jax.Array.{name}`, through the registered rules."
-    return call
-
-
-def _attribute(name: str) -> property:
-    return property(lambda self: _run(operator.attrgetter(name), self))
-
-
-def _run(function: Callable[..., Any], *operands: Any) -> Any:
-    from ._trace import implicit  # the trace is built on this class
-
-    return implicit(function)(*operands)
-
-
-def _matmul(lhs: Any, rhs: Any) -> Any:
-    from ._trace import matmul
-
-    if not (isinstance(lhs, _ARRAYS) and isinstance(rhs, _ARRAYS)):
-        return _run(operator.matmul, lhs, rhs)  # JAX refuses, or the other operand's type knows what to do
-    _check_matmul(lhs, rhs)
-    return matmul(lhs, rhs)
-
-
-def _check_matmul(lhs: Any, rhs: Any) -> None:
-    """Raise, naming both operands, if `lhs @ rhs` has no meaning."""
-    left, right = tuple(jnp.shape(lhs)), tuple(jnp.shape(rhs))
-    named = f"{_described(lhs)} @ {_described(rhs)}"
-    if not left or not right:
-        raise TypeError(f"{named}: `@` needs at least one axis on both sides; use `*` with a scalar")
-    contracted = right[-2:][0]  # the only axis of a vector
-    if left[-1] != contracted:
-        axis = "second-to-last" if len(right) > 1 else "only"
-        raise TypeError(
-            f"{named}: the last axis of the left operand ({left[-1]}) must be as long as the {axis} axis "
-            f"of the right operand ({contracted})"
-        )
-
-
-def _described(x: Any) -> str:
-    name = type(x).__name__ if isinstance(x, ImplicitArray) else "array"
-    return f"{name}{list(jnp.shape(x))}"
 
 
 class _ArrayMeta(abc.ABCMeta):
@@ -134,7 +74,7 @@ class _ArrayMeta(abc.ABCMeta):
 
 @dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(aux_field, dataclasses.field))
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ImplicitArray(metaclass=_ArrayMeta):
+class ImplicitArray(ArrayManners, metaclass=_ArrayMeta):
     """An array given by a recipe: `materialize()` of its leaves.
 
     A subclass lists its parts as annotated fields and becomes a frozen dataclass and a pytree by itself:
@@ -151,10 +91,6 @@ class ImplicitArray(metaclass=_ArrayMeta):
 
     commute_ops: ClassVar[bool] = True
     warn_on_materialize: ClassVar[bool] = True
-
-    # NumPy's operators step aside, so that `numpy_array @ q` reaches `__rmatmul__`.
-    __array_priority__: ClassVar[int] = 1000
-    __array_ufunc__: ClassVar[None] = None
 
     _data_fields: ClassVar[tuple[str, ...]]
     _static_fields: ClassVar[tuple[str, ...]]
@@ -263,7 +199,7 @@ class ImplicitArray(metaclass=_ArrayMeta):
 
     def _abstract(self) -> jax.ShapeDtypeStruct:
         leaves, treedef = jtu.tree_flatten(self)
-        return _abstract_materialize(treedef, tuple(map(_struct, leaves)))
+        return _abstract_materialize(treedef, tuple(map(struct, leaves)))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -276,19 +212,6 @@ class ImplicitArray(metaclass=_ArrayMeta):
         added = gained.pop() if len(gained) == 1 else 0
         return (*jnp.shape(leaves[0])[:added], *shape) if added > 0 else shape[-added:]
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes stored: those of the leaves, not of the dense array."""
-        return sum(math.prod(s.shape) * s.dtype.itemsize for s in map(_struct, jtu.tree_leaves(self)))
-
     def is_stacked(self) -> bool:
         """Whether slicing every leaf along its first axis slices this array along its first axis.
 
@@ -296,7 +219,7 @@ class ImplicitArray(metaclass=_ArrayMeta):
         proof: yes if `materialize` and `vmap(materialize)` trace to the same program.
         """
         leaves, treedef = jtu.tree_flatten(self)
-        return _materialize_commutes_with_vmap(treedef, tuple(map(_struct, leaves)))
+        return _materialize_commutes_with_vmap(treedef, tuple(map(struct, leaves)))
 
     def deferred(self) -> ImplicitArray | Deferred:
         """What enters a function that is traced apart: this array, or what it can be made of there at less cost."""
@@ -317,13 +240,6 @@ class ImplicitArray(metaclass=_ArrayMeta):
 
         return lift_closed_over(self)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        if copy is False:
-            raise ValueError(
-                f"np.asarray of {type(self).__name__} always makes a new array: `copy=False` cannot be met"
-            )
-        return np.asarray(self.materialize(), dtype=dtype)
-
     def __repr__(self) -> str:
         try:
             return f"{type(self).__name__}({self.dtype}{list(self.shape)}, {self.nbytes:,} bytes)"
@@ -331,86 +247,6 @@ class ImplicitArray(metaclass=_ArrayMeta):
         except (AttributeError, TypeError, ValueError, IndexError):
             parts = ", ".join(f"{name}={type(getattr(self, name)).__name__}" for name in self._data_fields)
             return f"{type(self).__name__}({parts})"
-
-    # As for jax.Array: `==` compares elements, so the array can't be hashed.
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  # object declares it a method
-    __eq__ = _binary(operator.eq)  # pyright: ignore[reportAssignmentType]  # object declares it to return bool
-    __ne__ = _binary(operator.ne)  # pyright: ignore[reportAssignmentType]
-    __lt__ = _binary(operator.lt)
-    __le__ = _binary(operator.le)
-    __gt__ = _binary(operator.gt)
-    __ge__ = _binary(operator.ge)
-
-    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
-    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
-    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
-    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
-    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
-    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
-    __divmod__, __rdivmod__ = _binary(divmod), _reflected(divmod)
-    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
-    __and__, __rand__ = _binary(operator.and_), _reflected(operator.and_)
-    __or__, __ror__ = _binary(operator.or_), _reflected(operator.or_)
-    __xor__, __rxor__ = _binary(operator.xor), _reflected(operator.xor)
-    __lshift__, __rlshift__ = _binary(operator.lshift), _reflected(operator.lshift)
-    __rshift__, __rrshift__ = _binary(operator.rshift), _reflected(operator.rshift)
-    __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
-    __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
-
-    def __matmul__(self, other: Any) -> Any:
-        return _matmul(self, other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return _matmul(other, self)
-
-    def __getitem__(self, index: Any) -> Any:
-        return _run(lambda array: array[index], self)
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of unsized object")
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(len(self)))
-
-    def __bool__(self) -> bool:
-        return bool(self.materialize())
-
-    def __int__(self) -> int:
-        return int(self.materialize())
-
-    def __float__(self) -> float:
-        return float(self.materialize())
-
-    def __complex__(self) -> complex:
-        return complex(self.materialize())
-
-    def __index__(self) -> int:
-        return operator.index(self.materialize())
-
-    def item(self, *index: int) -> Any:
-        return self.materialize().item(*index)
-
-    def tolist(self) -> Any:
-        return self.materialize().tolist()
-
-    @property
-    def at(self) -> Any:
-        """As `jax.Array.at`: `q.at[index].set(value)` is a new array."""
-        return _IndexUpdates(self)
-
-    T, mT = _attribute("T"), _attribute("mT")
-    real, imag = _attribute("real"), _attribute("imag")
-    astype = _method("astype")
-    reshape, transpose, swapaxes = _method("reshape"), _method("transpose"), _method("swapaxes")
-    ravel, flatten, squeeze = _method("ravel"), _method("flatten"), _method("squeeze")
-    dot, take, diagonal, trace = _method("dot"), _method("take"), _method("diagonal"), _method("trace")
-    sum, prod, mean, std, var = map(_method, ("sum", "prod", "mean", "std", "var"))
-    max, min, argmax, argmin = map(_method, ("max", "min", "argmax", "argmin"))
-    all, any, ptp, clip, round = map(_method, ("all", "any", "ptp", "clip", "round"))
-    cumsum, cumprod, sort, argsort = map(_method, ("cumsum", "cumprod", "sort", "argsort"))
-    repeat, conj, nonzero = _method("repeat"), _method("conj"), _method("nonzero")
 
 
 def _set_attribute(self: ImplicitArray, name: str, value: Any) -> None:
@@ -431,30 +267,6 @@ def _delete_attribute(self: ImplicitArray, name: str) -> None:
 setattr(ImplicitArray, "__setattr__", _set_attribute)  # noqa: B010  (pyright: frozen)
 setattr(ImplicitArray, "__delattr__", _delete_attribute)  # noqa: B010
 ImplicitArray._data_fields, ImplicitArray._static_fields = (), ("dtype",)
-
-
-class _IndexUpdates:
-    """`q.at`: keeps the array itself, since what it gives is called after `implicit` has returned."""
-
-    def __init__(self, array: ImplicitArray) -> None:
-        self.array = array
-
-    def __getitem__(self, index: Any) -> _IndexUpdate:
-        return _IndexUpdate(self.array, index)
-
-
-class _IndexUpdate:
-    def __init__(self, array: ImplicitArray, index: Any) -> None:
-        self.array, self.index = array, index
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def update(*args: Any, **kwargs: Any) -> Any:
-            return _run(lambda array, args: getattr(array.at[self.index], name)(*args, **kwargs), self.array, args)
-
-        return update
-
-
-_ARRAYS = (ImplicitArray, jax.Array, np.ndarray, np.generic, int, float, complex)
 
 
 @jtu.register_dataclass
@@ -522,11 +334,6 @@ def _check_hashable(array: ImplicitArray, name: str) -> None:
             f"`{type(array).__name__}.{name}` is static and must be hashable, got {type(value).__name__} {value!r}; "
             f"a tuple would work, or a plain field if it holds arrays"
         ) from None
-
-
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    leaf = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _dtype(leaf: Any) -> Any:

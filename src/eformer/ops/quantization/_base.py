@@ -95,11 +95,6 @@ class QuantizedArray(ImplicitArray):
         """`materialize()` by another name."""
         return self.materialize()
 
-    def delete(self) -> None:
-        """Free the memory of all leaves now; a use afterwards raises JAX's error for deleted arrays."""
-        for leaf in jtu.tree_leaves(self):
-            leaf.delete()
-
     @property
     @abc.abstractmethod
     def sharding(self) -> ShardingType:

@@ -1,0 +1,339 @@
+"""The manners of `jax.Array`: what an implicit array does outside `implicit`, as the array it stands for would."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import tree_util as jtu
+
+
+# `Any` operands and results: an operator takes whatever the dense array would take.
+def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: _run(function, self)
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: _run(function, self, other)
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: _run(function, other, self)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: ArrayManners, *args: Any, **kwargs: Any) -> Any:
+        return _run(lambda array: getattr(array, name)(*args, **kwargs), self)
+
+    call.__name__, call.__doc__ = name, f"As `jax.Array.{name}`, through the registered rules."
+    return call
+
+
+def _attribute(name: str) -> property:
+    return property(lambda self: _run(operator.attrgetter(name), self))
+
+
+def _run(function: Callable[..., Any], *operands: Any) -> Any:
+    from ._trace import implicit  # the trace is built on this class
+
+    return implicit(function)(*operands)
+
+
+def _matmul(lhs: Any, rhs: Any) -> Any:
+    from ._trace import matmul
+
+    if not (isinstance(lhs, _ARRAYS) and isinstance(rhs, _ARRAYS)):
+        return _run(operator.matmul, lhs, rhs)  # JAX refuses, or the other operand's type knows what to do
+    _check_matmul(lhs, rhs)
+    return matmul(lhs, rhs)
+
+
+def _check_matmul(lhs: Any, rhs: Any) -> None:
+    """Raise, naming both operands, if `lhs @ rhs` has no meaning."""
+    left, right = tuple(jnp.shape(lhs)), tuple(jnp.shape(rhs))
+    named = f"{_described(lhs)} @ {_described(rhs)}"
+    if not left or not right:
+        raise TypeError(f"{named}: `@` needs at least one axis on both sides; use `*` with a scalar")
+    contracted = right[-2:][0]  # the only axis of a vector
+    if left[-1] != contracted:
+        axis = "second-to-last" if len(right) > 1 else "only"
+        raise TypeError(
+            f"{named}: the last axis of the left operand ({left[-1]}) must be as long as the {axis} axis "
+            f"of the right operand ({contracted})"
+        )
+
+
+def _described(x: Any) -> str:
+    name = type(x).__name__ if isinstance(x, ArrayManners) else "array"
+    return f"{name}{list(jnp.shape(x))}"
+
+
+class ArrayManners:
+    """Operators, methods and attributes of an array that has a shape, a dtype, leaves, and a dense form.
+
+    Operators, indexing and most methods take the rules that `implicit` takes. What a method can only do with the dense
+    array, such as `tobytes` or `addressable_shards`, it does with `materialize()`; what is said of storage (`nbytes`,
+    `devices`, `is_deleted`) is said of the leaves.
+    """
+
+    shape: Any
+    dtype: Any
+
+    # NumPy's operators step aside, so that `numpy_array @ q` reaches `__rmatmul__`.
+    __array_priority__: ClassVar[int] = 1000
+    __array_ufunc__: ClassVar[None] = None
+
+    def materialize(self) -> jax.Array:
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes stored: those of the leaves, not of the dense array."""
+        return sum(math.prod(s.shape) * s.dtype.itemsize for s in map(struct, jtu.tree_leaves(self)))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(
+                f"np.asarray of {type(self).__name__} always makes a new array: `copy=False` cannot be met"
+            )
+        return np.asarray(self.materialize(), dtype=dtype)
+
+    # As for jax.Array: `==` compares elements, so the array can't be hashed.
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # object declares it a method
+    __eq__ = _binary(operator.eq)  # pyright: ignore[reportAssignmentType]  # object declares it to return bool
+    __ne__ = _binary(operator.ne)  # pyright: ignore[reportAssignmentType]
+    __lt__ = _binary(operator.lt)
+    __le__ = _binary(operator.le)
+    __gt__ = _binary(operator.gt)
+    __ge__ = _binary(operator.ge)
+
+    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
+    __divmod__, __rdivmod__ = _binary(divmod), _reflected(divmod)
+    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
+    __and__, __rand__ = _binary(operator.and_), _reflected(operator.and_)
+    __or__, __ror__ = _binary(operator.or_), _reflected(operator.or_)
+    __xor__, __rxor__ = _binary(operator.xor), _reflected(operator.xor)
+    __lshift__, __rlshift__ = _binary(operator.lshift), _reflected(operator.lshift)
+    __rshift__, __rrshift__ = _binary(operator.rshift), _reflected(operator.rshift)
+    __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
+    __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
+
+    def __matmul__(self, other: Any) -> Any:
+        return _matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return _matmul(other, self)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _run(lambda array: array[index], self)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __bool__(self) -> bool:
+        return bool(self.materialize())
+
+    def __int__(self) -> int:
+        return int(self.materialize())
+
+    def __float__(self) -> float:
+        return float(self.materialize())
+
+    def __complex__(self) -> complex:
+        return complex(self.materialize())
+
+    def __index__(self) -> int:
+        return operator.index(self.materialize())
+
+    def item(self, *index: int) -> Any:
+        return self.materialize().item(*index)
+
+    def tolist(self) -> Any:
+        return self.materialize().tolist()
+
+    @property
+    def at(self) -> Any:
+        """As `jax.Array.at`: `q.at[index].set(value)` is a new array."""
+        return _IndexUpdates(self)
+
+    T, mT = _attribute("T"), _attribute("mT")
+    real, imag = _attribute("real"), _attribute("imag")
+    astype = _method("astype")
+    reshape, transpose, swapaxes = _method("reshape"), _method("transpose"), _method("swapaxes")
+    ravel, flatten, squeeze = _method("ravel"), _method("flatten"), _method("squeeze")
+    dot, take, diagonal, trace = _method("dot"), _method("take"), _method("diagonal"), _method("trace")
+    sum, prod, mean, std, var = map(_method, ("sum", "prod", "mean", "std", "var"))
+    max, min, argmax, argmin = map(_method, ("max", "min", "argmax", "argmin"))
+    all, any, ptp, clip, round = map(_method, ("all", "any", "ptp", "clip", "round"))
+    cumsum, cumprod, sort, argsort = map(_method, ("cumsum", "cumprod", "sort", "argsort"))
+    repeat, conj, nonzero = _method("repeat"), _method("conj"), _method("nonzero")
+    argpartition, choose, compress = _method("argpartition"), _method("choose"), _method("compress")
+    conjugate, searchsorted, view = _method("conjugate"), _method("searchsorted"), _method("view")
+
+    def __round__(self, decimals: int = 0) -> Any:
+        return self.round(decimals)
+
+    def __contains__(self, value: Any) -> bool:
+        return value in self.materialize()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.materialize(), spec) if spec and not self.shape else format(repr(self), spec)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError(
+            f"{type(self).__name__} is immutable, as JAX arrays are: `q.at[index].set(value)` makes another"
+        )
+
+    def __array_namespace__(self, *, api_version: str | None = None, device: Any = None) -> Any:
+        del api_version, device
+        return jnp
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.materialize().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self._leaves()[0].__dlpack_device__()
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of the dense array; `nbytes` has those stored."""
+        return self.dtype.itemsize
+
+    @property
+    def weak_type(self) -> bool:
+        return False
+
+    @property
+    def aval(self) -> Any:
+        from ._trace import abstract_value  # the trace is built on this class
+
+        array: Any = self
+        return abstract_value(array)
+
+    def tobytes(self, order: str = "C") -> bytes:
+        return np.asarray(self).tobytes(order)  # pyright: ignore[reportArgumentType]  # NumPy checks it
+
+    def byteswap(self) -> Any:
+        return self.materialize().byteswap()
+
+    # Of leaves. An array without leaves is nowhere, and always ready.
+
+    def _leaves(self) -> list[Any]:
+        return jtu.tree_leaves(self)
+
+    def copy(self) -> Self:
+        """The same array in memory of its own."""
+        return jtu.tree_map(jnp.copy, self)
+
+    def block_until_ready(self) -> Self:
+        return jax.block_until_ready(self)
+
+    def copy_to_host_async(self) -> None:
+        for leaf in self._leaves():
+            leaf.copy_to_host_async()
+
+    def to_device(self, device: Any, *, stream: Any = None) -> Self:
+        return jtu.tree_map(lambda leaf: leaf.to_device(device, stream=stream), self)
+
+    def delete(self) -> None:
+        """Free the memory of all leaves now; a use afterwards raises JAX's error for deleted arrays."""
+        for leaf in self._leaves():
+            leaf.delete()
+
+    def is_deleted(self) -> bool:
+        return any(leaf.is_deleted() for leaf in self._leaves())
+
+    def is_ready(self) -> bool:
+        return all(leaf.is_ready() for leaf in self._leaves())
+
+    def devices(self) -> set[Any]:
+        return {device for leaf in self._leaves() for device in leaf.devices()}
+
+    @property
+    def device(self) -> Any:
+        """The device that holds the array; where there are several, the sharding of the dense array."""
+        devices = self.devices()
+        return next(iter(devices)) if len(devices) == 1 else self.materialize().sharding
+
+    def platform(self) -> str:
+        return self._leaves()[0].platform()
+
+    def on_device_size_in_bytes(self) -> int:
+        return sum(leaf.on_device_size_in_bytes() for leaf in self._leaves())
+
+    @property
+    def committed(self) -> bool:
+        return all(leaf.committed for leaf in self._leaves())
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        return all(leaf.is_fully_addressable for leaf in self._leaves())
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        return all(leaf.is_fully_replicated for leaf in self._leaves())
+
+    @property
+    def addressable_shards(self) -> Any:
+        """Those of the dense array, which is made for them."""
+        return self.materialize().addressable_shards
+
+    @property
+    def global_shards(self) -> Any:
+        """Those of the dense array, which is made for them."""
+        return self.materialize().global_shards
+
+    def addressable_data(self, index: int) -> jax.Array:
+        return self.materialize().addressable_data(index)
+
+
+_ARRAYS = (ArrayManners, jax.Array, np.ndarray, np.generic, int, float, complex)
+
+
+def struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    leaf = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+class _IndexUpdates:
+    """`q.at`: keeps the array itself, since what it gives is called after `implicit` has returned."""
+
+    def __init__(self, array: ArrayManners) -> None:
+        self.array = array
+
+    def __getitem__(self, index: Any) -> _IndexUpdate:
+        return _IndexUpdate(self.array, index)
+
+
+class _IndexUpdate:
+    def __init__(self, array: ArrayManners, index: Any) -> None:
+        self.array, self.index = array, index
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def update(*args: Any, **kwargs: Any) -> Any:
+            return _run(lambda array, args: getattr(array.at[self.index], name)(*args, **kwargs), self.array, args)
+
+        return update
