@@ -14,6 +14,7 @@ from jax import lax
 from eformer.jaximus import explain, implicit, materialization_error
 from eformer.kernels import cpu
 from eformer.ops.quantization import (
+    Array1B,
     Array8B,
     ArrayNF4,
     QuantizationConfig,
@@ -171,23 +172,141 @@ def test_half_precision_keeps_the_digits_of_a_small_scale(axis):
     assert_product(dot(x, q, numbers_of("mk", "kn")), x, q.materialize())
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8], ids=name)
-@pytest.mark.parametrize("case", TYPED, ids=str)
-def test_integers_multiply_as_dense(case, dtype):
+def runs_the_kernel(function: Any, *args: Any) -> bool:
+    """Or the loop over tiles, where there is no core; and no dot of the whole array."""
+    with materialization_error():
+        made = eqns_of(function, *args)
+    dots = [eqn for eqn in made if eqn.primitive.name == "dot_general" and eqn.invars[1].aval.size == args[1].size]
+    return bool({"quantized_matmul", "scan"} & {eqn.primitive.name for eqn in made}) and not dots
+
+
+@quickly
+@pytest.mark.parametrize(
+    ("case", "dtype", "asked"),
+    [
+        *((case, jnp.int32, None) for case in TYPED),
+        (TYPED[0], jnp.int8, jnp.bfloat16),
+        (TYPED[0], jnp.uint8, None),
+        (TYPED[0], jnp.bool_, None),
+    ],
+    ids=name,
+)
+def test_integers_multiply_as_dense(case, dtype, asked):
     q, dense = example(case, (10, 6))
     x = jnp.asarray(np.arange(-25, 25).reshape(5, 10), dtype)
-    numbers = numbers_of("mk", "kn")
-    assert_same_array(dot(x, q, numbers), lax.dot_general(x, dense, numbers))
+    product = functools.partial(dot, numbers=numbers_of("mk", "kn"), preferred_element_type=asked)
+    out = product(x, q)
+    assert runs_the_kernel(product, x, q)
+    assert out.dtype == lax.dot(x, dense, preferred_element_type=asked).dtype
+    assert_product(out, x.astype(jnp.float32), dense)
 
 
+INTEGERS = [(jnp.int8, jnp.int8, None), (jnp.int32, jnp.int8, None), (jnp.int8, jnp.int8, jnp.int32)]
+
+
+@quickly
+@pytest.mark.parametrize("types", INTEGERS, ids=lambda types: "-".join(map(name, types)))
+@pytest.mark.parametrize("rows", [3, 50])
+def test_integer_results_are_the_dense_ones_bit_for_bit(types, rows):
+    """They wrap as the dense matmul does, and are made in tiles."""
+    x_dtype, q_dtype, asked = types
+    rng = np.random.default_rng(0)
+    q = Array1B.quantize(jnp.asarray(rng.integers(-1, 2, (1024, 6)), q_dtype))
+    x = jnp.asarray(rng.integers(-128, 128, (rows, 1024)), x_dtype)
+    product = functools.partial(dot, numbers=numbers_of("mk", "kn"), preferred_element_type=asked)
+    assert_same_array(product(x, q), lax.dot(x, q.materialize(), preferred_element_type=asked))
+
+
+@quickly
 @pytest.mark.parametrize("case", TYPED, ids=str)
-def test_a_precision_asked_for_is_passed_on(case):
+def test_double_precision_is_met(case):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        x, w = (jnp.asarray(np.random.default_rng(i).standard_normal(s)) for i, s in enumerate([(5, 10), (10, 6)]))
+        q = case(w)
+        out = dot(x, q, numbers_of("mk", "kn"))
+        dense = q.materialize()
+        assert out.dtype == jnp.float64
+        np.testing.assert_allclose(out, x @ dense, rtol=1e-12, atol=1e-12)
+        assert dot(x.astype(jnp.float32), q, numbers_of("mk", "kn")).dtype == jnp.float64
+
+
+PRECISIONS = [
+    "default",
+    "high",
+    "highest",
+    "float32",
+    lax.Precision.HIGHEST,
+    ("default", "highest"),
+    lax.DotAlgorithmPreset.DEFAULT,
+    lax.DotAlgorithmPreset.F32_F32_F32,
+]
+
+
+@quickly
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [*((TYPED[0], each) for each in PRECISIONS), *((case, "highest") for case in TYPED[1:])],
+    ids=str,
+)
+def test_float32_meets_every_precision_up_to_it(case, precision):
     q, dense = example(case, (10, 6))
-    x, numbers = normal((5, 10), seed=1), numbers_of("mk", "kn")
-    product = functools.partial(dot, numbers=numbers, precision=lax.Precision.HIGHEST)
+    x = normal((5, 10), seed=1)
+    product = functools.partial(dot, numbers=numbers_of("mk", "kn"), precision=precision)
+    out = product(x, q)
+    assert "quantized_matmul" in primitives(product, x, q) or not cpu.is_available()
+    assert explain(functools.partial(jnp.matmul, precision=precision))(x, q).dense_bytes == 0
+    assert_product(out, x, dense)
+    program = jax.jit(product).lower(x, q).as_text()
+    assert "dot_general" not in program or not cpu.is_available()
+
+
+@pytest.mark.parametrize("precision", ["default", "float32", "highest"])
+def test_default_precision_of_a_block_of_code(precision):
+    q, dense = example(Case.of("int8"), (10, 6))
+    x = normal((5, 10), seed=1)
+    with jax.default_matmul_precision(precision), materialization_error():
+        out = jax.jit(implicit(lambda x, q: x @ q))(x, q)
+    assert_product(out, x, dense)
+
+
+def test_other_algorithms_are_those_of_the_dense_matmul():
+    """In tiles: each has the numbers that are asked for."""
+    q, dense = example(Case.of("int8"), (1024, 6))
+    x, numbers = normal((5, 1024), seed=1), numbers_of("mk", "kn")
+    algorithm = lax.DotAlgorithmPreset.BF16_BF16_F32
+    product = functools.partial(dot, numbers=numbers, precision=algorithm)
     asked = [eqn.params["precision"] for eqn in eqns_of(product, x, q) if eqn.primitive.name == "dot_general"]
-    assert asked == [(lax.Precision.HIGHEST, lax.Precision.HIGHEST)]
-    assert_same_array(product(x, q), lax.dot_general(x, dense, numbers, precision=lax.Precision.HIGHEST))
+    assert asked
+    assert set(asked) == {algorithm}
+    expected = lax.dot_general(x, dense, numbers, algorithm)
+    bound = 1024 * float(jnp.finfo(jnp.float32).eps) * (jnp.abs(x) @ jnp.abs(dense))
+    np.testing.assert_array_less(jnp.abs(product(x, q) - expected), bound)
+
+
+def test_a_precision_asked_for_outranks_rounded_activations():
+    w = normal((128, 64))
+    x = normal((1, 128), seed=1)
+    q, plain = (quantize(w, dtype="int8", axis=0, activation_dtype=kind) for kind in ("int8", None))
+    assert_same_array(dot(x, q, numbers_of("mk", "kn"), precision="highest"), x @ plain)
+
+
+# --- two quantized arrays ---
+
+
+@quickly
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[6], LAYOUTS[7]], ids=layout_id)
+@pytest.mark.parametrize("cases", [(WEIGHTS[0], WEIGHTS[4]), (WEIGHTS[5], WEIGHTS[7])], ids=str)
+def test_two_quantized_arrays(cases, layout):
+    (a, dense_a), (b, dense_b) = (example(c, sizes_of(axes)) for c, axes in zip(cases, layout, strict=False))
+    numbers = numbers_of(*layout)
+    assert_product(dot(a, b, numbers), dense_a, dense_b, numbers)
+
+
+def test_two_quantized_vectors_are_told():
+    """Neither has an axis that can be cut."""
+    q, dense = example(Case.of("int8"), (10,))
+    np.testing.assert_allclose(implicit(jnp.dot)(q, q), jnp.dot(dense, dense), rtol=1e-5)
+    assert explain(jnp.dot)(q, q).dense_bytes == dense.nbytes
 
 
 @pytest.mark.parametrize(("x_shape", "q_shape"), [((5, 0), (0, 6)), ((0, 10), (10, 6)), ((5, 10), (10, 0))], ids=str)
@@ -301,11 +420,12 @@ def test_tiled_products_of_half_precision(case, dtype):
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_many_rows_are_multiplied_whole():
-    q, _ = example(Case.of("int8"), (22, 6))
-    product = functools.partial(dot, numbers=numbers_of("mk", "kn"))
-    assert "scan" in primitives(product, normal((_contraction.MAX_ROWS, 22)), q)
-    assert "scan" not in primitives(product, normal((_contraction.MAX_ROWS + 1, 22)), q)
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_any_number_of_rows_is_multiplied_in_tiles(rows):
+    q, dense = example(Case.of("int8"), (22, 6))
+    product, x = functools.partial(dot, numbers=numbers_of("mk", "kn")), normal((rows, 22))
+    assert "scan" in primitives(product, x, q)
+    assert_product(product(x, q), x, dense)
 
 
 @quickly
@@ -453,18 +573,12 @@ def test_matmul_bf16_int8_weight_only(axis, leading):
     assert_product(out, x, q.materialize())
 
 
-def test_matmul_bf16_int8_weight_only_puts_the_scale_where_it_costs_least():
-    """Per column and per row no product has the weight's size, but for a scale per element."""
-    x = normal((4, 10), jnp.bfloat16)
-
-    def products(axis: Any) -> list[tuple[int, ...]]:
-        q = Array8B.quantize(normal((10, 6)), axis=axis)
-        jaxpr = jax.make_jaxpr(matmul_bf16_int8_weight_only)(x, q.weight, q.scale).jaxpr
-        return [eqn.outvars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "mul"]
-
-    assert products(0) == [(4, 6)]
-    assert products(1) == [(4, 10)]
-    assert products(()) == [(10, 6)]
+@pytest.mark.parametrize("axis", [0, 1, (0, 1)], ids=str)
+def test_matmul_bf16_int8_weight_only_makes_no_dense_copy(axis):
+    q = Array8B.quantize(normal((1024, 512)), axis=axis)
+    program = jax.jit(matmul_bf16_int8_weight_only).lower(normal((4, 1024), jnp.bfloat16), q.weight, q.scale)
+    assert "eformer_matmul" in program.as_text() or not cpu.is_available()
+    assert program.compile().memory_analysis().temp_size_in_bytes < q.size
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from ._observe import MaterializationError as MaterializationError
 from ._observe import MaterializationWarning as MaterializationWarning
 from ._observe import materialization_error as materialization_error
 from ._observe import note_materialized as note_materialized
+from ._observe import serving as serving
+from ._observe import unobserved as unobserved
 from ._rules import materialize_rule as materialize_rule
 from ._rules import register as register
 from ._ste import ste as ste

@@ -306,6 +306,7 @@ def _checked_materialize(function: Callable[[Any], jax.Array]) -> Callable[[Any]
     @functools.wraps(function)
     def materialize(self: ImplicitArray) -> jax.Array:
         self.check_leaves()
+        note_materialized(self)
         dense = function(self)
         if getattr(dense, "weak_type", False):  # the array has a dtype, whatever Python numbers it is made from
             dense = lax.convert_element_type(dense, dense.dtype)
@@ -315,7 +316,6 @@ def _checked_materialize(function: Callable[[Any], jax.Array]) -> Callable[[Any]
                 f"`{type(self).__name__}.materialize` returned {dense.dtype}{list(dense.shape)} for an array that "
                 f"says it is {self.dtype}{list(self.shape)}"
             )
-        note_materialized(dense)
         return dense
 
     return materialize

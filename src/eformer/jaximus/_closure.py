@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ._array import ImplicitArray
+from ._observe import serving
 
 implicit_array_p = Primitive("implicit_array")
 
@@ -26,7 +27,9 @@ def bind_implicit(array: ImplicitArray) -> jax.Array:
 
 @implicit_array_p.def_impl
 def _materialize(*leaves: Any, treedef: Any) -> jax.Array:
-    return jtu.tree_unflatten(treedef, leaves).materialize()
+    array = jtu.tree_unflatten(treedef, leaves)
+    with serving(implicit_array_p, (type(array),), "materialize"):
+        return array.materialize()
 
 
 @implicit_array_p.def_abstract_eval

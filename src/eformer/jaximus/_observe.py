@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ class MaterializationWarning(UserWarning):
 
 
 class MaterializationError(RuntimeError):
-    """No rule served a primitive, under `materialization_error()`."""
+    """A whole implicit array would have been made dense, under `materialization_error()`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,6 @@ class Met:
 class Recorder:
     counts: dict[Met, int] = dataclasses.field(default_factory=dict)
     dense_bytes: dict[Met, int] = dataclasses.field(default_factory=dict)
-    current: Met | None = None
     repeats: int = 1  # how often the code being traced runs: the product of the lengths of the scans around it
 
 
@@ -52,9 +52,29 @@ def mode() -> _Mode:
     return _mode.value
 
 
+class _Running(threading.local):
+    """What runs now: a rule, the function given to `implicit`, or neither."""
+
+    met: Met | None = None
+
+
+_running = _Running()
+_FUNCTION = Met("materialize", (), "asked for by the function")
+
+
+def observed() -> bool:
+    """Whether anyone wants to know what is made dense."""
+    now = mode()
+    return now.strict or now.recorder is not None
+
+
 @contextlib.contextmanager
 def materialization_error() -> Iterator[None]:
-    """Inside, a primitive that no rule serves raises `MaterializationError` instead of materializing."""
+    """Inside, whatever would decode a whole implicit array raises `MaterializationError` instead.
+
+    That is a primitive without a rule, a rule that has to decode, and a function under `implicit` that calls
+    `materialize()`. What runs without an error has held no dense copy: only tiles in a loop, and rows of a gather.
+    """
     with _mode(dataclasses.replace(mode(), strict=True)):
         yield
 
@@ -83,32 +103,68 @@ def repeated(times: int) -> Iterator[None]:
 @contextlib.contextmanager
 def serving(primitive: Any, classes: tuple[type, ...], rule: str) -> Iterator[None]:
     """Around a rule: what is materialized inside is put down to it."""
-    recorder = mode().recorder
-    if recorder is None:
+    if not observed():
         yield
         return
-    outer = recorder.current
-    recorder.current = Met(primitive.name, tuple(c.__name__ for c in classes), rule)
+    with _running_now(Met(primitive.name, tuple(c.__name__ for c in classes), rule)):
+        yield
+
+
+@contextlib.contextmanager
+def in_function() -> Iterator[None]:
+    """Around a function under `implicit`: what it materializes by itself is put down to it."""
+    if not observed():
+        yield
+        return
+    with _running_now(_FUNCTION):
+        yield
+
+
+@contextlib.contextmanager
+def _running_now(met: Met) -> Iterator[None]:
+    outer, _running.met = _running.met, met
     try:
         yield
     finally:
-        recorder.current = outer
+        _running.met = outer
 
 
 def note_served() -> None:
     """The rule that `serving` surrounds gave an answer."""
-    recorder = mode().recorder
-    if recorder is not None and recorder.current is not None:
-        met = recorder.current
+    recorder, met = mode().recorder, _running.met
+    if recorder is not None and met is not None:
         recorder.counts[met] = recorder.counts.get(met, 0) + recorder.repeats
 
 
-def note_materialized(dense: Any) -> None:
-    """A dense array of this size and dtype was made, for the rule that is running: `explain` adds it up."""
-    recorder = mode().recorder
-    if recorder is not None and recorder.current is not None:
-        met, cost = recorder.current, dense.size * dense.dtype.itemsize
-        recorder.dense_bytes[met] = recorder.dense_bytes.get(met, 0) + cost * recorder.repeats
+def note_materialized(array: Any, why: str = "") -> None:
+    """A dense copy of `array` is about to be made: `explain` adds up its bytes, `materialization_error` raises.
+
+    Every way to decode a whole array calls this, so the two cannot disagree. Outside `implicit` nothing is noted:
+    there the caller asks for the copy. A single element is no copy to speak of. `why` says what made it necessary.
+    """
+    now, met = mode(), _running.met
+    if met is None or not (now.strict or now.recorder is not None) or array.size <= 1:
+        return
+    cost = array.size * array.dtype.itemsize
+    if now.strict:
+        raise MaterializationError(_refusal(met, array, cost, why))
+    assert now.recorder is not None
+    if met is _FUNCTION:
+        met = dataclasses.replace(met, classes=(type(array).__name__,))
+        now.recorder.counts[met] = now.recorder.counts.get(met, 0) + now.recorder.repeats
+    now.recorder.dense_bytes[met] = now.recorder.dense_bytes.get(met, 0) + cost * now.recorder.repeats
+
+
+def _refusal(met: Met, array: Any, cost: int, why: str) -> str:
+    what = f"{type(array).__name__}{list(array.shape)} ({cost:,} bytes)"
+    if met is _FUNCTION:
+        return f"the function asks for a dense copy of {what} by itself; call it outside `materialization_error()`"
+    reason = f": {why}" if why else ""
+    return (
+        f"`{met.primitive}` of {' and '.join(met.classes)} would make a dense copy of {what} in the rule "
+        f'{met.rule}{reason}; change that, write a better rule with `@register("{met.primitive}")`, or call it '
+        f"outside `materialization_error()`"
+    )
 
 
 _warned: set[tuple[type, str]] = set()
@@ -169,5 +225,7 @@ def recording() -> Iterator[Recorder]:
 
 
 def explanation(recorder: Recorder) -> Explanation:
-    rows = [(met, count, recorder.dense_bytes.get(met, 0)) for met, count in recorder.counts.items() if count]
-    return Explanation(sorted(rows, key=lambda row: (-row[2], row[0].primitive)))
+    counts, dense = recorder.counts, recorder.dense_bytes
+    rows = [(met, counts.get(met, 0), dense.get(met, 0)) for met in {**counts, **dense}]
+    shown = [row for row in rows if row[1] or row[2]]
+    return Explanation(sorted(shown, key=lambda row: (-row[2], row[0].primitive)))

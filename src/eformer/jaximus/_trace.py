@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -34,7 +35,7 @@ from jax.interpreters import ad
 
 from ._array import ImplicitArray, is_implicit, materialize
 from ._closure import bind_implicit, implicit_array_p
-from ._observe import mode, unobserved
+from ._observe import in_function, mode, serving, unobserved
 from ._rules import dispatch, on_register
 from ._state import Loan
 
@@ -123,7 +124,7 @@ class ImplicitTrace(Trace):
         self, primitive: Any, fun: Any, jvp: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
         operands = [unwrap(t) for t in tracers]
-        with jexc.set_current_trace(self.parent_trace):
+        with jexc.set_current_trace(self.parent_trace), _serving(primitive, operands):
             if any(map(is_implicit, operands)):
                 return _custom_jvp(fun, jvp, operands, params["symbolic_zeros"])
             return primitive.bind(*operands, subfuns=(_dense_inside(fun), _dense_inside(jvp)), **params)
@@ -132,7 +133,7 @@ class ImplicitTrace(Trace):
         self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
         operands = [unwrap(t) for t in tracers]
-        with jexc.set_current_trace(self.parent_trace):
+        with jexc.set_current_trace(self.parent_trace), _serving(primitive, operands):
             if any(map(is_implicit, operands)):
                 return _custom_vjp(fun, fwd, bwd, operands, params["out_trees"], params["symbolic_zeros"])
             return primitive.bind(*operands, subfuns=(_dense_inside(fun), _dense_inside(fwd), bwd), **params)
@@ -141,7 +142,7 @@ class ImplicitTrace(Trace):
         self, primitive: Any, fun: Callable[..., Any], tracers: Sequence[Any], /, **params: Any
     ) -> Any:
         operands, specs = [], []
-        with jexc.set_current_trace(self.parent_trace):
+        with jexc.set_current_trace(self.parent_trace), _serving(primitive, map(unwrap, tracers)):
             for tracer, spec in zip(tracers, params.pop("in_specs"), strict=True):
                 operand = unwrap(tracer)
                 leaf_specs = _leaf_specs(operand, spec, params["mesh"]) if is_implicit(operand) else spec
@@ -170,6 +171,11 @@ def _leaf_specs(operand: ImplicitArray, spec: Any, mesh: Any) -> Any:
         return operand.leaf_specs(spec)
 
 
+def _serving(primitive: Any, operands: Iterable[Any]) -> AbstractContextManager[None]:
+    """Around what this file does for a primitive: what is materialized inside is put down to it."""
+    return serving(primitive, tuple(dict.fromkeys(type(o) for o in operands if is_implicit(o))), "materialize")
+
+
 def unwrap(x: Any) -> Any:
     return x.value if isinstance(x, ImplicitTracer) else x
 
@@ -193,7 +199,7 @@ use_implicit = implicit
 
 
 def call_implicit(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
-    with jexc.take_current_trace() as parent:
+    with jexc.take_current_trace() as parent, in_function():
         trace = _trace_on(parent)
         loan = Loan(trace.wrap, _implicit_of)
         try:

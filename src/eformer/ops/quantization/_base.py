@@ -16,7 +16,7 @@ from jax import tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from eformer.jaximus import ImplicitArray, aux_field
+from eformer.jaximus import ImplicitArray, aux_field, unobserved
 from eformer.kernels.reference import cast
 
 ShardingType = NamedSharding | PartitionSpec | None
@@ -65,6 +65,10 @@ class QuantizedArray(ImplicitArray):
 
     def materialize(self) -> jax.Array:
         """The dense array, sharded as the leaves are."""
+        return self.decoded()
+
+    def decoded(self) -> jax.Array:
+        """`materialize()`, without counting as a dense copy: for a part of an array that an operation asks for."""
         sharding = self.sharding
         if is_explicit(sharding):
             decode: Any = jax.sharding.auto_axes(_decoded, out_sharding=sharding)
@@ -164,7 +168,8 @@ def typed_as(dense: Callable[..., jax.Array], function: Callable[..., jax.Array]
     """`function`, which leaves layouts to XLA, where they are part of types: its result has the type `dense` gives."""
 
     def call(*operands: Any) -> jax.Array:
-        sharding = jax.eval_shape(dense, *operands).sharding  # raises as dense JAX does, if that is not clear
+        with unobserved():  # nothing is made dense to know its type
+            sharding = jax.eval_shape(dense, *operands).sharding  # raises as dense JAX does, if that is not clear
         typed: Any = jax.sharding.auto_axes(function, out_sharding=sharding)
         return typed(*operands)
 

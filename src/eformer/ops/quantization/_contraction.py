@@ -1,14 +1,13 @@
-"""Products of a dense and a quantized array in JAX's own operations, without a dense copy of it where that pays.
+"""Matmuls of a dense and a quantized array in JAX's own operations, without a dense copy of the quantized one.
 
-XLA:CPU writes a decoded weight to memory before it multiplies. With few rows of `x`, a loop that decodes a tile into
-cache and multiplies it at once is many times faster: `benchmarks/matmul.py`.
+XLA:CPU writes a decoded weight to memory before it multiplies. A loop that decodes a tile into cache and multiplies it
+at once needs no such copy, and is many times faster with few rows of `x`: `benchmarks/matmul.py`.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +19,12 @@ from eformer.kernels.reference import cast
 
 from ._leafwise import LeafwiseArray
 
-# `benchmarks/matmul.py` shows what these do; chosen on 2 cores of an AMD EPYC (AVX2).
-MAX_ROWS = 32  # of x; above, decoding everything once costs less than a loop of short products
+# `benchmarks/matmul.py` shows what this does; chosen on 2 cores of an AMD EPYC (AVX2).
 TILE_ELEMENTS = 2**20  # decoded at once: 4 MB
+MIN_TILES = 4  # a smaller array is cut too: a single tile would be a dense copy of it
+
+
+Numbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class Contraction(NamedTuple):
@@ -34,8 +36,13 @@ class Contraction(NamedTuple):
     q_batch: tuple[int, ...]
 
     @property
-    def numbers(self) -> Any:
+    def numbers(self) -> Numbers:
         return (self.x_summed, self.q_summed), (self.x_batch, self.q_batch)
+
+    @property
+    def x_summed_in_order(self) -> list[int]:
+        """The axes of x that are summed over, in the order in which the quantized array has them."""
+        return [x_axis for _, x_axis in sorted(zip(self.q_summed, self.x_summed, strict=True))]
 
     def x_free(self, ndim: int) -> list[int]:
         return [a for a in range(ndim) if a not in self.x_summed and a not in self.x_batch]
@@ -44,66 +51,127 @@ class Contraction(NamedTuple):
         return [a for a in range(ndim) if a not in self.q_summed and a not in self.q_batch]
 
 
-def product(x: jax.Array, q: LeafwiseArray, contraction: Contraction, *, in_tiles: bool = True) -> jax.Array:
-    """In float32, or in the dtype of both; with many rows of x, or without `in_tiles`, of the array made dense."""
-    axis, tile = _tiling(q, contraction)
-    rows = math.prod(x.shape[a] for a in contraction.x_free(x.ndim))
-    if not in_tiles or rows > MAX_ROWS:
-        tile = q.shape[axis] if q.ndim else 1
-    if q.ndim == 0 or tile >= q.shape[axis]:
-        if q.size > TILE_ELEMENTS:
-            note_materialized(q)
-        return _whole(x, q, contraction)
-    return _tiled_on_cpu(x, q, contraction, axis, tile)
+class AsDense(NamedTuple):
+    """What a dense `dot_general` is given: its result's dtype and its precision. Its rounding and wrapping are met."""
+
+    dtype: Any
+    precision: Any = None
+
+    @property
+    def sums(self) -> Any:
+        """The dtype in which tiles are added up: half precision would round each time."""
+        algorithm = not (self.precision is None or isinstance(self.precision, tuple))
+        return self.dtype if algorithm or self.dtype not in (jnp.bfloat16, jnp.float16) else jnp.dtype(jnp.float32)
 
 
-def _tiling(q: LeafwiseArray, contraction: Contraction) -> tuple[int, int]:
-    """The axis whose parts lie together in memory, and how much of it to decode at once."""
-    axis = next((a for a in range(q.ndim) if a not in contraction.q_batch and q.shape[a] > 1), 0)
-    if not q.ndim:
-        return axis, 1
-    if not q.size or axis in contraction.q_batch:  # nothing to cut
-        return axis, q.shape[axis]
+def product(
+    x: jax.Array,
+    q: LeafwiseArray,
+    contraction: Contraction,
+    as_dense: AsDense | None = None,
+    *,
+    in_tiles: bool = True,
+    why: str = "it is too small to be cut into tiles",
+) -> jax.Array:
+    """In float32, or as `as_dense` says (its `sums`); without `in_tiles`, of the array made dense, `why` being told."""
+    tiling = _tiling(q, contraction) if in_tiles else None
+    if tiling is None:
+        note_materialized(q, why)
+        return _whole(x, q, contraction, as_dense)
+    return _tiled_on_cpu(x, q, contraction, as_dense, tiling)
+
+
+def _tiling(q: LeafwiseArray, contraction: Contraction) -> tuple[int, int] | None:
+    """The axis to cut, the outermost that is not parallel if there is one, and how much of it to decode at once."""
+    if not q.size:
+        return None
+    for axis in sorted(range(q.ndim), key=lambda axis: axis in contraction.q_batch):
+        if q.shape[axis] > q.alignment(axis):
+            return axis, _tile(q, axis)
+    return None
+
+
+def _tile(q: LeafwiseArray, axis: int) -> int:
     step, size = q.alignment(axis), q.shape[axis]
-    most = max(step, TILE_ELEMENTS * size // q.size // step * step)
+    most = max(step, min(TILE_ELEMENTS * size // q.size, size // MIN_TILES) // step * step)
     # Without a rest there is no leaf to cut; unless that makes tiles small.
     even = (tile for tile in range(most, most // 2, -step) if size % tile == 0)
-    return axis, next(even, most)
+    return next(even, most)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _whole(x: jax.Array, q: LeafwiseArray, contraction: Contraction) -> jax.Array:
-    return contract(x, q, contraction, x.dtype if x.dtype == q.dtype else jnp.float32)
+def in_pieces(q: LeafwiseArray, axis: int, function: Callable[[LeafwiseArray], jax.Array], out_axis: int) -> jax.Array:
+    """`function` of tiles of `q` along `axis`, one after the other, joined along `out_axis`."""
+    tile = _tile(q, axis)
+    count, rest = divmod(q.shape[axis], tile)
+    parts = lax.map(function, q.tiles(axis, tile))
+    last = [function(q.sliced(count * tile, rest, axis))] if rest else []
+    return _joined(parts, last, out_axis)
+
+
+def _joined(parts: jax.Array, last: list[jax.Array], axis: int) -> jax.Array:
+    """Parts, stacked along the first axis, one after the other along `axis`."""
+    parts = jnp.moveaxis(parts, 0, axis)
+    return jnp.concatenate([lax.collapse(parts, axis, axis + 2), *last], axis)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _whole(x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense | None) -> jax.Array:
+    dtype = x.dtype if x.dtype == q.dtype else jnp.float32
+    return contract(x, q, contraction, dtype) if as_dense is None else _dense_dot(x, q, contraction, as_dense)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _tiled_on_cpu(x: jax.Array, q: LeafwiseArray, contraction: Contraction, axis: int, tile: int) -> jax.Array:
-    tiled = functools.partial(_tiled, contraction=contraction, axis=axis, tile=tile)
+def _tiled_on_cpu(
+    x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense | None, tiling: tuple[int, int]
+) -> jax.Array:
+    tiled = functools.partial(_tiled, contraction=contraction, as_dense=as_dense, tiling=tiling)
     # Compilers of other devices fuse the decoding into the product by themselves.
-    return lax.platform_dependent(x, q, cpu=tiled, default=lambda x, q: _whole(x, q, contraction))
+    return lax.platform_dependent(x, q, cpu=tiled, default=lambda x, q: _whole(x, q, contraction, as_dense))
 
 
-def _tiled(x: jax.Array, q: LeafwiseArray, contraction: Contraction, axis: int, tile: int) -> jax.Array:
-    summed = axis in contraction.q_summed
-    x_axis = contraction.x_summed[contraction.q_summed.index(axis)] if summed else None
+def _tiled(
+    x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense | None, tiling: tuple[int, int]
+) -> jax.Array:
+    axis, tile = tiling
+    x_axes = dict(
+        zip(contraction.q_summed + contraction.q_batch, contraction.x_summed + contraction.x_batch, strict=True)
+    )
 
     # Differentiation decodes again instead of keeping what was decoded.
     @jax.checkpoint
     def part(x: jax.Array, start: Any, piece: LeafwiseArray) -> jax.Array:
-        if x_axis is not None:
-            x = lax.dynamic_slice_in_dim(x, start, piece.shape[axis], x_axis)
-        return contract(x, piece, contraction, jnp.float32)
+        if axis in x_axes:
+            x = lax.dynamic_slice_in_dim(x, start, piece.shape[axis], x_axes[axis])
+        if as_dense is None:
+            return contract(x, piece, contraction, jnp.float32)
+        return _dense_dot(x, piece, contraction, as_dense)
 
     count, rest = divmod(q.shape[axis], tile)
     tiles = (jnp.arange(count) * tile, q.tiles(axis, tile))
-    parts = lax.map(lambda tile: part(x, *tile), tiles)
     last = [part(x, count * tile, q.sliced(count * tile, rest, axis))] if rest else []
-    if summed:
-        return sum(last, jnp.sum(parts, 0))
-    out_axis = len(contraction.x_batch) + len(contraction.x_free(x.ndim)) + contraction.q_free(q.ndim).index(axis)
-    parts = jnp.moveaxis(parts, 0, out_axis)
-    merged = parts.reshape(*parts.shape[:out_axis], count * tile, *parts.shape[out_axis + 2 :])
-    return jnp.concatenate([merged, *last], out_axis)
+    if axis in contraction.q_summed:
+        first = jax.eval_shape(part, x, 0, q.sliced(0, tile, axis))
+        zeros, *_ = varying_alike([jnp.zeros(first.shape, first.dtype), x, *jax.tree.leaves(q)])
+        total, _ = lax.scan(lambda total, tile: (total + part(x, *tile), None), zeros, tiles)
+        return sum(last, total)
+    parts = lax.map(lambda tile: part(x, *tile), tiles)
+    before = len(contraction.x_batch) + len(contraction.x_free(x.ndim))
+    places = [*contraction.q_batch, *[None] * (before - len(contraction.q_batch)), *contraction.q_free(q.ndim)]
+    return _joined(parts, last, places.index(axis))
+
+
+def varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The operands, in `shard_map` all typed as differing along each axis of the mesh that one differs along."""
+    varying = [jax.typeof(operand).mat.varying for operand in operands]
+    every = frozenset().union(*varying)
+    pairs = zip(operands, varying, strict=True)
+    return [lax.pcast(operand, tuple(sorted(every - own)), to="varying") for operand, own in pairs]
+
+
+def _dense_dot(x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense) -> jax.Array:
+    dense = cast(q.decode(), q.dtype)
+    precision = as_dense.precision
+    return lax.dot_general(x, dense, contraction.numbers, precision, preferred_element_type=as_dense.sums)
 
 
 def contract(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: Any) -> jax.Array:

@@ -31,6 +31,7 @@ class LeafwiseArray(DivisibleArray):
     """A quantized array each leaf of which has the array's rank."""
 
     array_fields: ClassVar[tuple[str, ...]]  # the leaves that have the array's axes, the codes first
+    nan_code: ClassVar[int | None] = None  # an entry of the codes that decodes to NaN alone, if there is one
 
     @abc.abstractmethod
     def _grain(self, name: str, axis: int) -> Grain:
@@ -369,7 +370,7 @@ def gather(
     fill_value: Any,
     **params: Any,
 ) -> Any:
-    """Decodes what is asked for and nothing else: an embedding lookup reads only its rows."""
+    """Rows are decoded, those asked for and no others: an embedding lookup. Whole matrices stay quantized: experts."""
     q = q._single()
     numbers = dimension_numbers
     indexed = numbers.start_index_map
@@ -407,14 +408,35 @@ def gather(
     batch_sizes = iter(indices.shape[:-1])
     offset_sizes = {new: slice_sizes[old] for old, new in moved.items()}
     shape = tuple(offset_sizes[a] if a in offset_sizes else next(batch_sizes) for a in range(rank))
-    dense = q._rebuilt(leaves, moved, shape).materialize()
-    if not fills:
-        return dense
     last = beside_indices([q.shape[a] - slice_sizes[a] for a in indexed])
-    inside = jnp.all((indices >= 0) & (indices <= last), axis=-1)
-    inside = lax.broadcast_in_dim(inside, shape, [a for a in range(rank) if a not in offset_sizes])
+    inside = jnp.all((indices >= 0) & (indices <= last), axis=-1) if fills else None
+    batch_axes = [a for a in range(rank) if a not in offset_sizes]
+    whole_axes = [a for a in offset_axes if slice_sizes[a] == q.shape[a] > 1]
+    if len(whole_axes) > 1 and (not fills or fill_value is None or math.isnan(fill_value)):
+        filled = leaves if inside is None else _nan_outside(q, leaves, inside, batch_axes)
+        if filled is not None:
+            return q._rebuilt(filled, moved, shape)
+    dense = q._rebuilt(leaves, moved, shape).decoded()
+    if inside is None:
+        return dense
+    inside = lax.broadcast_in_dim(inside, shape, batch_axes)
     fill = _fill_value(dense.dtype) if fill_value is None else fill_value
     return jnp.where(inside, dense, jnp.asarray(fill, dense.dtype))
+
+
+def _nan_outside(q: LeafwiseArray, leaves: Leaves, inside: jax.Array, axes: Sequence[int]) -> Leaves | None:
+    """The leaves of an array that is NaN where `inside`, along `axes`, is false; None if none of them can say it."""
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        return None
+    scales = [name for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    names, fill = (scales, jnp.nan) if scales else (q.array_fields[:1], q.nan_code)
+    if fill is None:
+        return None
+
+    def mask(leaf: jax.Array) -> jax.Array:
+        return jnp.where(lax.broadcast_in_dim(inside, leaf.shape, axes), leaf, jnp.asarray(fill, leaf.dtype))
+
+    return {name: mask(leaf) if name in names else leaf for name, leaf in leaves.items()}
 
 
 def _fill_value(dtype: Any) -> Any:

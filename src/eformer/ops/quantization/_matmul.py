@@ -1,7 +1,8 @@
-"""The rule for products with quantized arrays: which of them the kernels take, and the rest."""
+"""The rule for matmuls with quantized arrays: which of them the kernels take, and the rest."""
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eformer.jaximus import materialize, register
+from eformer.jaximus import materialize, note_materialized, register, unobserved
 from eformer.kernels import cpu
 
 from ._base import asked_of, is_explicit, sharding_of, typed_as
-from ._contraction import Contraction, product
+from ._contraction import AsDense, Contraction, Numbers, in_pieces, product
 from ._leafwise import LeafwiseArray, reshaped
 from ._quantized_matmul import quantized_matmul
 
@@ -44,59 +45,139 @@ def dot_general(
     *,
     dimension_numbers: Any,
     preferred_element_type: Any,
+    precision: Any = None,
     **params: Any,
-) -> jax.Array:
-    if isinstance(lhs, LeafwiseArray) and isinstance(rhs, LeafwiseArray):
-        lhs = lhs.materialize()  # the other stays as it is
+) -> Any:
+    asked = asked_of(params)
+    if asked - {"out_sharding"}:  # what this version of JAX does not have
+        return NotImplemented
     dense_params = {
         "dimension_numbers": dimension_numbers,
         "preferred_element_type": preferred_element_type,
+        "precision": precision,
         **params,
     }
-    # Two dtypes without one asked for: JAX chooses the result's by its own rule.
-    out_dtype = preferred_element_type or (lhs.dtype if lhs.dtype == rhs.dtype else None)
-    half_or_single = out_dtype is not None and all(
-        jnp.dtype(d) in (jnp.float32, jnp.bfloat16, jnp.float16) for d in (lhs.dtype, rhs.dtype, out_dtype)
+    dtype = preferred_element_type or result_dtype(lhs.dtype, rhs.dtype, precision)
+    multiply = functools.partial(
+        multiplied, numbers=as_tuples(dimension_numbers), dtype=jnp.dtype(dtype), precision=precision
     )
-    asked = asked_of(params)
-    if not half_or_single or asked - {"out_sharding"}:  # other dtypes, a precision asked for: as JAX does it
-        return primitive.bind(*materialize([lhs, rhs]), **dense_params)
     if asked or any(is_explicit(sharding_of(leaf)) for leaf in jax.tree.leaves((lhs, rhs))):
-        return typed_as(
-            lambda lhs, rhs: primitive.bind(*materialize([lhs, rhs]), **dense_params),
-            lambda lhs, rhs: _dot(lhs, rhs, dimension_numbers, out_dtype),
-        )(lhs, rhs)
-    return _dot(lhs, rhs, dimension_numbers, out_dtype)
+        return typed_as(lambda lhs, rhs: primitive.bind(*materialize([lhs, rhs]), **dense_params), multiply)(lhs, rhs)
+    return multiply(lhs, rhs)
 
 
-def _dot(lhs: Any, rhs: Any, dimension_numbers: Any, out_dtype: Any) -> jax.Array:
-    (l_summed, r_summed), (l_batch, r_batch) = ((tuple(map(int, a)), tuple(map(int, b))) for a, b in dimension_numbers)
-    if not isinstance(lhs, LeafwiseArray):
-        assert isinstance(rhs, LeafwiseArray)
-        return _product(lhs, rhs, Contraction(l_summed, r_summed, l_batch, r_batch), out_dtype)
-    assert not isinstance(rhs, LeafwiseArray)
+def result_dtype(lhs: Any, rhs: Any, precision: Any = None) -> Any:
+    """What `lax.dot_general` gives for operands of these dtypes, where none is asked for: JAX has a rule of its own."""
+    if lhs == rhs and (precision is None or isinstance(precision, tuple)):
+        return lhs
+    numbers: Any = (((), ()), ((), ()))
+    structs = [jax.ShapeDtypeStruct((), dtype) for dtype in (lhs, rhs)]
+    return jax.eval_shape(lambda *operands: lax.dot_general(*operands, numbers, precision), *structs).dtype
+
+
+def as_tuples(numbers: Any) -> Numbers:
+    (l_summed, r_summed), (l_batch, r_batch) = ((tuple(map(int, a)), tuple(map(int, b))) for a, b in numbers)
+    return (l_summed, r_summed), (l_batch, r_batch)
+
+
+def multiplied(lhs: Any, rhs: Any, numbers: Numbers, dtype: Any, precision: Any) -> jax.Array:
+    """`lax.dot_general` of operands one of which is quantized, or both: by a kernel, else in tiles, as `dtype`."""
+    (l_summed, r_summed), (l_batch, r_batch) = numbers
+    if isinstance(lhs, LeafwiseArray) and isinstance(rhs, LeafwiseArray):
+        return _of_two(lhs, rhs, numbers, dtype, precision)
+    if isinstance(rhs, LeafwiseArray):
+        return _product(lhs, rhs, Contraction(l_summed, r_summed, l_batch, r_batch), dtype, precision)
     contraction = Contraction(r_summed, l_summed, r_batch, l_batch)
-    out = _product(rhs, lhs, contraction, out_dtype)
+    out = _product(rhs, lhs, contraction, dtype, _swapped(precision))
     batch, free = len(r_batch), len(contraction.x_free(rhs.ndim))
     return jnp.moveaxis(out, range(batch, batch + free), range(out.ndim - free, out.ndim))
 
 
-def _product(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: Any) -> jax.Array:
+def _swapped(precision: Any) -> Any:
+    return precision[::-1] if isinstance(precision, tuple) else precision
+
+
+def _of_two(lhs: Any, rhs: Any, numbers: Numbers, dtype: Any, precision: Any) -> jax.Array:
+    """Of two quantized arrays: tiles of one are decoded, and each multiplied by the other as it is."""
+    (l_summed, r_summed), (l_batch, r_batch) = numbers
+    free = Contraction(r_summed, l_summed, r_batch, l_batch).q_free(lhs.ndim)
+    axis = next((axis for axis in free if lhs.shape[axis] > lhs.alignment(axis)), None)
+    if axis is None or not (lhs.use_kernel and lhs.size):
+        note_materialized(lhs, "it has no axis that can be cut into tiles, and the other operand is quantized too")
+        return multiplied(lhs.decoded(), rhs, numbers, dtype, precision)
+    out_axis = len(l_batch) + free.index(axis)
+    multiply = functools.partial(multiplied, numbers=numbers, dtype=dtype, precision=precision)
+    return in_pieces(lhs, axis, lambda piece: multiply(piece.decoded(), rhs), out_axis)
+
+
+def _product(x: Any, q: LeafwiseArray, contraction: Contraction, dtype: Any, precision: Any) -> jax.Array:
     if q.moved_from is not None:  # `x @ q.T` reads the codes as they lie, and nothing is moved
         origin, permutation = q.moved_from
         summed, batch = (tuple(permutation[a] for a in axes) for axes in (contraction.q_summed, contraction.q_batch))
         moved = Contraction(contraction.x_summed, summed, contraction.x_batch, batch)
         if _free_in_order(origin, moved, [permutation[a] for a in contraction.q_free(q.ndim)]):
             q, contraction = origin, moved
+    as_dense = AsDense(dtype, precision)
+    if not _sums_in_float32(x.dtype, q.dtype, dtype) or not _is_single(precision):
+        return _in_jax(x, q, contraction, as_dense).astype(dtype)
+    x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)  # as the dense product does
     if not (q.use_kernel and _use_kernel.value):
-        return product(x, q, contraction, in_tiles=False).astype(dtype)
-    stacked = _stacked(q, contraction) if jax.default_backend() != "cpu" or cpu.is_available() else None
-    if stacked is None or stacked[0].stored_matrix() is None:
+        return _in_jax(x, q, contraction).astype(dtype)
+    if not _exceeds_default(precision):
+        return _by_kernel(x, q, contraction, dtype)
+    if jax.default_backend() != "cpu":  # whose kernels multiply in bfloat16 or TF32
+        note_materialized(q, f"the kernels of this device multiply in less than the precision asked for, {precision}")
+        return product(x, q, contraction, as_dense, in_tiles=False).astype(dtype)
+
+    def elsewhere(x: jax.Array, q: LeafwiseArray) -> jax.Array:
+        with unobserved():
+            return product(x, q, contraction, as_dense, in_tiles=False).astype(dtype)
+
+    exact = q.with_activation_dtype(None) if q.activation_dtype else q
+    on_cpu = functools.partial(_by_kernel, contraction=contraction, dtype=dtype)
+    return lax.platform_dependent(x, exact, cpu=on_cpu, default=elsewhere)
+
+
+def _in_jax(x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense | None = None) -> jax.Array:
+    if q.use_kernel and _use_kernel.value:
+        return product(x, q, contraction, as_dense)
+    switch = "`use_kernel=False`" if not q.use_kernel else "`nf4_use_kernel(False)`"
+    return product(x, q, contraction, as_dense, in_tiles=False, why=f"{switch} asks for it")
+
+
+_HALF_OR_SINGLE = frozenset(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+
+
+def _sums_in_float32(x: Any, q: Any, out: Any) -> bool:
+    """Whether the dense product of these dtypes is one of float32 or less, which the kernels are as exact as.
+
+    Integers and bools in `x` the dense product converts to the dtype of the result.
+    """
+    return q in _HALF_OR_SINGLE and out in _HALF_OR_SINGLE and (x in _HALF_OR_SINGLE or x.kind in "iub")
+
+
+_PRESETS = lax.DotAlgorithmPreset
+
+
+def _is_single(precision: Any) -> bool:
+    """Whether sums in float32 meet the precision: all but some of the algorithms that can be asked for by name."""
+    return precision is None or isinstance(precision, tuple) or precision in (_PRESETS.DEFAULT, _PRESETS.F32_F32_F32)
+
+
+def _exceeds_default(precision: Any) -> bool:
+    if isinstance(precision, tuple):
+        return any(each not in (None, lax.Precision.DEFAULT) for each in precision)
+    return precision is _PRESETS.F32_F32_F32
+
+
+def _by_kernel(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: Any) -> jax.Array:
+    stack = stacked(q, contraction) if jax.default_backend() != "cpu" or cpu.is_available() else None
+    if stack is None or stack[0].stored_matrix() is None:
         return product(x, q, contraction).astype(dtype)
-    matrices, contracted_axis = stacked
+    matrices, contracted_axis = stack
     batch = [x.shape[a] for a in contraction.x_batch]
     rows = contraction.x_free(x.ndim)
-    summed = _summed_of_x(contraction)
+    summed = contraction.x_summed_in_order
     shape = [math.prod(batch), *(x.shape[a] for a in rows), math.prod(x.shape[a] for a in summed)]
     out_shape = [*batch, *(x.shape[a] for a in rows), *(q.shape[a] for a in contraction.q_free(q.ndim))]
     # `lax` rather than `jnp`, and only where something changes: this is traced for every product of a model.
@@ -111,13 +192,7 @@ def _free_in_order(origin: LeafwiseArray, contraction: Contraction, free: list[i
     return contraction.q_free(origin.ndim) == free
 
 
-def _summed_of_x(contraction: Contraction) -> list[int]:
-    """The axes of x that are summed over, in the order in which the quantized array has them."""
-    pairs = sorted(zip(contraction.q_summed, contraction.x_summed, strict=True))
-    return [x_axis for _, x_axis in pairs]
-
-
-def _stacked(q: LeafwiseArray, contraction: Contraction) -> tuple[LeafwiseArray, int] | None:
+def stacked(q: LeafwiseArray, contraction: Contraction) -> tuple[LeafwiseArray, int] | None:
     """`q` as (count, rows, cols), and which of the last two axes is summed over; None if that would move its codes."""
     batch, summed, free = list(contraction.q_batch), sorted(contraction.q_summed), contraction.q_free(q.ndim)
     if not summed or not free or 0 in q.shape or batch != list(range(len(batch))):

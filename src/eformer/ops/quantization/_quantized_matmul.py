@@ -18,15 +18,17 @@ from jax import tree_util as jtu
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from eformer.jaximus import note_materialized, serving, unobserved
 from eformer.kernels import pallas
 
-from ._contraction import Contraction, product
+from ._contraction import Contraction, product, varying_alike
 from ._divisible import DivisibleArray
 from ._leafwise import LeafwiseArray
 from ._partition import SUMMED, Dim, Problem, partitioned
 from ._placement import Placement, device_kind, lower_partitioned, placement
 
 quantized_matmul_p = Primitive("quantized_matmul")
+_PARTLY_MANUAL = "`shard_map` over some axes of the mesh leaves the others to XLA, which can't divide a kernel"
 
 
 @functools.singledispatch
@@ -41,7 +43,12 @@ def multiply(q: Any, x: jax.Array, contracted_axis: int, *, in_tiles: bool = Tru
 
 @multiply.register
 def _(q: LeafwiseArray, x: jax.Array, contracted_axis: int, *, in_tiles: bool = True) -> jax.Array:
-    return product(x, q, Contraction((x.ndim - 1,), (contracted_axis + 1,), (0,), (0,)), in_tiles=in_tiles)
+    contraction = Contraction((x.ndim - 1,), (contracted_axis + 1,), (0,), (0,))
+    return (
+        product(x, q, contraction, in_tiles=in_tiles)
+        if in_tiles
+        else product(x, q, contraction, in_tiles=False, why=_PARTLY_MANUAL)
+    )
 
 
 def quantized_matmul(x: jax.Array, q: DivisibleArray, contracted_axis: int, dtype: Any) -> jax.Array:
@@ -49,18 +56,18 @@ def quantized_matmul(x: jax.Array, q: DivisibleArray, contracted_axis: int, dtyp
 
     Every leaf of `q` has the stack's axis first. Sums are float32; what devices add up among them is of `dtype`.
     """
+    if _partly_manual(jax.sharding.get_abstract_mesh()):
+        note_materialized(q, _PARTLY_MANUAL)
     leaves, treedef = jtu.tree_flatten(q)
-    x, *leaves = _varying_alike([x, *leaves])
+    x, *leaves = varying_alike([x, *leaves])
     dtype = jnp.dtype(dtype)
     return quantized_matmul_p.bind(x, *leaves, treedef=treedef, contracted_axis=contracted_axis, dtype=dtype)
 
 
-def _varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """The operands, in `shard_map` all typed as differing along each axis of the mesh that one differs along."""
-    varying = [jax.typeof(operand).mat.varying for operand in operands]
-    every = frozenset().union(*varying)
-    pairs = zip(operands, varying, strict=True)
-    return [lax.pcast(operand, tuple(sorted(every - own)), to="varying") for operand, own in pairs]
+def _partly_manual(mesh: Any) -> bool:
+    """Whether this is inside a `shard_map` over some axes of the mesh only: `Placement.UNKNOWN`, when it is lowered."""
+    manual = set(mesh.manual_axes)
+    return bool(manual) and any(size > 1 and name not in manual for name, size in mesh.shape.items())
 
 
 def _in_jax(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
@@ -81,7 +88,8 @@ def _on_accelerator(
     x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any, device: pallas.Device
 ) -> jax.Array:
     q = jtu.tree_unflatten(treedef, leaves)
-    return _by_kernel(functools.partial(q.product_on_accelerator, device), q, x, contracted_axis, dtype)
+    with unobserved():  # where no kernel is better, XLA fuses the decoding into its own product
+        return _by_kernel(functools.partial(q.product_on_accelerator, device), q, x, contracted_axis, dtype)
 
 
 def _by_kernel(
@@ -133,6 +141,11 @@ def lowering(on_device: Callable[..., jax.Array]) -> Callable[..., Any]:
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         where = placement(ctx)
+        kind, _ = params["treedef"].node_data()
+        with serving(quantized_matmul_p, (kind,), f"{__name__}.quantized_matmul"):
+            return _lowered(where, ctx, *operands, **params)
+
+    def _lowered(where: Placement, ctx: Any, *operands: Any, **params: Any) -> Any:
         if where is Placement.DEVICES:
             return lower_partitioned(ctx, functools.partial(_over_devices, **params), *operands)
         return mlir.lower_fun(functions[where], multiple_results=False)(ctx, *operands, **params)

@@ -34,6 +34,7 @@ class Array1B(LeafwiseArray):
     """
 
     array_fields = ("weight", "scale")
+    nan_code = 0xFF
 
     weight: jax.Array
     scale: jax.Array | None = dataclasses.field(default=None, kw_only=True)

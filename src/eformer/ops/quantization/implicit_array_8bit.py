@@ -17,6 +17,7 @@ from eformer.kernels import Matrix, reference
 from . import _handlers as handlers
 from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
 from ._leafwise import LeafwiseArray, Leaves
+from ._matmul import multiplied
 
 
 class Array8B(LeafwiseArray):
@@ -123,32 +124,24 @@ def straight_through_8bit(array: jax.Array, axis: int | tuple[int, ...] | None =
 
 
 def matmul_bf16_int8_weight_only(lhs_bf16: jax.Array, rhs_q_int8: jax.Array, rhs_scale: jax.Array) -> jax.Array:
-    """`lhs @ (rhs * scale)` with the scale where it costs least, accumulated in float32, as bfloat16.
+    """`lhs @ (rhs * scale)` by the kernel of `Array8B`, summed in float32, as bfloat16; no dense copy is made.
 
-    A scale per column, (1, N), multiplies the product; one per row, (K, 1), multiplies `lhs`; one for all (both 1) too;
-    any other first multiplies the weights.
+    The scale has two axes, each of length 1 or as long as that of `rhs`: per column, per row, for all or for each.
     """
     if lhs_bf16.ndim < 1 or rhs_q_int8.ndim != 2 or rhs_scale.ndim != 2:
         raise ValueError(
             f"expected lhs (..., M, K), rhs (K, N) and a scale of two axes, got {lhs_bf16.shape}, {rhs_q_int8.shape} "
             f"and {rhs_scale.shape}"
         )
-    rows, columns = rhs_q_int8.shape
+    rows = rhs_q_int8.shape[0]
     if lhs_bf16.shape[-1] != rows:
         raise ValueError(f"lhs {lhs_bf16.shape} @ rhs {rhs_q_int8.shape}: {lhs_bf16.shape[-1]} columns, {rows} rows")
     if any(s not in (1, n) for s, n in zip(rhs_scale.shape, rhs_q_int8.shape, strict=True)):
         raise ValueError(f"scale {rhs_scale.shape} does not broadcast over rhs {rhs_q_int8.shape}")
-    scale, lhs = rhs_scale.astype(jnp.float32), lhs_bf16.astype(jnp.float32)
-    if scale.shape in ((1, columns), (1, 1)):
-        out = jnp.matmul(lhs, rhs_q_int8.astype(jnp.float32))
-        out = out * lax.broadcast_in_dim(scale[0], out.shape, (out.ndim - 1,))
-    elif scale.shape == (rows, 1):
-        out = jnp.matmul(
-            lhs * lax.broadcast_in_dim(scale[:, 0], lhs.shape, (lhs.ndim - 1,)), rhs_q_int8.astype(jnp.float32)
-        )
-    else:
-        out = jnp.matmul(lhs, rhs_q_int8.astype(jnp.float32) * scale)
-    return out.astype(jnp.bfloat16)
+    q = Array8B(rhs_scale.astype(jnp.float32), rhs_q_int8)
+    lhs = lhs_bf16 if lhs_bf16.dtype in (jnp.bfloat16, jnp.float16) else lhs_bf16.astype(jnp.float32)
+    numbers = (((lhs.ndim - 1,), (0,)), ((), ()))
+    return multiplied(lhs, q, numbers, jnp.dtype(jnp.bfloat16), precision=None)
 
 
 register_format("int8", Array8B, Array8B.quantize)

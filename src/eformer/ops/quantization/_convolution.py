@@ -1,0 +1,99 @@
+"""Convolutions with a quantized kernel, as matmuls: one over patches, or one for each position in the window."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eformer.jaximus import register
+
+from ._base import asked_of, is_explicit, sharding_of
+from ._leafwise import LeafwiseArray
+from ._matmul import multiplied
+
+# Patches overlap, so that all of them together are larger than the input. Above this many times its size, and the size
+# of the kernel, a matmul for each position in the window takes less memory.
+MAX_GROWTH = 4
+MAX_POSITIONS = 64  # each of them is a matmul in the program
+
+
+@register("conv_general_dilated")
+def conv_general_dilated(
+    primitive: Any,
+    lhs: jax.Array,
+    rhs: LeafwiseArray,
+    *,
+    window_strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    dimension_numbers: lax.ConvDimensionNumbers,
+    feature_group_count: int,
+    batch_group_count: int,
+    precision: Any,
+    preferred_element_type: Any,
+    **params: Any,
+) -> Any:
+    del primitive
+    grouped = feature_group_count != 1 or batch_group_count != 1
+    explicit = any(is_explicit(sharding_of(leaf)) for leaf in (lhs, *jax.tree.leaves(rhs)))
+    if grouped or explicit or asked_of(params) or lhs.dtype != rhs.dtype or not rhs.use_kernel:
+        return NotImplemented
+    _, features, *spatial = dimension_numbers.lhs_spec
+    _, rhs_features, *window_axes = dimension_numbers.rhs_spec
+    window = [rhs.shape[axis] for axis in window_axes]
+    edges = [(0, 0, 0)] * lhs.ndim
+    for axis, (low, high), dilation in zip(spatial, padding, lhs_dilation, strict=True):
+        edges[axis] = (low, high, dilation - 1)
+    x = lax.pad(lhs, jnp.zeros((), lhs.dtype), edges)
+    reach = [(n - 1) * dilation + 1 for n, dilation in zip(window, rhs_dilation, strict=True)]
+    sizes = [(x.shape[a] - r) // stride + 1 for a, r, stride in zip(spatial, reach, window_strides, strict=True)]
+    if min((*sizes, x.size, rhs.size)) <= 0:
+        return NotImplemented
+
+    def at(position: Sequence[int]) -> jax.Array:
+        """What the window sees at one of its positions, with an axis of length 1 for each of the window's."""
+        starts, limits, strides = [0] * x.ndim, list(x.shape), [1] * x.ndim
+        for axis, offset, dilation, size, stride in zip(
+            spatial, position, rhs_dilation, sizes, window_strides, strict=True
+        ):
+            starts[axis], strides[axis] = offset * dilation, stride
+            limits[axis] = starts[axis] + (size - 1) * stride + 1
+        return lax.expand_dims(lax.slice(x, starts, limits, strides), range(x.ndim, x.ndim + len(window)))
+
+    positions = list(itertools.product(*map(range, window)))
+    patches = math.prod(sizes) * x.size // math.prod(x.shape[a] for a in spatial) * len(positions)
+    dtype = jnp.dtype(preferred_element_type or lhs.dtype)
+    summed = ((features, *range(x.ndim, x.ndim + len(window))), (rhs_features, *window_axes))
+    multiply = functools.partial(multiplied, numbers=(summed, ((), ())), precision=precision)
+    if patches <= max(MAX_GROWTH * lhs.size, rhs.size):
+        pieces = lax.concatenate([at(position) for position in positions], x.ndim)
+        out = multiply(lax.reshape(pieces, (*pieces.shape[: x.ndim], *window)), rhs, dtype=dtype)
+    elif len(positions) > MAX_POSITIONS or any(rhs.alignment(axis) > 1 for axis in window_axes):
+        return NotImplemented
+    else:
+        single = rhs._single()
+        sums = jnp.dtype(jnp.float32) if dtype in (jnp.bfloat16, jnp.float16) else dtype
+
+        def term(position: Sequence[int]) -> jax.Array:
+            part = single
+            for axis, offset in zip(window_axes, position, strict=True):
+                part = part.sliced(offset, 1, axis)
+            return multiply(at(position), part, dtype=sums)
+
+        out = functools.reduce(lax.add, map(term, positions)).astype(dtype)
+    return lax.transpose(out, _order(dimension_numbers, x.ndim))
+
+
+def _order(numbers: lax.ConvDimensionNumbers, ndim: int) -> list[int]:
+    """Where each axis of the result is in that of the matmul: the axes of the input but its features, then those."""
+    left = [axis for axis in range(ndim) if axis != numbers.lhs_spec[1]]
+    came_from = dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))
+    return [ndim - 1 if axis == numbers.out_spec[1] else left.index(came_from[axis]) for axis in range(ndim)]
