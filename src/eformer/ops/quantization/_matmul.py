@@ -72,7 +72,7 @@ def result_dtype(lhs: Any, rhs: Any, precision: Any = None) -> Any:
         return lhs
     numbers: Any = (((), ()), ((), ()))
     structs = [jax.ShapeDtypeStruct((), dtype) for dtype in (lhs, rhs)]
-    return jax.eval_shape(lambda *operands: lax.dot_general(*operands, numbers, precision), *structs).dtype
+    return jax.eval_shape(lambda x, y: lax.dot_general(x, y, numbers, precision), *structs).dtype
 
 
 def as_tuples(numbers: Any) -> Numbers:
