@@ -6,6 +6,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType
@@ -19,6 +20,8 @@ from eformer.jaximus import (
     explain,
     implicit,
     materialization_error,
+    note_materialized,
+    register,
 )
 
 from .arrays import Filled, LowRank, Scaled, Shifted, assert_same, integers, low_rank, name, scaled
@@ -371,11 +374,85 @@ def test_strict_mode_nests(q):
             implicit(jnp.sin)(q)
 
 
-def test_asking_for_the_dense_array_is_no_error(q):
-    """What a function materializes itself it asked for."""
+def test_asking_for_the_dense_array_outside_implicit_is_no_error(q):
+    """Whoever has the array may make it dense."""
     with materialization_error():
         assert_same(q.materialize(), q.w * q.s)
         assert LowRank(jnp.ones((2, 1)), jnp.ones((1, 3))).shape == (2, 3)
+
+
+@STRICT
+def test_rule_that_materializes_is_an_error(place, x, q):
+    """The product with the transpose has a rule, which makes the array dense."""
+    quiet = Quiet(q.w, q.s)
+    function = place(lambda x, q: x @ q)
+    reason = r"`dot_general` of Quiet .*Quiet\[4, 4\] \(64 bytes\) in the rule .*dot_quiet: as a test; .*@register"
+    with materialization_error(), pytest.raises(MaterializationError, match=reason):
+        function(x, quiet)
+    assert explain(function)(x, quiet).dense_bytes > 0
+    assert_same(place(lambda x, q: x @ q)(x, quiet), place(lambda x, q: x @ q)(x, q.materialize()))
+
+
+class Quiet(Scaled):
+    """Has a rule that materializes."""
+
+
+@register("dot_general")
+def dot_quiet(primitive, x: jax.Array, q: Quiet, **params):
+    note_materialized(q, "as a test")
+    return primitive.bind(x, q.w * q.s, **params)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda q: q.materialize(), lambda q: np.asarray(q), lambda q: q.tolist()], ids=["", "numpy", "list"]
+)
+def test_function_that_asks_for_the_dense_array(function, q):
+    counted = []
+    explained = explain(lambda q: counted.append(function(q)) if jnp.sum(q) == jnp.sum(q) else None)(q)
+    asked = [(met.classes, times, dense) for met, times, dense in explained if met.rule == "asked for by the function"]
+    assert asked == [(("Scaled",), 1, 64)]
+    with materialization_error(), pytest.raises(MaterializationError, match=r"asks for a dense copy of Scaled\[4, 4\]"):
+        implicit(function)(q)
+
+
+def test_an_element_is_no_dense_copy(getkey):
+    q = scaled(getkey(), (1, 1))
+    with materialization_error():
+        assert float(implicit(lambda q: q.materialize()[0, 0])(q)) == float(q.materialize()[0, 0])
+
+
+def jit_output(x, q):
+    on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return x @ jax.jit(lambda q: q.T, out_shardings=on_device)(q)
+
+
+def cond_output(x, q):
+    return x @ lax.cond(True, lambda q: q, lambda q: jnp.zeros(q.shape), q)
+
+
+def scan_carry(x, q):
+    return lax.scan(lambda c, _: ((c[0] @ c[1], jnp.zeros(q.shape)), None), (x, q), None, length=5)[0][0]
+
+
+def custom_output(x, q):
+    f = jax.custom_jvp(lambda q: q)
+    f.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+    return x @ f(q)
+
+
+REASONS = {
+    scan_carry: r"`scan` of Scaled .*another form",
+    jit_output: r"`jit` of Scaled .*layout",
+    cond_output: r"`cond` of Scaled .*different forms",
+    custom_output: r"`custom_jvp_call` of Scaled .*",
+}
+
+
+@pytest.mark.parametrize(("function", "reason"), REASONS.items(), ids=[f.__name__ for f in REASONS])
+def test_reasons(function, reason, x, q):
+    assert explain(function)(x, q).dense_bytes > 0
+    with materialization_error(), pytest.raises(MaterializationError, match=reason):
+        implicit(function)(x, q)
 
 
 def test_names_every_class(q):

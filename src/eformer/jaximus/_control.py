@@ -12,7 +12,7 @@ from jax import tree_util as jtu
 from jax.extend import core as jexc
 
 from ._array import Deferred, ImplicitArray, is_implicit, materialize
-from ._observe import mode, repeated
+from ._observe import because, mode, repeated
 from ._rules import Primitive, on_register, register
 from ._trace import UNSPECIFIED, call_implicit, closed, constants_as_arguments, scan_counts, weakref_lru_cache
 
@@ -44,7 +44,8 @@ def _trace_leaves(
     def flat(*leaves: Any) -> list[Any]:
         operands = jtu.tree_unflatten(treedef, leaves)
         outs = _run(jaxpr, [o.make(o.array) if isinstance(o, Deferred) else o for o in operands])
-        return [materialize(o) if dense else o for o, dense in zip(outs, dense_outs, strict=True)]
+        with because("the caller asks for a layout of this output, which only a dense array has"):
+            return [materialize(o) if dense else o for o, dense in zip(outs, dense_outs, strict=True)]
 
     traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
     return traced, jtu.tree_structure(shapes)
@@ -120,12 +121,14 @@ def _settled_carry(carry: list[Any], step: Callable[[list[Any]], list[Any]]) -> 
         changed = [is_implicit(c) and not _same_type(c, a) for c, a in zip(carry, after, strict=True)]
         if not any(changed):
             break
-        carry = [materialize(c) if changes else c for c, changes in zip(carry, changed, strict=True)]
+        with because("a step returns this carried array in another form than it gets it"):
+            carry = [materialize(c) if changes else c for c, changes in zip(carry, changed, strict=True)]
     return carry
 
 
 def _like(carry: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    return [o if is_implicit(c) else materialize(o) for c, o in zip(carry, outs, strict=True)]
+    with because("what is carried into a step is dense, so what it returns must be"):
+        return [o if is_implicit(c) else materialize(o) for c, o in zip(carry, outs, strict=True)]
 
 
 @register("scan")
@@ -136,7 +139,8 @@ def scan_rule(
     num_consts, num_carry = scan_counts(params)
     consts = operands[:num_consts]
     carry = list(operands[num_consts : num_consts + num_carry])
-    xs = [x if not is_implicit(x) or x.is_stacked() else materialize(x) for x in operands[num_consts + num_carry :]]
+    with because("slices of its leaves along their first axis are no slices of the array"):
+        xs = [x if not is_implicit(x) or x.is_stacked() else materialize(x) for x in operands[num_consts + num_carry :]]
 
     def step(carry: list[Any], xs: list[Any]) -> list[Any]:
         return _run(jaxpr, [*consts, *carry, *xs])
@@ -147,7 +151,8 @@ def scan_rule(
 
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         outs = step(carry, xs)
-        return _like(carry, outs[:num_carry]), materialize(outs[num_carry:])
+        with because("the outputs of the steps are stacked, which is only done to dense ones"):
+            return _like(carry, outs[:num_carry]), materialize(outs[num_carry:])
 
     with repeated(length):
         carry, ys = lax.scan(body, carry, xs, length=length, reverse=reverse, unroll=unroll, **params)
@@ -184,7 +189,9 @@ def cond_rule(primitive: Primitive, index: Operand, *operands: Operand, branches
     keep = [all(is_implicit(o) and _same_type(o, same[0]) for o in same) for same in zip(*outs, strict=True)]
 
     def branch(jaxpr: Any, operands: list[Any]) -> list[Any]:
-        return [o if k else materialize(o) for k, o in zip(keep, _run(jaxpr, operands), strict=True)]
+        outs = _run(jaxpr, operands)
+        with because("the branches return it in different forms"):
+            return [o if k else materialize(o) for k, o in zip(keep, outs, strict=True)]
 
     return lax.switch(materialize(index), [functools.partial(branch, j) for j in branches], list(operands))
 

@@ -7,6 +7,7 @@ import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -53,13 +54,15 @@ def mode() -> _Mode:
 
 
 class _Running(threading.local):
-    """What runs now: a rule, the function given to `implicit`, or neither."""
+    """What runs now: a rule, the function given to `implicit`, or neither; and why it makes something dense."""
 
     met: Met | None = None
+    why: str = ""
 
 
 _running = _Running()
 _FUNCTION = Met("materialize", (), "asked for by the function")
+_NOTHING = contextlib.nullcontext()
 
 
 def observed() -> bool:
@@ -100,33 +103,31 @@ def repeated(times: int) -> Iterator[None]:
         recorder.repeats = outer
 
 
-@contextlib.contextmanager
-def serving(primitive: Any, classes: tuple[type, ...], rule: str) -> Iterator[None]:
+def serving(primitive: Any, classes: tuple[type, ...], rule: str) -> AbstractContextManager[None]:
     """Around a rule: what is materialized inside is put down to it."""
     if not observed():
-        yield
-        return
-    with _running_now(Met(primitive.name, tuple(c.__name__ for c in classes), rule)):
-        yield
+        return _NOTHING
+    return _running_now(Met(primitive.name, tuple(c.__name__ for c in classes), rule))
 
 
-@contextlib.contextmanager
-def in_function() -> Iterator[None]:
+def in_function() -> AbstractContextManager[None]:
     """Around a function under `implicit`: what it materializes by itself is put down to it."""
-    if not observed():
-        yield
-        return
-    with _running_now(_FUNCTION):
-        yield
+    return _running_now(_FUNCTION) if observed() else _NOTHING
+
+
+def because(why: str) -> AbstractContextManager[None]:
+    """Around a `materialize()` in a rule: the reason that an error tells."""
+    return _running_now(_running.met, why) if observed() else _NOTHING
 
 
 @contextlib.contextmanager
-def _running_now(met: Met) -> Iterator[None]:
-    outer, _running.met = _running.met, met
+def _running_now(met: Met | None, why: str = "") -> Iterator[None]:
+    outer = _running.met, _running.why
+    _running.met, _running.why = met, why
     try:
         yield
     finally:
-        _running.met = outer
+        _running.met, _running.why = outer
 
 
 def note_served() -> None:
@@ -147,7 +148,7 @@ def note_materialized(array: Any, why: str = "") -> None:
         return
     cost = array.size * array.dtype.itemsize
     if now.strict:
-        raise MaterializationError(_refusal(met, array, cost, why))
+        raise MaterializationError(_refusal(met, array, cost, why or _running.why))
     assert now.recorder is not None
     if met is _FUNCTION:
         met = dataclasses.replace(met, classes=(type(array).__name__,))

@@ -35,7 +35,7 @@ from jax.interpreters import ad
 
 from ._array import ImplicitArray, is_implicit, materialize
 from ._closure import bind_implicit, implicit_array_p
-from ._observe import in_function, mode, serving, unobserved
+from ._observe import because, in_function, mode, serving, unobserved
 from ._rules import dispatch, on_register
 from ._state import Loan
 
@@ -146,7 +146,8 @@ class ImplicitTrace(Trace):
             for tracer, spec in zip(tracers, params.pop("in_specs"), strict=True):
                 operand = unwrap(tracer)
                 leaf_specs = _leaf_specs(operand, spec, params["mesh"]) if is_implicit(operand) else spec
-                operands.append(materialize(operand) if leaf_specs is None else operand)
+                with because(f"its leaves can't be laid out as {spec} has it, a device would cut a block"):
+                    operands.append(materialize(operand) if leaf_specs is None else operand)
                 specs.append(spec if leaf_specs is None else leaf_specs)
             leaves, treedef = jtu.tree_flatten(operands)
             leaf_specs = jtu.tree_leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
