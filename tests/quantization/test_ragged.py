@@ -27,10 +27,8 @@ from eformer.ops.quantization import ArrayNF4, _ragged, quantize
 from .cases import Case, assert_product, assert_same, example, f64, name, normal
 
 EXPERTS = [
-    Case.of("int8"),
     Case.of("int8", axis=-2),
     Case.of("int8", axis=(-3, -2, -1)),
-    Case.of("nf4", block_size=4),
     Case.of("nf4", block_size=4, axis=-2),
     Case.of("nf4", block_size=4, double_quantization=True),
     Case.of("ternary", scale="channel"),
@@ -111,7 +109,7 @@ def test_dtypes_are_those_of_dense_experts(x_dtype, dtype, asked):
 
 @quickly
 @pytest.mark.parametrize("outside", [True, False], ids=["grad of implicit", "implicit of grad"])
-@pytest.mark.parametrize("case", EXPERTS[1:5:3], ids=str)
+@pytest.mark.parametrize("case", EXPERTS[:3:2], ids=str)
 def test_gradient_of_the_rows(case, outside):
     q, dense = example(case, SHAPE)
     x, sizes, ct = normal((11, 10), seed=1), jnp.array([3, 0, 5, 2]), normal((11, 6), seed=2)
@@ -174,9 +172,9 @@ def test_blocks_across_experts_are_told():
 
 
 @quickly
-@pytest.mark.parametrize("get", [lambda q, i: q[i], lambda q, i: jnp.take(q, i, axis=0)], ids=["index", "take"])
 @every_expert
-def test_gathered_experts_stay_quantized(case, get):
+def test_gathered_experts_stay_quantized(case):
+    get = lambda q, i: q[i]  # noqa: E731
     q, dense = example(case, SHAPE)
     ids, x = jnp.array([2, 0, 2]), normal((3, 1, 10), seed=1)
     assert is_implicit(implicit(get)(q, ids))

@@ -55,7 +55,7 @@ def conv_general_dilated(
     x = lax.pad(lhs, jnp.zeros((), lhs.dtype), edges)
     reach = [(n - 1) * dilation + 1 for n, dilation in zip(window, rhs_dilation, strict=True)]
     sizes = [(x.shape[a] - r) // stride + 1 for a, r, stride in zip(spatial, reach, window_strides, strict=True)]
-    if min((*sizes, x.size, rhs.size)) <= 0:
+    if 0 in (*lhs.shape, *rhs.shape) or min(sizes, default=1) <= 0:
         return NotImplemented
 
     def at(position: Sequence[int]) -> jax.Array:
@@ -69,11 +69,13 @@ def conv_general_dilated(
         return lax.expand_dims(lax.slice(x, starts, limits, strides), range(x.ndim, x.ndim + len(window)))
 
     positions = list(itertools.product(*map(range, window)))
-    patches = math.prod(sizes) * x.size // math.prod(x.shape[a] for a in spatial) * len(positions)
+    # Of one element of the batch, whose number may be symbolic.
+    image = math.prod(lhs.shape[a] for a in (features, *spatial))
+    patches = math.prod((*sizes, *window)) * lhs.shape[features]
     dtype = jnp.dtype(preferred_element_type or lhs.dtype)
     summed = ((features, *range(x.ndim, x.ndim + len(window))), (rhs_features, *window_axes))
     multiply = functools.partial(multiplied, numbers=(summed, ((), ())), precision=precision)
-    if patches <= max(MAX_GROWTH * lhs.size, rhs.size):
+    if patches <= max(MAX_GROWTH * image, rhs.size):
         pieces = lax.concatenate([at(position) for position in positions], x.ndim)
         out = multiply(lax.reshape(pieces, (*pieces.shape[: x.ndim], *window)), rhs, dtype=dtype)
     elif len(positions) > MAX_POSITIONS or any(rhs.alignment(axis) > 1 for axis in window_axes):

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eformer.jaximus import aux_field, ste
+from eformer.jaximus import aux_field, implicit, ste
 from eformer.kernels import Matrix, reference
 
 from . import _handlers as handlers
 from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
 from ._leafwise import LeafwiseArray, Leaves
-from ._matmul import multiplied
 
 
 class Array8B(LeafwiseArray):
@@ -140,8 +139,8 @@ def matmul_bf16_int8_weight_only(lhs_bf16: jax.Array, rhs_q_int8: jax.Array, rhs
         raise ValueError(f"scale {rhs_scale.shape} does not broadcast over rhs {rhs_q_int8.shape}")
     q = Array8B(rhs_scale.astype(jnp.float32), rhs_q_int8)
     lhs = lhs_bf16 if lhs_bf16.dtype in (jnp.bfloat16, jnp.float16) else lhs_bf16.astype(jnp.float32)
-    numbers = (((lhs.ndim - 1,), (0,)), ((), ()))
-    return multiplied(lhs, q, numbers, jnp.dtype(jnp.bfloat16), precision=None)
+    multiply = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
+    return implicit(multiply)(lhs, q, (((lhs.ndim - 1,), (0,)), ((), ())))
 
 
 register_format("int8", Array8B, Array8B.quantize)
