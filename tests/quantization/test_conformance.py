@@ -203,7 +203,6 @@ DENSE: dict[str, Any] = {
     "argmax": lambda q, x: lax.argmax(q, 1, jnp.int32),
     "argmin": lambda q, x: lax.argmin(q, 0, jnp.int32),
     "conv_general_dilated_lhs": lambda q, x: conv(q.reshape(1, 6, 5, 2), x.reshape(3, 2, 2, 5)),
-    "conv_general_dilated_rhs": lambda q, x: conv(x.reshape(1, 6, 5, 2), q.reshape(3, 2, 2, 5)),
     "convert_element_type_int32": lambda q, x: lax.convert_element_type(q, jnp.int32),
     "convert_element_type_bool": lambda q, x: lax.convert_element_type(q, jnp.bool_),
     "convert_element_type_weak": lambda q, x: lax.convert_element_type(q, float),

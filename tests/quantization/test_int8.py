@@ -84,5 +84,5 @@ def test_moving_is_exact_and_stays_int8(move):
 def test_rows_are_gathered_from_the_leaves():
     q = Array8B.quantize(normal((50, 4)))
     rows = jnp.array([3, 49, 3])
-    assert explain(lambda q: q[rows])(q).dense_bytes == 4 * 3 * 4
+    assert explain(lambda q: q[rows])(q).dense_bytes == 0  # rows that are asked for are no dense copy of the array
     assert_same_array(q[rows], q.materialize()[rows])
