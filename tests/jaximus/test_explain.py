@@ -459,3 +459,23 @@ def test_names_every_class(q):
     other = Filled(jnp.float32(1), shape=(4, 4))
     with materialization_error(), pytest.raises(MaterializationError, match="`add` of Scaled and Filled"):
         q + other
+
+
+FALLBACKS = {
+    "eager": lambda q: implicit(jnp.sinh)(q),
+    "jit": lambda q: jax.jit(implicit(jnp.sinh))(q),
+    "method": lambda q: q.std(),
+}
+
+
+@pytest.mark.parametrize("fall_back", FALLBACKS.values(), ids=FALLBACKS)
+def test_a_warning_points_at_the_line_of_the_user(fall_back):
+    class Loud(ImplicitArray):
+        w: jax.Array
+
+        def materialize(self):
+            return self.w
+
+    with pytest.warns(MaterializationWarning) as caught:
+        fall_back(Loud(jnp.ones((2, 2))))
+    assert {warning.filename for warning in caught} == {__file__}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+
+from eformer._warnings import warn as warn_user
 
 
 class MaterializationWarning(UserWarning):
@@ -183,11 +184,10 @@ def note_fallback(primitive: Any, classes: tuple[type, ...], warn: Callable[[typ
         return
     for cls in classes:
         if warn(cls) and (cls, primitive.name) not in _warned:
-            warnings.warn(
+            warn_user(
                 f"no rule serves `{primitive.name}` of {cls.__name__}: it is materialized "
                 f"(`eformer.jaximus.explain` shows what this costs)",
                 MaterializationWarning,
-                stacklevel=2,
             )
             _warned.add((cls, primitive.name))
 

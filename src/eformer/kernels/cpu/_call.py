@@ -7,7 +7,6 @@ own operations, and a warning says once why it is slower.
 from __future__ import annotations
 
 import functools
-import warnings
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from eformer._warnings import warn
 from eformer.kernels._matrix import Matrix
 
 
@@ -28,11 +28,10 @@ def _core() -> ModuleType | None:
     try:
         from . import _native  # pyright: ignore[reportAttributeAccessIssue]  # compiled, with no source to read
     except ImportError:
-        warnings.warn(
+        warn(
             "eformer was installed without its native core, so that matmuls with quantized arrays on CPU are several "
             "times slower than they could be; installing it again with a C++ compiler at hand builds it",
             SlowerWithoutCore,
-            stacklevel=2,
         )
         return None
     for name, handler in _native.registrations().items():
