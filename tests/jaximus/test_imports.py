@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "checkpoint": {"model", "ops", "jaximus", "kernels"},
     "cli": {"checkpoint", "model", "ops", "jaximus"},
     "__main__": {"cli"},
+    "_warnings": set(),
 }
 
 # Run in a fresh interpreter: what our code does while it is imported, once the packages it stands on are there.
