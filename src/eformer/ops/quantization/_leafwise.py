@@ -98,8 +98,9 @@ class LeafwiseArray(DivisibleArray):
 
     def vmap_error(self, leaf: Any, axis: int) -> str | None:
         packed = getattr(self, "axis", None)  # counted from the end
-        if not isinstance(packed, int) or axis <= leaf.ndim + packed:
-            return None
+        codes = getattr(self, self.array_fields[0])
+        if not isinstance(packed, int) or axis <= leaf.ndim + packed or leaf.ndim < getattr(codes, "ndim", 0):
+            return None  # a leaf of fewer axes has none that is packed
         return (
             f"`jax.vmap` took axis {axis} of the leaves of this {type(self).__name__}, but its codes are packed along "
             f"axis {packed}: only axes in front of that one can be mapped over. `implicit(jax.vmap(f, ...))` maps over "
