@@ -314,20 +314,24 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cod
   if (type != ffi::F32 && type != ffi::BF16 && type != ffi::F16) {
     return ffi::Error::InvalidArgument("x must be float32, bfloat16 or float16, got " + Describe(x));
   }
-  const auto shape = x.dimensions(), out = y->dimensions();
+  const auto shape = x.dimensions();
   if (shape.size() != 3 || shape[0] != stack.count || shape[2] != depth) {
     return ffi::Error::InvalidArgument("x must be (" + std::to_string(stack.count) + ", any, " + std::to_string(depth) +
                                        "), got " + Describe(x));
   }
   const int64_t count = shape[1];
-  if (y->element_type() != ffi::F32 || out.size() != 3 || out[0] != stack.count || out[1] != count || out[2] != width) {
-    return ffi::Error::InvalidArgument("the result must be float32 (" + std::to_string(stack.count) + ", " +
-                                       std::to_string(count) + ", " + std::to_string(width) + "), got " + Describe(*y));
+  if (!Is(*y, ffi::F32, {stack.count, count, width})) {
+    return ffi::Error::InvalidArgument("the result must be float32 " + ShapeOf({stack.count, count, width}) + ", got " +
+                                       Describe(*y));
+  }
+  int64_t results;
+  if (count > kLongest || !Product({stack.count, count, width}, results)) {
+    return ffi::Error::InvalidArgument("the result " + Describe(*y) + " would be too large for any memory");
   }
   float* sums = y->typed_data<float>();
-  if (y->element_count() == 0) return ffi::Error::Success();
+  if (results == 0) return ffi::Error::Success();
   if (depth == 0) {
-    std::memset(sums, 0, y->size_bytes());
+    std::memset(sums, 0, results * sizeof(float));
     return ffi::Error::Success();
   }
   if (count > 1 && round_values && type == ffi::BF16 && stack.kernels->multiply_bfloats != nullptr) {
@@ -346,13 +350,15 @@ ffi::Error DecodeImpl(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::Remaining
   Stack stack;
   const Attributes attributes = {format, instruction_set, rows, cols, packed_axis, 0, block_size};
   if (auto error = MakeStack(pool, attributes, codes, scales, stack); error.failure()) return error;
-  const auto out = values->dimensions();
-  if (values->element_type() != ffi::F32 || out.size() != 3 || out[0] != stack.count || out[1] != rows || out[2] != cols) {
-    return ffi::Error::InvalidArgument("the result must be float32 (" + std::to_string(stack.count) + ", " +
-                                       std::to_string(rows) + ", " + std::to_string(cols) + "), got " +
+  if (!Is(*values, ffi::F32, {stack.count, rows, cols})) {
+    return ffi::Error::InvalidArgument("the result must be float32 " + ShapeOf({stack.count, rows, cols}) + ", got " +
                                        Describe(*values));
   }
-  if (values->element_count() == 0) return ffi::Error::Success();
+  int64_t results;
+  if (!Product({stack.count, rows, cols}, results)) {
+    return ffi::Error::InvalidArgument("the result " + Describe(*values) + " would be too large for any memory");
+  }
+  if (results == 0) return ffi::Error::Success();
   float* to = values->typed_data<float>();
   const int64_t at_once = CeilDiv(kTask / 4, cols), tasks = CeilDiv(rows, at_once);
   ParallelFor(pool, stack.count * tasks, [&](int64_t task) {
@@ -367,7 +373,7 @@ ffi::Error DecodeImpl(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::Remaining
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(kMatmul, MatmulImpl,
+XLA_FFI_DEFINE_HANDLER(kMatmul, WithMemory<MatmulImpl>::Call,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
                            .Arg<ffi::AnyBuffer>()
@@ -384,7 +390,7 @@ XLA_FFI_DEFINE_HANDLER(kMatmul, MatmulImpl,
                            .Attr<bool>("round_x")
                            .Attr<bool>("round_values"));
 
-XLA_FFI_DEFINE_HANDLER(kDecode, DecodeImpl,
+XLA_FFI_DEFINE_HANDLER(kDecode, WithMemory<DecodeImpl>::Call,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
                            .Arg<ffi::AnyBuffer>()

@@ -8,17 +8,13 @@
 namespace eformer {
 namespace EFORMER_ISA {
 
-static bool HasIntegerKernel(const Matrix& m) {
 #if defined(__AVX2__)
+
+static bool HasIntegerKernel(const Matrix& m) {
   constexpr int64_t kDeepestSum = 1 << 17;  // times 127 and 128: no more fits
   if (m.contracted_axis != 0 || m.packed_axis != 0 || m.rows > kDeepestSum) return false;
   return m.format == Format::kNf4 || m.scale_row_step == 0 || m.scale_col_step == 0;
-#else
-  return false;
-#endif
 }
-
-#if defined(__AVX2__)
 
 typedef int32_t Ints __attribute__((vector_size(32)));
 
@@ -193,11 +189,8 @@ static inline void TernaryByIntegers(const Matrix& m, const int8_t* x, int64_t k
   }
 }
 
-#endif
-
 // As Kernels::multiply_integers_by_rows says.
 static void MultiplyIntegersByRows(const Matrix& m, const int8_t* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
-#if defined(__AVX2__)
   alignas(64) float found[kStripe + kStrip] = {};
   switch (m.format) {
     case Format::kInt8:
@@ -211,8 +204,14 @@ static void MultiplyIntegersByRows(const Matrix& m, const int8_t* x, int64_t k0,
       break;
   }
   std::memcpy(y, found, (n1 - n0) * sizeof(float));
-#endif
 }
+
+#else
+
+static bool HasIntegerKernel(const Matrix&) { return false; }
+constexpr decltype(Kernels::multiply_integers_by_rows) MultiplyIntegersByRows = nullptr;
+
+#endif
 
 }  // namespace EFORMER_ISA
 }  // namespace eformer

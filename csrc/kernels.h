@@ -1,4 +1,8 @@
 // What the kernels of every instruction set have in common: the matrix they multiply by, and their table of functions.
+//
+// Codes, scales and x come from files of strangers. No value read from a buffer is an index without a mask or a check at
+// the place where it is one: a lookup takes the lowest bits of a code, a table of 256 values a whole byte. How far a
+// kernel reads and writes follows from sizes alone, which problem.cc has checked against the buffers.
 #ifndef EFORMER_KERNELS_H_
 #define EFORMER_KERNELS_H_
 
@@ -9,7 +13,11 @@ namespace eformer {
 // This file is compiled for several instruction sets, of which the linker would keep one copy of a function: no copies.
 #define EFORMER_INLINE inline __attribute__((always_inline))
 
-EFORMER_INLINE int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Of sizes: neither is negative, and b is not 0. No sum that could overflow.
+EFORMER_INLINE int64_t CeilDiv(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+// For kernels, none of which may end the process: a call in which memory runs out returns an error.
+[[noreturn]] void OutOfMemory();
 
 enum class Format { kInt8, kNf4, kTernary };
 
@@ -24,7 +32,7 @@ struct Matrix {
   const float* scale;      // kNf4: of each block, (rows / block, cols) or (rows, cols / block), rounded up; else of each
   int64_t scale_row_step;  // value, with steps of 0 where one serves a whole axis; a nullptr is 1
   int64_t scale_col_step;
-  int64_t block;  // values of kNf4 along `packed_axis` that share a scale; even
+  int64_t block;  // values of kNf4 along `packed_axis` that share a scale; even, and little longer than the axis
 
   EFORMER_INLINE int64_t Codes(int64_t values) const {  // bytes that hold so many values of the packed axis
     const int64_t per_byte = format == Format::kInt8 ? 1 : format == Format::kNf4 ? 2 : 4;

@@ -5,13 +5,15 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <thread>
 
 #include "xla/ffi/api/ffi.h"
 
 namespace eformer {
 
-// Calls body(i) for 0 <= i < count. The calling thread works too, so the loop ends also when the pool is busy.
+// Calls body(i) for 0 <= i < count. The calling thread works too, so the loop ends also when the pool is busy. Throws
+// std::bad_alloc, when all calls are over, if one of them threw something.
 template <class Body>
 void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
@@ -22,6 +24,7 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
   struct State {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> done{0};
+    std::atomic<bool> failed{false};
     int64_t count;
     const Body* body;  // lives as long as there is an `i` that is not done
   };
@@ -30,7 +33,11 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
   state->body = &body;
   auto work = [state] {
     for (int64_t i; (i = state->next.fetch_add(1, std::memory_order_relaxed)) < state->count;) {
-      (*state->body)(i);
+      try {
+        (*state->body)(i);
+      } catch (...) {
+        state->failed.store(true, std::memory_order_relaxed);
+      }
       state->done.fetch_add(1, std::memory_order_release);
     }
   };
@@ -39,6 +46,7 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
   for (int spins = 0; state->done.load(std::memory_order_acquire) < count; ++spins) {
     if (spins > 1000) std::this_thread::yield();
   }
+  if (state->failed.load(std::memory_order_relaxed)) throw std::bad_alloc();
 }
 
 }  // namespace eformer

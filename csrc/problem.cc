@@ -1,6 +1,6 @@
 #include "problem.h"
 
-#include <initializer_list>
+#include <algorithm>
 
 #if defined(EFORMER_AMX) && defined(__linux__)
 #include <cpuid.h>
@@ -69,18 +69,6 @@ const Kernels* FindKernels(std::string_view name) {
   return nullptr;
 }
 
-std::string ShapeOf(std::initializer_list<int64_t> shape) {
-  std::string text = "(";
-  for (int64_t length : shape) text += std::to_string(length) + ", ";
-  return text + ")";
-}
-
-bool Is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64_t> shape) {
-  const auto found = buffer.dimensions();
-  return buffer.element_type() == type && found.size() == shape.size() &&
-         std::equal(shape.begin(), shape.end(), found.begin());
-}
-
 // map[code] * nested + offset, for each code of each matrix.
 void DecodeScales(ffi::ThreadPool& pool, const uint8_t* codes, const float* nested, const float* offset,
                   const float* values, int64_t count, int64_t size, float* scales) {
@@ -104,7 +92,9 @@ ffi::Error TakeNf4Scales(ffi::ThreadPool& pool, const ffi::RemainingArgs& scales
   const int64_t rows = m.packed_axis == 0 ? CeilDiv(m.rows, m.block) : m.rows;
   const int64_t cols = m.BlockScaleStride();
   stack.scale_size = rows * cols;
-  if (scales.size() != 1 && scales.size() != 4) return ffi::Error::InvalidArgument("nf4 takes 1 or 4 scale buffers");
+  if (scales.size() != 1 && scales.size() != 4) {
+    return ffi::Error::InvalidArgument("nf4 takes 1 or 4 scale buffers, got " + std::to_string(scales.size()));
+  }
   const auto absmax = *scales.get<ffi::AnyBuffer>(0);
   if (scales.size() == 1) {
     if (!Is(absmax, ffi::F32, {stack.count, rows, cols})) {
@@ -117,7 +107,7 @@ ffi::Error TakeNf4Scales(ffi::ThreadPool& pool, const ffi::RemainingArgs& scales
   const auto nested = *scales.get<ffi::AnyBuffer>(1), offset = *scales.get<ffi::AnyBuffer>(2);
   const auto values = *scales.get<ffi::AnyBuffer>(3);
   if (!Is(absmax, ffi::U8, {stack.count, rows, cols}) ||
-      !Is(nested, ffi::F32, {stack.count, CeilDiv(rows * cols, kNested)}) || !Is(offset, ffi::F32, {stack.count}) ||
+      !Is(nested, ffi::F32, {stack.count, CeilDiv(stack.scale_size, kNested)}) || !Is(offset, ffi::F32, {stack.count}) ||
       !Is(values, ffi::F32, {256})) {
     return ffi::Error::InvalidArgument("quantized absmax must be uint8 " + ShapeOf({stack.count, rows, cols}) +
                                        " with float32 nested, offset and 256 values, got " + Describe(absmax) + ", " +
@@ -157,10 +147,34 @@ std::vector<const char*> InstructionSets() {
   return names;
 }
 
+void OutOfMemory() { throw std::bad_alloc(); }
+
 std::string Describe(const ffi::AnyBuffer& buffer) {
-  std::string text = "dtype " + std::to_string(static_cast<int>(buffer.element_type())) + " (";
+  static constexpr std::pair<ffi::DataType, const char*> kNames[] = {
+      {ffi::PRED, "bool"},     {ffi::S8, "int8"},       {ffi::S16, "int16"},   {ffi::S32, "int32"},
+      {ffi::S64, "int64"},     {ffi::U8, "uint8"},      {ffi::U16, "uint16"},  {ffi::U32, "uint32"},
+      {ffi::U64, "uint64"},    {ffi::F16, "float16"},   {ffi::F32, "float32"}, {ffi::F64, "float64"},
+      {ffi::BF16, "bfloat16"}, {ffi::C64, "complex64"},
+  };
+  std::string text = "dtype " + std::to_string(static_cast<int>(buffer.element_type()));
+  for (const auto& [type, name] : kNames) {
+    if (type == buffer.element_type()) text = name;
+  }
+  text += " (";
   for (int64_t length : buffer.dimensions()) text += std::to_string(length) + ", ";
   return text + ")";
+}
+
+std::string ShapeOf(std::initializer_list<int64_t> shape) {
+  std::string text = "(";
+  for (int64_t length : shape) text += std::to_string(length) + ", ";
+  return text + ")";
+}
+
+bool Is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64_t> shape) {
+  const auto found = buffer.dimensions();
+  return buffer.element_type() == type && found.size() == shape.size() &&
+         std::equal(shape.begin(), shape.end(), found.begin());
 }
 
 ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& attributes, const ffi::AnyBuffer& codes,
@@ -179,18 +193,27 @@ ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& attributes, const 
   } else if (a.format == "ternary") {
     m.format = Format::kTernary;
   } else {
-    return ffi::Error::InvalidArgument("unknown format \"" + std::string(a.format) + "\"");
+    return ffi::Error::InvalidArgument("unknown format \"" + std::string(a.format) + "\": there are int8, nf4 and ternary");
   }
   const bool blocks = m.format == Format::kNf4;
-  if (a.rows < 0 || a.cols < 0 || a.packed_axis < 0 || a.packed_axis > 1 || a.contracted_axis < 0 ||
-      a.contracted_axis > 1 || (blocks && (a.block_size < 2 || a.block_size % 2))) {
-    return ffi::Error::InvalidArgument("rows and cols must not be negative, axes be 0 or 1, block_size even");
+  if (a.rows < 0 || a.rows > kLongest || a.cols < 0 || a.cols > kLongest || a.packed_axis < 0 || a.packed_axis > 1 ||
+      a.contracted_axis < 0 || a.contracted_axis > 1 || (blocks && (a.block_size < 2 || a.block_size % 2))) {
+    return ffi::Error::InvalidArgument(
+        "rows and cols must be 0 to 2^40, axes be 0 or 1, block_size even and at least 2; got rows " +
+        std::to_string(a.rows) + ", cols " + std::to_string(a.cols) + ", packed_axis " + std::to_string(a.packed_axis) +
+        ", contracted_axis " + std::to_string(a.contracted_axis) + ", block_size " + std::to_string(a.block_size));
   }
   m.rows = a.rows;
   m.cols = a.cols;
+  int64_t values;  // codes and scales of a matrix are no more, also where there is no matrix
+  if (!Product({m.rows, m.cols}, values)) {
+    return ffi::Error::InvalidArgument("a matrix " + ShapeOf({m.rows, m.cols}) + " is too large for any memory");
+  }
   m.packed_axis = static_cast<int>(a.packed_axis);
   m.contracted_axis = static_cast<int>(a.contracted_axis);
-  m.block = blocks ? a.block_size : 2;
+  // A block that is longer than its axis ends with it. Whole strips of 64 stay whole, since they have kernels of their own.
+  const int64_t length = m.packed_axis == 0 ? m.rows : m.cols;
+  m.block = blocks ? std::min(a.block_size, (length / 64 + 1) * 64) : 2;
   if (codes.dimensions().size() != 3) return ffi::Error::InvalidArgument("codes must have 3 axes, got " + Describe(codes));
   stack.count = codes.dimensions()[0];
   const int64_t rows = m.packed_axis == 0 ? m.Codes(m.rows) : m.rows, cols = m.RowBytes();

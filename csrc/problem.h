@@ -2,7 +2,9 @@
 #ifndef EFORMER_PROBLEM_H_
 #define EFORMER_PROBLEM_H_
 
+#include <initializer_list>
 #include <memory>
+#include <new>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -24,6 +26,37 @@ struct Attributes {
   int64_t block_size;
 };
 
+// The longest axis that a call may have: far beyond any memory, and far from where sums and products of sizes with the
+// constants of this library overflow.
+constexpr int64_t kLongest = int64_t{1} << 40;
+
+// The product of sizes that are not negative, 0 if one is; false if it overflows.
+inline bool Product(std::initializer_list<int64_t> sizes, int64_t& product) {
+  product = 1;
+  for (int64_t size : sizes) {
+    if (size == 0) return product = 0, true;
+  }
+  for (int64_t size : sizes) {
+    if (__builtin_mul_overflow(product, size, &product)) return false;
+  }
+  return true;
+}
+
+// A handler that returns an error also where memory runs out.
+template <auto handler>
+struct WithMemory;
+
+template <class... Args, ffi::Error (*handler)(Args...)>
+struct WithMemory<handler> {
+  static ffi::Error Call(Args... args) {
+    try {
+      return handler(std::move(args)...);
+    } catch (const std::bad_alloc&) {
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "there is no memory for a copy of x and for partial sums");
+    }
+  }
+};
+
 // Equally shaped quantized matrices, one behind the other.
 struct Stack {
   const Kernels* kernels = nullptr;
@@ -41,6 +74,10 @@ struct Stack {
 };
 
 std::string Describe(const ffi::AnyBuffer& buffer);
+
+// Whether the buffer has that dtype and shape.
+bool Is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64_t> shape);
+std::string ShapeOf(std::initializer_list<int64_t> shape);
 
 // The scales of "int8" and "ternary": none, or float32 (count, rows or 1, cols or 1). Those of "nf4": float32 (count,
 // rows / block_size, cols) or (count, rows, cols / block_size); or quantized: uint8 codes of that shape, float32 (count,

@@ -18,18 +18,19 @@ constexpr int kRows = 8;  // of x at a time: their sums lie side by side
 typedef float Rows __attribute__((vector_size(4 * kRows)));
 
 // y[j] = the sum of x[i] over all i whose codes[0][i] has bit j, the highest first, less those of codes[1]. `sums` holds
-// 2^k values. Zeros are multiplied too, so that infinities give NaN where they do in a dense product.
+// 2^k values: bits of a code beyond k do not count, as they do not in reference.py. Zeros are multiplied too, so that infinities give NaN where they do in a dense product.
 template <class Value, class Code>
 void SegmentProduct(const Value* x, int64_t n, const std::vector<const Code*>& codes, int64_t k, Value* sums, Value* y) {
-  std::fill(sums, sums + (int64_t{1} << k), Value{});
+  const unsigned mask = (1u << k) - 1;
+  std::fill(sums, sums + mask + 1, Value{});
   const Code* first = codes[0];
   if (codes.size() == 1) {
-    for (int64_t i = 0; i < n; ++i) sums[first[i]] += x[i];
+    for (int64_t i = 0; i < n; ++i) sums[first[i] & mask] += x[i];
   } else {
     const Code* second = codes[1];
     for (int64_t i = 0; i < n; ++i) {
-      sums[first[i]] += x[i];
-      sums[second[i]] -= x[i];
+      sums[first[i] & mask] += x[i];
+      sums[second[i] & mask] -= x[i];
     }
   }
   for (int64_t j = 0; j < k; ++j) {
@@ -54,7 +55,7 @@ struct Call {
 template <class Value, class Code>
 void Run(ffi::ThreadPool& pool, const Call& c) {
   constexpr int64_t kWide = sizeof(Value) / sizeof(float);
-  const int64_t groups = (c.rows + kWide - 1) / kWide, tasks = (c.blocks + kBlocksAtOnce - 1) / kBlocksAtOnce;
+  const int64_t groups = CeilDiv(c.rows, kWide), tasks = CeilDiv(c.blocks, kBlocksAtOnce);
   const std::unique_ptr<Value[]> packed(new Value[c.count * groups * c.n]());
   float* to = reinterpret_cast<float*>(packed.get());
   for (int64_t row = 0; row < c.count * c.rows; ++row) {
@@ -82,12 +83,13 @@ void Run(ffi::ThreadPool& pool, const Call& c) {
 
 ffi::Error SegmentsImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs codes, ffi::Result<ffi::AnyBuffer> y,
                         int64_t k) {
-  const auto shape = x.dimensions(), out = y->dimensions();
+  const auto shape = x.dimensions();
   if (x.element_type() != ffi::F32 || shape.size() != 3) {
     return ffi::Error::InvalidArgument("x must be float32 of 3 axes, got " + Describe(x));
   }
   if (k < 1 || k > 16 || codes.size() < 1 || codes.size() > 2) {
-    return ffi::Error::InvalidArgument("k must be 1 to 16, with one or two buffers of codes");
+    return ffi::Error::InvalidArgument("k must be 1 to 16, with one or two buffers of codes, got " + std::to_string(k) +
+                                       " and " + std::to_string(codes.size()));
   }
   Call call = {x.typed_data<float>(), shape[0], shape[1], shape[2], 0, k, {}, y->typed_data<float>()};
   const auto type = k <= 8 ? ffi::U8 : ffi::U16;
@@ -103,11 +105,17 @@ ffi::Error SegmentsImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingAr
     call.blocks = found[1];
     call.codes.push_back(buffer.untyped_data());
   }
-  if (y->element_type() != ffi::F32 || out.size() != 3 || out[0] != call.count || out[1] != call.rows ||
-      out[2] != call.blocks * k) {
-    return ffi::Error::InvalidArgument("the result must be float32 (count, rows, blocks * k), got " + Describe(*y));
+  int64_t width, results;
+  if (!Product({call.blocks, k}, width) || std::max({call.count, call.rows, call.n, width}) > kLongest ||
+      !Product({call.count, call.rows, width}, results)) {
+    return ffi::Error::InvalidArgument("x " + Describe(x) + " and " + std::to_string(call.blocks) + " blocks of " +
+                                       std::to_string(k) + " columns are too large for any memory");
   }
-  if (y->element_count() == 0) return ffi::Error::Success();
+  if (!Is(*y, ffi::F32, {call.count, call.rows, width})) {
+    return ffi::Error::InvalidArgument("the result must be float32 " + ShapeOf({call.count, call.rows, width}) + ", got " +
+                                       Describe(*y));
+  }
+  if (results == 0) return ffi::Error::Success();
   const bool one = call.rows == 1;
   const auto run = k <= 8 ? (one ? Run<float, uint8_t> : Run<Rows, uint8_t>)
                           : (one ? Run<float, uint16_t> : Run<Rows, uint16_t>);
@@ -117,7 +125,7 @@ ffi::Error SegmentsImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingAr
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(kSegments, SegmentsImpl,
+XLA_FFI_DEFINE_HANDLER(kSegments, WithMemory<SegmentsImpl>::Call,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
                            .Arg<ffi::AnyBuffer>()

@@ -10,6 +10,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "kernels.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -41,7 +43,7 @@ struct Zeros {
   T* values;
 
   explicit Zeros(int64_t count) : values(static_cast<T*>(std::calloc(count, sizeof(T)))) {
-    if (values == nullptr && count > 0) std::abort();
+    if (values == nullptr && count > 0) OutOfMemory();
   }
   ~Zeros() { std::free(values); }
   Zeros(const Zeros&) = delete;
@@ -342,7 +344,7 @@ static inline LoadedTable LoadTable(const Table& t) {
 
 static inline Strip LookUp(const LoadedTable& table, Bytes codes) {
   float found[kStrip];
-  for (int i = 0; i < kStrip; ++i) found[i] = table.values[codes[i]];
+  for (int i = 0; i < kStrip; ++i) found[i] = table.values[codes[i] & 15];
   return LoadStrip(found);
 }
 
