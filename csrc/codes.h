@@ -27,10 +27,12 @@ constexpr float kNf4Values[16] = {-1.0f,
                                   1.0f};
 
 constexpr float kNaN = __builtin_nanf("");
-constexpr float kTernaryValues[4] = {-1, 0, 1, kNaN};
+constexpr float kTernaryValues[4] = {0, -1, kNaN, 1};
 // The value of the lower, and of the higher two bits of four.
-constexpr float kTernaryLow[16] = {-1, 0, 1, kNaN, -1, 0, 1, kNaN, -1, 0, 1, kNaN, -1, 0, 1, kNaN};
-constexpr float kTernaryHigh[16] = {-1, -1, -1, -1, 0, 0, 0, 0, 1, 1, 1, 1, kNaN, kNaN, kNaN, kNaN};
+constexpr float kTernaryLow[16] = {0, -1, kNaN, 1, 0, -1, kNaN, 1, 0, -1, kNaN, 1, 0, -1, kNaN, 1};
+constexpr float kTernaryHigh[16] = {0, 0, 0, 0, -1, -1, -1, -1, kNaN, kNaN, kNaN, kNaN, 1, 1, 1, 1};
+// A byte of four codes, XOR this, has codes that are one more than the values; 3 is NaN.
+constexpr uint8_t kTernaryOrder = 0x55;
 
 // 64 codes in order, of those of even and of odd places.
 static inline void Interleave(Bytes even, Bytes odd, Bytes& first, Bytes& second) {

@@ -130,7 +130,7 @@ static inline void Nf4ByIntegers(const Matrix& m, const int8_t* x, int64_t k0, i
   }
 }
 
-// Codes are one more than the values they stand for. Sums of pairs stay in 16 bits for a while.
+// Codes are brought into the order of values, of which they are then one more. Sums of pairs stay in 16 bits for a while.
 static inline void TernaryByIntegers(const Matrix& m, const int8_t* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
   constexpr int64_t kFlush = 32;  // rows of bytes: four codes of at most 2 each, 32 x 4 x 2 x 127 < 2^15
   alignas(64) int32_t sums[kStripe + kStrip] = {};
@@ -151,7 +151,7 @@ static inline void TernaryByIntegers(const Matrix& m, const int8_t* x, int64_t k
       Bytes three = threes[n / kStrip];
       for (int r = 0; r < rows; ++r, codes += stride) {
         PrefetchAfter(codes, kRowGroup * stride);
-        const __m256i c = (__m256i)LoadBytes(codes), c1 = _mm256_srli_epi16(c, 2), c2 = _mm256_srli_epi16(c, 4);
+        const __m256i c = (__m256i)(LoadBytes(codes) ^ kTernaryOrder), c1 = _mm256_srli_epi16(c, 2), c2 = _mm256_srli_epi16(c, 4);
         const __m256i v0 = c & low_bits, v1 = c1 & low_bits, v2 = c2 & low_bits;
         const __m256i v3 = _mm256_srli_epi16(c2, 2) & low_bits;
         three |= (Bytes)(c & _mm256_srli_epi16(c, 1));

@@ -1,6 +1,7 @@
 #include "problem.h"
 
 #include <algorithm>
+#include <cstring>
 
 #if defined(EFORMER_AMX) && defined(__linux__)
 #include <cpuid.h>
@@ -139,6 +140,29 @@ ffi::Error TakeScales(const ffi::RemainingArgs& scales, Stack& stack) {
   return ffi::Error::Success();
 }
 
+// Codes of kTernary behind the end of the packed axis stand for nothing, and may be any. Kernels multiply them by 0, which
+// is right but for a NaN: if there is one, they get a copy without.
+void ClearPadding(Stack& stack) {
+  Matrix& m = stack.first;
+  const int64_t length = m.packed_axis == 0 ? m.rows : m.cols, lines = m.packed_axis == 0 ? m.cols : m.rows;
+  if (m.format != Format::kTernary || length % 4 == 0 || lines == 0) return;
+  const int padding = 0xff << 2 * (length % 4) & 0xff;
+  const int64_t bytes = m.Bytes(), row_bytes = m.RowBytes();
+  const int64_t last = m.packed_axis == 0 ? bytes - row_bytes : row_bytes - 1, step = m.packed_axis == 0 ? 1 : row_bytes;
+  const auto ForEachLast = [&](const auto& use) {  // byte along the packed axis
+    for (int64_t i = 0; i < stack.count; ++i) {
+      for (int64_t line = 0; line < lines; ++line) use(i * bytes + last + line * step);
+    }
+  };
+  int found = 0;
+  ForEachLast([&](int64_t at) { found |= m.codes[at] >> 1 & ~m.codes[at] & padding >> 1 & 0x55; });
+  if (found == 0) return;
+  stack.cleared_codes.reset(new uint8_t[stack.count * bytes]);
+  std::memcpy(stack.cleared_codes.get(), m.codes, stack.count * bytes);
+  ForEachLast([&](int64_t at) { stack.cleared_codes[at] &= ~padding; });
+  m.codes = stack.cleared_codes.get();
+}
+
 }  // namespace
 
 std::vector<const char*> InstructionSets() {
@@ -222,6 +246,7 @@ ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& attributes, const 
                                        ShapeOf({stack.count, rows, cols}) + ", got " + Describe(codes));
   }
   m.codes = static_cast<const uint8_t*>(codes.untyped_data());
+  ClearPadding(stack);
   return blocks ? TakeNf4Scales(pool, scales, stack) : TakeScales(scales, stack);
 }
 

@@ -64,6 +64,7 @@ struct Stack {
   int64_t count = 0;
   int64_t scale_size = 0;                   // floats of one matrix
   std::unique_ptr<float[]> decoded_scales;  // where they were quantized themselves; `first.scale` points here
+  std::unique_ptr<uint8_t[]> cleared_codes;  // where they had to be changed; `first.codes` points here
 
   Matrix operator[](int64_t i) const {
     Matrix m = first;

@@ -67,7 +67,9 @@ def test_two_bits(length):
     values = np.random.default_rng(0).integers(-1, 2, (length, 3))
     packed = np.asarray(run(reference.pack_ternary, values, 0))
     for row in range(length):
-        np.testing.assert_array_equal((packed[row // 4] >> (2 * (row % 4))) & 3, values[row] + 1)
+        codes = (packed[row // 4] >> (2 * (row % 4))) & 3
+        np.testing.assert_array_equal(codes, np.array([0, 3, 1])[values[row]])
+        np.testing.assert_array_equal(reference.TERNARY_CODES[codes], values[row])
     np.testing.assert_array_equal(run(reference.unpack_ternary, packed, 0, length), values)
 
 

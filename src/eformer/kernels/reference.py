@@ -38,6 +38,10 @@ NF4_CODES = np.array(
 )
 
 
+# What two bits stand for: zero bits are zero, as in every format that can choose.
+TERNARY_CODES = np.array([0, -1, np.nan, 1], np.float32)
+
+
 def _boundaries(codes: np.ndarray) -> np.ndarray:
     """Per pair of neighbours the largest float32 that is nearest to the lower code; an exact tie is the lower's."""
     middle = (codes[1:].astype(np.float64) + codes[:-1].astype(np.float64)) / 2
@@ -217,15 +221,13 @@ def _rounded_product(values: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def pack_ternary(values: jax.Array, axis: int) -> jax.Array:
-    """{-1, 0, 1} as two bits 0, 1, 2, and NaN as 3, four along `axis` to a byte, the first in the low bits.
+    """{0, -1, 1} as two bits 0, 1, 3, and NaN as 2 (`TERNARY_CODES`), four along `axis` to a byte, the first lowest.
 
-    Other values are rounded and clipped. The last byte is filled up with the code of 0, so a kernel may run over it.
+    Other values are rounded and clipped. The last byte is filled up with zeros; what it holds there is never read.
     """
     axis = axis % values.ndim
-    codes = jnp.clip(jnp.round(values), -1, 1) + 1
-    codes = jnp.where(jnp.isnan(codes), 3, codes).astype(jnp.uint8)
-    filling = [(0, -codes.shape[axis] % 4 if i == axis else 0) for i in range(codes.ndim)]
-    groups = _split(jnp.pad(codes, filling, constant_values=1), axis, 4)
+    shifted = jnp.clip(jnp.round(values), -1, 1) + 1
+    groups = _split(jnp.where(jnp.isnan(shifted), 3, shifted).astype(jnp.uint8) ^ 1, axis, 4)
     parts = [lax.index_in_dim(groups, i, axis + 1, keepdims=False) << (2 * i) for i in range(4)]
     return parts[0] | parts[1] | parts[2] | parts[3]
 
@@ -234,7 +236,7 @@ def unpack_ternary(packed: jax.Array, axis: int, length: int) -> jax.Array:
     """float32 values in {-1, 0, 1, NaN}."""
     axis = axis % packed.ndim
     codes = _merge(jnp.stack([(packed >> (2 * i)) & 3 for i in range(4)], axis + 1), axis, length)
-    return jnp.where(codes == 3, jnp.nan, codes.astype(jnp.float32) - 1)
+    return jnp.where(codes == 2, jnp.nan, (codes ^ 1).astype(jnp.float32) - 1)
 
 
 def signs(x: jax.Array) -> jax.Array:

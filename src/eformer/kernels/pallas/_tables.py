@@ -8,8 +8,6 @@ import numpy as np
 from eformer.kernels import reference
 
 VALUES_PER_BYTE = {"int8": 1, "nf4": 2, "ternary": 4}
-TERNARY_VALUES = np.array([-1, 0, 1, np.nan], np.float32)
-TERNARY_ZEROS = 0x55  # a byte of four
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
@@ -27,6 +25,6 @@ def nibble_words(format: str) -> np.ndarray:
         words = np.stack([first, first << 16])
     else:
         code = np.arange(16)
-        word = _bits(TERNARY_VALUES[code & 3]) | _bits(TERNARY_VALUES[code >> 2]) << 16
+        word = _bits(reference.TERNARY_CODES[code & 3]) | _bits(reference.TERNARY_CODES[code >> 2]) << 16
         words = np.stack([word, word])
     return words.astype(np.uint32).view(np.int32)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from eformer.kernels import Matrix, reference
 
 from ._scales import beside_product, block_scales, is_outer
-from ._tables import TERNARY_VALUES, TERNARY_ZEROS, VALUES_PER_BYTE
+from ._tables import VALUES_PER_BYTE
 from ._typed import alike, result
 
 
@@ -101,7 +101,7 @@ def matmul(
         splits,
         scaled,
     )
-    tables = {"nf4": [reference.NF4_CODES], "ternary": [TERNARY_VALUES], "int8": []}[matrix.format]
+    tables = {"nf4": [reference.NF4_CODES], "ternary": [reference.TERNARY_CODES], "int8": []}[matrix.format]
     out = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(count * splits, pl.cdiv(m, tiles.m), pl.cdiv(n_bytes, tiles.n)),
@@ -158,8 +158,7 @@ def _decoded(
     """The values of the bytes of a tile, by their place in a byte: float32 (k, n); 0 where there is none."""
     down, across = depth[:, None], cols[None, :]
     at = (down, across) if plan.contracted_axis == 0 else (across, down)
-    filling = TERNARY_ZEROS if plan.format == "ternary" else 0
-    codes = plgpu.load(codes_ref.at[count, at[0], at[1]], mask=inside, other=filling).astype(jnp.int32)
+    codes = plgpu.load(codes_ref.at[count, at[0], at[1]], mask=inside, other=0).astype(jnp.int32)
     if plan.format == "int8":
         return [codes.astype(jnp.float32)]
     if plan.format == "ternary":

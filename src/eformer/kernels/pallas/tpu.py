@@ -21,7 +21,7 @@ from eformer.kernels import Matrix, reference
 
 from ._lanes import LANES, deinterleaved, interleaved
 from ._scales import beside_product, block_scales, is_outer
-from ._tables import TERNARY_ZEROS, VALUES_PER_BYTE, nibble_words
+from ._tables import VALUES_PER_BYTE, nibble_words
 from ._typed import alike, result
 
 
@@ -291,7 +291,7 @@ def _decoded(codes: Any, table: Any, scales: Any, start: int, plan: _Plan) -> li
     if plan.format == "ternary" and plan.ragged:
         axis = plan.contracted_axis
         count = plan.shape[axis] - (start if axis == 0 else 0)
-        signed = jnp.where(_beyond(signed.shape, count, plan.tiles[1 + axis], axis), TERNARY_ZEROS, signed)
+        signed = jnp.where(_beyond(signed.shape, count, plan.tiles[1 + axis], axis), 0, signed)
     high, low = _looked_up(signed, table, plan.sublanes)
     words = [high | low] if plan.format == "nf4" else [low, high]
     if plan.paired_rows == 2:
