@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from quantization.cases import Case, assert_same_leaves, every_case, every_format, normal
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from eformer.checkpoint import CheckpointError, _write, load, open_checkpoint, save
 from eformer.checkpoint._dtypes import DTYPES
@@ -434,6 +436,25 @@ def test_equinox_models(tmp_path: Path):
     assert_same_tree(found, arrays)
     x = normal((8,))
     assert bits(eqx.combine(found, static)(x)) == bits(model(x))
+
+
+def test_ternary_codes_of_earlier_files(tmp_path: Path):
+    """They were one more than the values they stood for, and descriptions named no version."""
+    q = quantize(normal((13, 5)), dtype="ternary", scale="channel")
+    path = save(tmp_path / "w.safetensors", {"w": q})
+    with safe_open(path, "np") as file:
+        ours = json.loads(file.metadata()["eformer"])
+    tensors = load_file(path)
+    assert ours["arrays"]["w"].pop("codes") == 2
+    values = np.asarray(q.values())
+    filled = np.concatenate([values, np.zeros((3, 5))]).astype(np.uint8).reshape(4, 4, 5) + 1
+    tensors["w.weight"] = np.sum(filled << np.array([0, 2, 4, 6], np.uint8)[:, None], 1, dtype=np.uint8)
+    save_file(tensors, path, {"eformer": json.dumps(ours)})
+    assert_same_leaves(load(path)["w"], q)
+    ours["arrays"]["w"]["codes"] = 3
+    save_file(tensors, path, {"eformer": json.dumps(ours)})
+    with pytest.raises(CheckpointError, match="its codes have version 3; this release reads 2"):
+        load(path)
 
 
 def test_a_damaged_array_is_not_saved(tmp_path: Path):

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from jax import lax
 
 from eformer.jaximus import ImplicitArray, explain, implicit, is_implicit, materialization_error, materialize
-from eformer.ops.quantization import QuantizationConfig, QuantizedArray, formats, quantize, straight_through
+from eformer.ops.quantization import (
+    QuantizationConfig,
+    QuantizedArray,
+    RSROperatorBinary,
+    RSROperatorTernary,
+    formats,
+    quantize,
+    straight_through,
+)
 
 from .cases import (
     CASES,
@@ -51,6 +59,16 @@ quickly = pytest.mark.usefixtures("compile_quickly")
 
 def test_documented_formats_are_registered():
     assert {"nf4", "int8", "ternary", "binary"} <= {form.name for form in formats()}
+
+
+RSR = [RSROperatorBinary.quantize, RSROperatorTernary.quantize]
+
+
+@pytest.mark.parametrize("case", [*STORED, *RSR], ids=lambda case: getattr(case, "__qualname__", str(case)))
+def test_zeros_in_place_of_leaves_are_zeros(case):
+    """What optimizers, and `zeros_like` over a tree, make of an array that they take for its leaves."""
+    zeros = jax.tree.map(jnp.zeros_like, case(normal((13, 8))))
+    np.testing.assert_array_equal(np.asarray(zeros.materialize()), np.zeros(zeros.shape))
 
 
 # --- the round trip ---

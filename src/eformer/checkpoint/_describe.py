@@ -1,7 +1,8 @@
 """Quantized arrays as JSON and tensors: the class, its static fields, and which tensor is which leaf.
 
 A description is `{"class": ..., "static": {field: value}, "leaves": {field: tensor name, or a description}}`. Classes
-are looked up among the registered formats and the RSR operators, and nowhere else.
+are looked up among the registered formats and the RSR operators, and nowhere else. `"codes"` is the class's
+`code_version` where that is not 1: codes that stood for other values once are read as what they stood for.
 """
 
 from __future__ import annotations
@@ -74,17 +75,27 @@ def describe(name: str, q: QuantizedArray) -> tuple[dict[str, Any], list[str]]:
         elif value is not None:
             leaves[field.name] = f"{name}.{field.name}"
             tensors.append(leaves[field.name])
-    return {"class": cls.__name__, "static": static, "leaves": leaves}, tensors
+    version = code_version(cls)
+    codes = {} if version == 1 else {"codes": version}
+    return {"class": cls.__name__, **codes, "static": static, "leaves": leaves}, tensors
+
+
+def code_version(cls: type) -> int:
+    return getattr(cls, "code_version", 1)
 
 
 def rebuild(described: Any, leaf: Callable[[str], Any], depth: int = 0) -> QuantizedArray:
     """The array of a description, its leaves given by the names of their tensors; a CheckpointError if it is none."""
-    if depth > MAX_DEPTH or not isinstance(described, dict) or not described.keys() <= {"class", "static", "leaves"}:
-        raise CheckpointError("a quantized array is described by `class`, `static` and `leaves`")
+    known = {"class", "codes", "static", "leaves"}
+    if depth > MAX_DEPTH or not isinstance(described, dict) or not described.keys() <= known:
+        raise CheckpointError("a quantized array is described by `class`, `codes`, `static` and `leaves`")
     kind, static, leaves = (described.get(key) for key in ("class", "static", "leaves"))
     cls = classes().get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise CheckpointError(f"the class {str(kind)[:50]!r} is not one of {', '.join(classes())}")
+    version, newest = described.get("codes", 1), code_version(cls)
+    if type(version) is not int or not 1 <= version <= newest or (depth and version != newest):
+        raise CheckpointError(f"its codes have version {str(version)[:20]}; this release reads {newest}")
     if not isinstance(static, dict) or not isinstance(leaves, dict):
         raise CheckpointError("`static` and `leaves` of a quantized array must be objects")
     fields = {field.name: field for field in dataclasses.fields(cls)}

@@ -13,7 +13,7 @@ from jax import tree_util as jtu
 
 from eformer.ops.quantization import QuantizedArray
 
-from ._describe import check_decoding, format_name
+from ._describe import check_decoding, code_version, format_name
 from ._error import CheckpointError
 from ._header import Tensor
 
@@ -76,10 +76,10 @@ class DenseEntry(Entry):
 
 
 class QuantizedEntry(Entry):
-    """Tensors that are the leaves of a quantized array; `like` has their shapes in place of them."""
+    """Tensors that are the leaves of a quantized array; `like` has their shapes in place, `codes` is their version."""
 
-    def __init__(self, name: str, like: QuantizedArray, tensors: Sequence[Tensor]) -> None:
-        self.name, self.tensors, self._like = name, tensors, like
+    def __init__(self, name: str, like: QuantizedArray, tensors: Sequence[Tensor], codes: int) -> None:
+        self.name, self.tensors, self._like, self._codes = name, tensors, like, codes
 
     @property
     def info(self) -> ArrayInfo:
@@ -94,4 +94,5 @@ class QuantizedEntry(Entry):
             check_decoding(self._like)
         except CheckpointError as error:
             raise CheckpointError(error.what, file=self.tensors[0].file.name, tensor=self.name) from None
-        return jtu.tree_unflatten(jtu.tree_structure(self._like), [tensor.view() for tensor in self.tensors])
+        made = jtu.tree_unflatten(jtu.tree_structure(self._like), [tensor.view() for tensor in self.tensors])
+        return made if self._codes == code_version(type(made)) else made.recoded(self._codes)

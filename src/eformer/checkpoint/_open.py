@@ -198,6 +198,7 @@ def _quantized(name: str, described: Any, tensors: dict[str, Tensor], file: str)
         leaves = [known.get(id(each)) for each in jtu.tree_leaves(like)]
         if not leaves or None in leaves:
             raise CheckpointError("it has no leaves of its own")
-        return QuantizedEntry(name, like, [each for each in leaves if each is not None])
+        tensors_of = [each for each in leaves if each is not None]
+        return QuantizedEntry(name, like, tensors_of, described.get("codes", 1))
     except CheckpointError as error:
         raise CheckpointError(error.what, file=file, tensor=name) from None

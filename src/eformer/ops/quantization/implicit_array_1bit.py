@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,13 @@ class Array1B(LeafwiseArray):
     """
 
     array_fields = ("weight", "scale")
-    nan_code = 0xFF
+    nan_code = 0xAA  # in each of the four
 
     weight: jax.Array
     scale: jax.Array | None = dataclasses.field(default=None, kw_only=True)
     axis: int = aux_field(default=-2, kw_only=True)
     padding: int = aux_field(default=0, kw_only=True)
+    code_version: ClassVar[int] = 2  # of what the two bits stand for, in checkpoints
 
     def __post_init__(self) -> None:
         weight = self.weight
@@ -127,6 +128,13 @@ class Array1B(LeafwiseArray):
     def requantized(self, array: jax.Array) -> Array1B:
         scaled = None if self.scale is None else "tensor"
         return quantize_ternary(array, scale=scaled, use_kernel=self.use_kernel).with_dtype(self.dtype)
+
+    def recoded(self, version: int) -> Self:
+        """This, of codes of an earlier version: in the first, 0, 1 and 2 were -1, 0 and 1, and 3 was NaN."""
+        if version != 1:
+            raise ValueError(f"ternary codes have version 1 or {self.code_version}, not {version}")
+        (weight, *rest), treedef = jax.tree.flatten(self)
+        return jax.tree.unflatten(treedef, [weight ^ np.uint8(0x55), *rest])
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
         # Nothing is known of what made the values but their sign: an element became 0, or the scale with its sign.
