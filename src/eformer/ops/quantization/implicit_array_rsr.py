@@ -66,14 +66,25 @@ class RSROperator(DivisibleArray):
 
     def _product(self, x: jax.Array) -> jax.Array:
         """`x` of shape (*stack, rows, n) times this of shape (*stack, n, m), in the dtype of `x`."""
-        codes = tuple(b.codes for b in self._binaries())
-        return _segment_product(x, codes, self._binaries()[0].k)[..., : self.shape[-1]]
+        return _segment_product(x, *self._codes_and_k())[..., : self.shape[-1]]
+
+    def _codes_and_k(self) -> tuple[tuple[jax.Array, ...], int]:
+        """The codes of the binary matrices and their `k`; a ValueError where they do not go together.
+
+        Constructors see to it, but leaves and fields also come from files, and from functions over trees.
+        """
+        binaries = self._binaries()
+        codes, k = tuple(b.codes for b in binaries), binaries[0].k
+        check_k(k)
+        if any(b.k != k or b.codes.shape != codes[0].shape or b.codes.dtype != _code_dtype(k) for b in binaries):
+            given = " and ".join(f"{b.codes.dtype}{list(b.codes.shape)} with `k={b.k}`" for b in binaries)
+            raise ValueError(f"codes for `k={k}` are {_code_dtype(k)}, and those of both halves alike, got {given}")
+        return codes, k
 
     def product_on_cpu(self, x: jax.Array, contracted_axis: int) -> jax.Array | None:
         if contracted_axis != 0 or x.dtype != jnp.float32 or not cpu.is_available():
             return None
-        codes = tuple(b.codes for b in self._binaries())
-        return cpu.segment_product(x, codes, self._binaries()[0].k)[..., : self.shape[-1]]
+        return cpu.segment_product(x, *self._codes_and_k())[..., : self.shape[-1]]
 
     def dot(self, v: Any) -> Any:  # an implicit array too
         """`v @ A` for `v` of shape (..., n), without `A`: note the order, which is not that of `jax.Array.dot`.
@@ -324,6 +335,10 @@ def check_k(k: Any) -> None:
         raise ValueError(f"`k={k}` must be from 1 to {MAX_K}: it is the number of columns, so of bits, in a code")
 
 
+def _code_dtype(k: int) -> np.dtype:
+    return np.dtype(np.uint8 if k <= 8 else np.uint16)
+
+
 def _checked_dtype(dtype: Any) -> np.dtype:
     found = jax.dtypes.canonicalize_dtype(dtype)
     if not (jnp.issubdtype(found, jnp.floating) or jnp.issubdtype(found, jnp.integer)):
@@ -367,7 +382,7 @@ def _checked_codes(given: jax.Array, k: int) -> jax.Array:
             f"`one_hot_maps` must have shape (num_blocks, n, {2**k}) for `k={k}`, or be integers, the codes, of shape "
             f"(num_blocks, n); got {given.dtype}{list(given.shape)}"
         )
-    return codes.astype(jnp.uint8 if k <= 8 else jnp.uint16)
+    return codes.astype(_code_dtype(k))
 
 
 def _hold(condition: Callable[..., jax.Array], x: jax.Array, *args: Any) -> bool:
@@ -424,7 +439,7 @@ def _segment_product(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.
     def block_product(block: tuple[jax.Array, ...]) -> jax.Array:
         sums = jnp.zeros((2**k, rows), x.dtype)
         for row_codes, terms in zip(block, signed, strict=True):
-            sums = sums.at[row_codes.astype(jnp.int32)].add(terms)
+            sums = sums.at[row_codes.astype(jnp.int32) & (2**k - 1)].add(terms)  # as decoding takes `k` bits
         return lax.dot(table, sums, precision=lax.Precision.HIGHEST)  # a product, so that 0 times infinity is NaN
 
     return lax.collapse(lax.map(block_product, codes), 0, 2).T
