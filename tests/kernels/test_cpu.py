@@ -252,6 +252,8 @@ BAD = {
     "block_size even": ({"block_size": 3}, jnp.ones((1, 1, 64))),
     "axes be 0 or 1": ({"packed_axis": 2}, jnp.ones((1, 1, 64))),
     'unknown format "nf5"': ({"format": "nf5"}, jnp.ones((1, 1, 64))),
+    "rows and cols must be 0 to .* got rows -64": ({"rows": -64}, jnp.ones((1, 1, 64))),
+    "rows and cols must be 0 to .* got rows 9223372036854775807": ({"rows": 2**63 - 1}, jnp.ones((1, 1, 64))),
     "one scale, float32, that broadcasts": (
         {"format": "int8", "codes": jnp.zeros((1, 64, 8), jnp.int8), "scales": (jnp.ones((1, 2, 8)),)},
         jnp.ones((1, 1, 64)),
@@ -264,6 +266,15 @@ def test_bad_calls_are_refused_in_words(message):
     changes, x = BAD[message]
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         cpu.matmul(x, replace(GOOD, **changes), 0).block_until_ready()
+
+
+@pytest.mark.parametrize("contracted_axis", [0, 1])
+@pytest.mark.parametrize("block_size", [66, 2**62, 2**63 - 2], ids=str)
+def test_a_block_longer_than_its_axis_ends_with_it(block_size, contracted_axis):
+    values = np.asarray(oracle(GOOD))
+    x = normal((1, 1, (64, 8)[contracted_axis]), seed=1)
+    out = cpu.matmul(jnp.asarray(x), replace(GOOD, block_size=block_size), contracted_axis)
+    assert_product(out, x, values, contracted_axis)
 
 
 def test_an_instruction_set_that_is_not_there():
@@ -286,7 +297,8 @@ def test_segments(k, rows, signs):
     bits = [np.asarray(reference.decode_rsr(c, k, shape[1] * k), np.float64) for c in codes]
     values = bits[0] - bits[1] if signs == 2 else bits[0]
     x = normal((2, rows, 40), seed=1)
-    out = cpu.segment_product(jnp.asarray(x), tuple(codes), k)
+    lies = tuple(c | ((1 << 8 * c.dtype.itemsize) - 2**k) for c in codes)  # bits beyond `k` do not count
+    out = cpu.segment_product(jnp.asarray(x), lies, k)
     assert_product(
         out, np.concatenate([x] * signs, -1), np.concatenate(bits, 1) * np.repeat([1, -1], 40)[: signs * 40, None], 0
     )
