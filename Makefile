@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+CORE_SECONDS ?= 3600
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary  # -qq: errors only
 # Most of a test run is XLA compiling; what one process compiled, the others and the next run take from here.
@@ -13,7 +14,8 @@ BENCHMARKS := "tracing.py" "matmul.py" "matmul.py --threads 1 2" "matmul.py --li
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-distributed test-accelerators lint format demo bench peers sanitize emulate fuzz clean
+.PHONY: help install test test-distributed test-accelerators lint format demo bench peers sanitize sanitized emulate fuzz \
+	fuzz-core clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
@@ -27,8 +29,13 @@ test: $(VENV)/.tests ## run the tests; ARGS are pytest's
 test-distributed: $(VENV)/.tests ## the tests with two and four processes
 	EFORMER_TEST_PROCESSES=1 $(VENV)/bin/python -m pytest -n 0 tests/distributed $(ARGS)
 
-fuzz: $(VENV)/.tests ## open a hundred thousand mutated checkpoints of each kind; `make test` opens some
+fuzz: $(VENV)/.tests ## a hundred thousand mutated checkpoints of each kind, then an hour of `make fuzz-core`
 	$(VENV)/bin/python -m pytest -n auto tests/checkpoint/test_fuzz.py --fuzz 100000 $(ARGS)
+	@$(MAKE) --no-print-directory fuzz-core
+
+fuzz-core: sanitized ## random calls of the native core under sanitizers, for CORE_SECONDS
+	$(WITH_SANITIZERS) -W ignore -m tests.kernels.fuzz_core --seconds $(CORE_SECONDS) --last $(VENV)-sanitize/last-call || \
+		{ echo "the call was: python -m tests.kernels.fuzz_core $$(cat $(VENV)-sanitize/last-call)"; exit 1; }
 
 # No accelerator is needed: libtpu and the CUDA plugin compile for devices that are not there. ptxas is found by PATH.
 test-accelerators: ## compile the TPU and GPU kernels ahead of time, in an environment of its own
@@ -55,13 +62,16 @@ peers: ## products in other libraries beside ours, in an environment of their ow
 	@$(MAKE) --no-print-directory $(VENV)-peers/.peers VENV=$(VENV)-peers
 	$(VENV)-peers/bin/python benchmarks/peers.py $(ARGS)
 
-# Into an environment of its own; JAX itself leaks at exit, so leaks are not looked for.
-sanitize: ## run the tests of the native core with AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: sanitized ## run the tests of the native core with AddressSanitizer and UndefinedBehaviorSanitizer
+	$(WITH_SANITIZERS) -m pytest tests/kernels/test_cpu.py $(ARGS)
+
+# An environment of its own; JAX itself leaks at exit, so leaks are not looked for.
+WITH_SANITIZERS = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 $(VENV)-sanitize/bin/python
+sanitized:
 	@$(MAKE) --no-print-directory $(VENV)-sanitize/bin/python VENV=$(VENV)-sanitize
 	@$(VENV)-sanitize/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary \
 		--config-settings=cmake.define.EFORMER_SANITIZE=ON '.[test]'
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		$(VENV)-sanitize/bin/python -m pytest tests/kernels/test_cpu.py $(ARGS)
 
 # SIMDe (Debian: libsimde-dev) makes AVX-512 of AVX2; csrc/amx.h has what stands for tiles.
 emulate: ## run the tests of the native core for AVX-512 and AMX on a processor that does not have them

@@ -66,12 +66,13 @@ def until(seconds: float) -> Iterator[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Random calls of the native core.")
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
     parser.add_argument("--set", help="the instruction set of all calls; default: a random one of each")
     parser.add_argument("--only", type=int, help="the number of one call")
     parser.add_argument("--last", type=Path, help="a file that says, if the process ends, in which call it was")
     args = parser.parse_args()
     fuzzer = Fuzzer(args.seed, args.set)
+    print(f"seed {args.seed}, instruction sets {', '.join(fuzzer.sets)}", flush=True)
     last = os.open(args.last, os.O_CREAT | os.O_WRONLY | os.O_TRUNC) if args.last else None
     printed = time.monotonic()
     for index in [args.only] if args.only is not None else until(args.seconds):

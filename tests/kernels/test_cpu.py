@@ -166,6 +166,35 @@ def test_special_numbers_in_bfloat16(name, special):
     np.testing.assert_array_equal(np.isfinite(out), np.isfinite(product(x, values, 0)))
 
 
+BESIDE = pytest.mark.parametrize("name", ["int8 per row", "nf4 64 along 1", "nf4 20 along 2", "ternary along 2"])
+both_ways = pytest.mark.parametrize("contracted_axis", [0, 1])
+
+
+@both_ways
+@BESIDE
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_a_row_of_x_beside_more_of_them(rows, name, contracted_axis):
+    """Each result is within `k + 2` roundings of its terms from the exact one, so that two are within twice as many."""
+    matrix, values = example(name, (1, 530, 200))
+    x = normal((1, 250, values.shape[1 + contracted_axis]), seed=1)
+    few, many = (np.asarray(cpu.matmul(jnp.asarray(x[:, :m]), matrix, contracted_axis)) for m in (rows, 250))
+    terms = product(np.abs(x[:, :rows]), np.abs(values), contracted_axis)
+    bound = 2 * (x.shape[-1] + 2) * np.finfo(np.float32).eps * terms
+    np.testing.assert_array_less(np.abs(few.astype(np.float64) - many[:, :rows]), bound + 1e-30)
+
+
+@both_ways
+@BESIDE
+@pytest.mark.parametrize("rows", [7, 250])
+def test_a_row_of_x_among_as_many_others(rows, name, contracted_axis):
+    """Neither its place nor what the others hold changes a bit."""
+    matrix, values = example(name, (1, 530, 200))
+    x = normal((1, rows, values.shape[1 + contracted_axis]), seed=1)
+    turned = np.concatenate([x[:, 1:], np.where(x[:, :1] > 0, np.nan, x[:, :1])], 1)
+    here, there = (np.asarray(cpu.matmul(jnp.asarray(each), matrix, contracted_axis)) for each in (x, turned))
+    np.testing.assert_array_equal(here[:, 1:], there[:, :-1])
+
+
 SPECIAL = (1, 70, 66)
 WAYS = [(axis, rows) for axis in (0, 1) for rows in (1, 2)]  # each orientation, with one row and with more
 
