@@ -1,18 +1,39 @@
-"""A process that is killed while it saves leaves the old checkpoint or the new one."""
+"""A save leaves the old checkpoint or the new one, wherever it ends, and removes what others left."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer.checkpoint import _atomic, _write, open_checkpoint, save
+from eformer.checkpoint import (
+    CheckpointError,
+    _atomic,
+    _leftovers,
+    _locks,
+    _saving,
+    _write,
+    load,
+    open_checkpoint,
+    save,
+    save_gguf,
+)
+
+WATCHED = {module.__file__ for module in (_atomic, _leftovers, _locks, _saving, _write)}
+TOKEN = "0123456789abcdef"
 
 
 def filled(value: float) -> dict[str, np.ndarray]:
@@ -24,34 +45,47 @@ def values(folder: Path) -> set[float]:
         return {float(v) for name in checkpoint for v in checkpoint.entry(name).host()}
 
 
-@pytest.mark.parametrize("shard", [None, 200], ids=["one file", "shards"])
-def test_a_whole_checkpoint_is_there_at_any_line(shard: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What a reader finds before each line of the writers is what a kill there would leave."""
-    folder, watched, found = tmp_path / "model", {_atomic.__file__, _write.__file__}, []
-    monkeypatch.setattr(os, "fsync", lambda handle: None)  # slow, and a kill loses nothing that was written
-    save(folder, filled(0), max_shard_bytes=shard)
+def at_each_line(call: Callable[[], object], look: Callable[[], object]) -> list[Any]:
+    """What `look` gives before each line of the code that writes, which is what a kill there would leave."""
+    found = []
 
     def trace(frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename in watched:
-            if event == "line":
-                found.append((values(folder), {path.name for path in folder.glob(".*")}))
-            return trace
-        return None
+        if frame.f_code.co_filename not in WATCHED:
+            return None
+        if event == "line":
+            found.append(look())
+        return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        save(folder, filled(1), max_shard_bytes=shard, overwrite=True)
+        call()
     finally:
         sys.settrace(before)
-    old, new = sum(v == {0.0} for v, _ in found), sum(v == {1.0} for v, _ in found)
-    assert old + new == len(found)
-    assert old > 40  # so many lines ran before the new one was in place
-    assert new > 1  # and some after
+    return found
+
+
+@pytest.mark.parametrize("old", [None, 200], ids=["of one file", "of shards"])
+@pytest.mark.parametrize("new", [None, 200], ids=["one file", "shards"])
+def test_a_whole_checkpoint_is_there_at_any_line(
+    old: int | None, new: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "model"
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # slow, and a kill loses nothing that was written
+    save(folder, filled(0), max_shard_bytes=old)
+    found = at_each_line(
+        lambda: save(folder, filled(1), max_shard_bytes=new, overwrite=True),
+        lambda: (values(folder), {path.name for path in folder.glob(".*")}),
+    )
+    counts = [sum(v == {value} for v, _ in found) for value in (0.0, 1.0)]
+    assert sum(counts) == len(found)
+    assert counts[0] > 40  # so many lines ran before the new one was in place
+    assert counts[1] > 1  # and some after
     others = set[str]().union(*(names for _, names in found))
-    assert others
-    assert all(name.startswith(".model") and name.endswith(".tmp") for name in others)
+    assert {name.rpartition(".")[2] for name in others} == {"tmp", "saving", "lock"}
+    assert all(name.startswith(".model.safetensors.") for name in others)
     assert {path.suffix for path in folder.iterdir()} <= {".safetensors", ".json"}  # in the end there is none
+    assert load(folder)["a"].shape == (40,)
 
 
 KILLED = """
@@ -61,23 +95,291 @@ from eformer.checkpoint import save
 def progress(name, done, total):
     if done > total // 2:
         os.kill(os.getpid(), signal.SIGKILL)
-save(sys.argv[1], {name: np.full(40, 1.0, np.float32) for name in "abc"}, overwrite=True, progress=progress)
+tree = {name: np.full(40, 1.0, np.float32) for name in "abc"}
+save(sys.argv[1], tree, overwrite=True, progress=progress, max_shard_bytes=200)
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
-def test_a_kill_leaves_the_old_checkpoint(tmp_path: Path):
+def test_a_kill_leaves_the_old_checkpoint_and_the_next_save_nothing_else(tmp_path: Path):
     save(tmp_path, filled(0))
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert values(tmp_path) == {0.0}
-    assert [path.suffix for path in tmp_path.glob(".*")] == [".tmp"]
+    assert sorted(path.suffix for path in tmp_path.glob(".*")) == [".saving", ".tmp", ".tmp", ".tmp"]
+    save(tmp_path, filled(2), overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def left_by_a_killed_save(folder: Path, **journal: Any) -> list[str]:
+    """The names of what a save of `model.safetensors` may have left."""
+    names = [f".model.safetensors.{TOKEN}.{end}" for end in ("saving", "1.tmp", "2.tmp")]
+    names += [f"model-{TOKEN[:8]}-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for name in names:
+        (folder / name).write_text("left")
+    (folder / names[0]).write_text(json.dumps(journal) if journal else "")
+    return names
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path):
+    names = left_by_a_killed_save(tmp_path)
+    save(tmp_path, filled(0))
+    assert not any((tmp_path / name).exists() for name in names)
+
+
+def test_what_a_living_save_has_stays(tmp_path: Path):
+    names = left_by_a_killed_save(tmp_path)
+    with open(tmp_path / names[0], "r+b") as journal:
+        assert _locks.hold(journal.fileno())
+        save(tmp_path, filled(0))
+        assert all((tmp_path / name).exists() for name in names)
+
+
+NOT_OURS = [
+    f".model.safetensors.{TOKEN}.tmp",  # not as we name them
+    f".model.safetensors.{TOKEN}.x.tmp",
+    f".other.safetensors.{TOKEN}.saving",  # of another path
+    f".other.safetensors.{TOKEN}.1.tmp",
+    ".model.safetensors.fedcba9876543210.1.tmp",  # without a journal
+    "model-fedcba98-00001-of-00002.safetensors",
+    "model-00001-of-00002.safetensors",
+    "other.safetensors",
+    "notes.txt",
+]
+
+
+@pytest.mark.parametrize("name", NOT_OURS)
+def test_what_others_left_stays(name: str, tmp_path: Path):
+    left_by_a_killed_save(tmp_path, replaces=[name, "../" + name, 3])
+    (tmp_path / f".model.safetensors.{TOKEN}.0.tmp").touch()  # so it did not come to the end, and replaced nothing
+    (tmp_path / name).write_text("mine")
+    save(tmp_path, filled(0), max_shard_bytes=200, overwrite=True)
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_shards_that_an_index_names_stay(tmp_path: Path):
+    """A save that was killed when all was in place, but for its journal."""
+    index = save(tmp_path, filled(0), max_shard_bytes=200)
+    shards = sorted(tmp_path.glob("model-*"))
+    token = shards[0].name.split("-")[1] + "0" * 8
+    (tmp_path / f".model.safetensors.{token}.saving").write_text(
+        json.dumps({"replaces": [each.name for each in shards]})
+    )
+    save(tmp_path / "other.safetensors", filled(1))
+    assert load(index)["a"][0] == 0
+    _leftovers.sweep(tmp_path / "model.safetensors")
+    assert load(index)["a"][0] == 0
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_old_shards_are_removed_later_if_the_end_came_before(tmp_path: Path):
+    save(tmp_path, filled(0))
+    for name in ("model-aaaaaaaa-00001-of-00001.safetensors", "model-of-mine.txt"):
+        (tmp_path / name).touch()
+    journal = {"replaces": ["model-aaaaaaaa-00001-of-00001.safetensors", "model-of-mine.txt", "model.safetensors"]}
+    (tmp_path / f".model.safetensors.{TOKEN}.saving").write_text(json.dumps(journal))
+    _leftovers.sweep(tmp_path / "model.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model-of-mine.txt", "model.safetensors"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"replaces": 3}', '{"replaces": [[1]]}', "[" * 100_000], ids=repr)
+def test_a_journal_may_say_anything(text: str, tmp_path: Path):
+    (tmp_path / f".model.safetensors.{TOKEN}.saving").write_text(text)
+    save(tmp_path, filled(0))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_lone_shard_is_no_checkpoint(tmp_path: Path):
+    index = save(tmp_path, filled(0), max_shard_bytes=200)
+    first, *others = sorted(tmp_path.glob("model-*"))
+    for path in (index, *others):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="is one of several, and no index says which: name it to open it alone"):
+        load(tmp_path)
+    assert load(first, flat=True).keys() == {"a"}
+
+
+def test_a_lone_part_of_gguf_is_no_checkpoint(tmp_path: Path):
+    path = save_gguf(tmp_path / "model-00001-of-00003.gguf", filled(0))
+    with pytest.raises(CheckpointError, match="is one of several"):
+        load(tmp_path)
+    assert load(path).keys() == set("abc")
+    save_gguf(tmp_path / "whole-00001-of-00001.gguf", filled(0))
+    assert load(tmp_path).keys() == set("abc")
 
 
 def test_data_is_on_the_disk_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     calls: list[str] = []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("sync"), fsync(handle)))
-    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
-    save(tmp_path, {"x": np.ones(3)})
-    assert calls == ["sync", "rename", "sync"]  # the file, its name, the folder
+    fsync, replace, unlink = os.fsync, os.replace, os.unlink
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append(_name_of(handle)), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append(f"rename to {paths[1].suffix}"), replace(*paths)))
+    monkeypatch.setattr(os, "unlink", lambda path, **_: (calls.append("remove"), unlink(path)))
+    save(tmp_path, {"x": np.ones(3), "y": np.ones(3)}, max_shard_bytes=8)
+    files, names = ["sync a file"] * 3, ["rename to .safetensors"] * 2
+    assert [call for call in calls if call != "remove"][:9] == [
+        *files, *names, "sync a folder", "rename to .json", "sync a folder", "sync a folder",
+    ]  # fmt: skip
+
+
+def _name_of(handle: int) -> str:
+    return "sync a folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "sync a file"
+
+
+def test_a_new_folder_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: list[Path] = []
+    sync = _atomic.sync_folder
+    monkeypatch.setattr(_atomic, "sync_folder", lambda folder: (synced.append(folder), sync(folder)))
+    save(tmp_path / "a" / "b", filled(0))
+    assert synced == [tmp_path, tmp_path / "a"]
+
+
+@pytest.mark.parametrize("name", ["é" * 120 + ".safetensors", "x" * 243 + ".safetensors", "\U0001f600" * 50], ids=len)
+def test_long_names(name: str, tmp_path: Path):
+    assert load(save(tmp_path / name, filled(0)))["a"][0] == 0
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe"])
+def test_only_files_are_replaced(what: str, tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    path.mkdir() if what == "folder" else os.mkfifo(path)
+    with pytest.raises(FileExistsError, match="only files are replaced"):
+        save(path, filled(0), overwrite=True)
+
+
+def test_a_name_that_no_index_may_have_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="can't be split"):
+        save(tmp_path / "a" / "x\ny.safetensors", filled(0), max_shard_bytes=200)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_comes_in_between_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A save whose turn does not come says so, and leaves nothing."""
+    monkeypatch.setattr(_locks, "SECONDS", 0.02)
+    with (
+        _locks.locked(tmp_path / ".model.safetensors.lock"),
+        pytest.raises(TimeoutError, match="another process has held"),
+    ):
+        save(tmp_path, filled(0))
+    assert not list(tmp_path.iterdir())
+
+
+# --- full disks ---
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[Path]:
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def by_columns(shape: tuple[int, int] = (512, 2048)) -> jax.Array:
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    return jax.device_put(x, NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec(None, "x")))
+
+
+@pytest.mark.parametrize("most", [None, 2 * 10**6], ids=["one file", "shards"])
+@pytest.mark.parametrize("write", [save, save_gguf], ids=lambda f: f.__name__)
+def test_a_full_disk_is_an_error_that_leaves_nothing(most: int | None, write: Any, tmp_path: Path):
+    with small_disk(tmp_path / "disk", 5 * 10**6) as disk:
+        write(disk, filled(0))
+        before = {path.name for path in disk.iterdir()}
+        how = {"max_shard_bytes": most} if write is save else {}
+        with pytest.raises(OSError, match=r"No space left on device: \d+ bytes are needed .* are missing") as caught:
+            write(disk, {"a": by_columns(), "b": by_columns()}, overwrite=True, **how)
+        assert caught.value.errno == errno.ENOSPC
+        assert str(caught.value.filename).startswith(str(disk / "model."))
+        assert {path.name for path in disk.iterdir()} == before
+        assert load(disk)["a"][0] == 0
+
+
+def test_a_full_disk_that_was_not_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where the system can't reserve room, writing raises."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.EOPNOTSUPP, "no")))
+    with small_disk(tmp_path / "disk", 10**6) as disk:
+        with pytest.raises(OSError, match="No space left on device"):
+            save(disk / "new" / "a.safetensors", {"a": by_columns()})
+        assert not list(disk.iterdir())
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    x = by_columns()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: \d+ bytes are needed") as caught:
+            save(tmp_path / "new", {"a": x})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.filename == str(tmp_path / "new" / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+SPLITS = [(None, "x"), ("x", None), ("y", "x"), ("x", "y", "z"), (None, "y", "x"), (None, None, "x"), ("z", None, "y")]
+
+
+@pytest.mark.parametrize("spec", SPLITS, ids=str)
+def test_parts_go_where_they_belong(spec: tuple[str | None, ...], tmp_path: Path):
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"))
+    x = np.arange(np.prod((4, 6, 8)[: len(spec)]), dtype=np.int16).reshape((4, 6, 8)[: len(spec)])
+    found = load(save(tmp_path, {"x": jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))}))["x"]
+    assert np.array_equal(found, x)
+
+
+# --- files that change while they are read ---
+
+
+def test_a_copy_does_not_mind_what_becomes_of_the_file(tmp_path: Path):
+    path = save(tmp_path, filled(3), max_shard_bytes=200)
+    with open_checkpoint(path, copy=True) as checkpoint:
+        for shard in tmp_path.glob("model-*"):
+            os.truncate(shard, 0)
+        assert float(checkpoint["c"][-1]) == 3
+
+
+def test_a_file_that_is_cut_while_it_is_copied_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = save(tmp_path / "a.safetensors", filled(3))
+    fstat = os.fstat
+
+    def cut(handle: int) -> os.stat_result:
+        found = fstat(handle)
+        os.truncate(path, 100)
+        return found
+
+    monkeypatch.setattr(os, "fstat", cut)
+    with pytest.raises(CheckpointError, match=r"it had \d+ bytes, and ended after 100"):
+        load(path, copy=True)
+
+
+def test_a_reader_finds_the_checkpoint_that_took_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The index was read, and then it and its shards were replaced."""
+    from eformer.checkpoint import _open
+
+    save(tmp_path, filled(0), max_shard_bytes=200)
+    read, turns = _open.read_index, iter([1])
+
+    def replaced(path: Path) -> Any:
+        found = read(path)
+        for value in turns:
+            save(tmp_path, filled(value), max_shard_bytes=200, overwrite=True)
+        return found
+
+    monkeypatch.setattr(_open, "read_index", replaced)
+    assert values(tmp_path) == {1.0}
+
+
+def test_a_save_that_fails_leaves_what_others_put_beside_it(tmp_path: Path):
+    """The folder that it made goes too, unless there is something of theirs in it."""
+
+    def stop(name: str, done: int, total: int) -> None:
+        (tmp_path / "a" / "mine").touch()
+        raise KeyboardInterrupt(name, done, total)
+
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "a" / "b", filled(0), progress=stop)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["mine"]

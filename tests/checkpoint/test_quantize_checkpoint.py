@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -70,13 +71,69 @@ def test_folders_keep_their_small_files(tmp_path: Path):
     assert (target / "tokenizer.model").read_bytes() == b"\0\1"
 
 
-def test_in_place(tmp_path: Path):
-    save(tmp_path, model(), max_shard_bytes=10_000)
-    with pytest.raises(FileExistsError):
-        quantize_checkpoint(tmp_path, tmp_path, RULES)
-    quantize_checkpoint(tmp_path, tmp_path, RULES, overwrite=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    assert load(tmp_path)["embed"].nbytes < 96 * 64 * 2
+def hashes(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+OVER_ITSELF = {
+    "folder over itself": ("sharded", "sharded"),
+    "file over itself": ("one/model.safetensors", "one/model.safetensors"),
+    "folder over its file": ("one", "one/model.safetensors"),
+    "file over its folder": ("one/model.safetensors", "one"),
+    "index over its folder": ("sharded/model.safetensors.index.json", "sharded"),
+    "shard over its folder": ("sharded/1", "sharded"),
+    "folder over its shard": ("sharded", "sharded/1"),
+    "shard over another": ("sharded/1", "sharded/2"),
+    "shard over itself": ("sharded/1", "sharded/1"),
+    "a link": ("one", "link"),
+    "a link to the file": ("symbolic.safetensors", "one"),
+    "another name of the file": ("one", "hard.safetensors"),
+    "from another name": ("hard.safetensors", "one"),
+}
+
+
+@pytest.mark.parametrize(("source", "target"), OVER_ITSELF.values(), ids=OVER_ITSELF)
+@pytest.mark.parametrize(
+    "write",
+    [
+        functools.partial(quantize_checkpoint, rules=[Rule(".", "nf4", optional=True)]),
+        functools.partial(convert, kind="safetensors"),
+    ],
+    ids=["quantize", "convert"],
+)
+def test_what_is_read_is_not_replaced(write: Any, source: str, target: str, tmp_path: Path):
+    save(tmp_path / "one", model())
+    index = save(tmp_path / "sharded", model(), max_shard_bytes=10_000)
+    shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    (tmp_path / "symbolic.safetensors").symlink_to(tmp_path / "one" / "model.safetensors")
+    os.link(tmp_path / "one" / "model.safetensors", tmp_path / "hard.safetensors")
+    before = hashes(tmp_path)
+    paths = [tmp_path / name.replace("/1", f"/{shards[0]}").replace("/2", f"/{shards[1]}") for name in (source, target)]
+    with pytest.raises(ValueError, match="write to another place"):
+        write(*paths, overwrite=True)
+    assert hashes(tmp_path) == before
+
+
+def test_a_shard_of_another_checkpoint_is_not_replaced(tmp_path: Path):
+    index = save(tmp_path / "a.safetensors", model(), max_shard_bytes=10_000)
+    shard = tmp_path / json.loads(index.read_text())["weight_map"]["embed"]
+    with pytest.raises(ValueError, match="is a shard of another checkpoint"):
+        save(shard, model(), overwrite=True)
+    assert load(index)["embed"].shape == (96, 64)
+
+
+def test_small_files_that_are_not_ours_stay(tmp_path: Path):
+    source, target = tmp_path / "a", tmp_path / "b"
+    save(source, model())
+    target.mkdir()
+    for folder, text in ((source, "new"), (target, "old")):
+        (folder / "config.json").write_text(text)
+    with pytest.raises(FileExistsError, match=r"config\.json exists"):
+        quantize_checkpoint(source, target, RULES)
+    assert hashes(target) == {"config.json": b"old"}
+    quantize_checkpoint(source, target, RULES, overwrite=True)
+    assert (target / "config.json").read_text() == "new"
 
 
 def test_a_link_from_a_cache_is_followed(tmp_path: Path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ def bits(x: Any) -> tuple[Any, ...]:
 
 def assert_same_tree(actual: Any, expected: Any) -> None:
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    assert str(jax.tree.structure(actual)) == str(jax.tree.structure(expected))  # True is equal to 1
     assert list(map(bits, jax.tree.leaves(actual))) == list(map(bits, jax.tree.leaves(expected)))
 
 
@@ -89,6 +92,9 @@ TREES = {
     "lone": np.ones(3),
     "dots": {"a.b": np.ones(2), "a": {"c": np.ones(1)}},
     "integers": {0: np.ones(1), 10: np.ones(2), 2: [np.ones(3)]},
+    "truth values": {True: np.ones(1), False: {}},
+    "numbers": {1.5: np.ones(1), -2: np.ones(2), True: np.ones(3)},
+    "tuples": {(1, "a"): np.ones(1), (1, "b", (0.5, False)): [np.ones(2)], (): None},
     "odd names": {"": np.ones(1), "é\u2603 \n": np.ones(2), '"\\': {"/..": np.ones(3)}},
 }
 
@@ -134,6 +140,12 @@ REFUSED = {
     "a name twice": ({"a": {"x": [np.ones(1)]}, "a.x.0": np.ones(1)}, ValueError, "two leaves have the name 'a.x.0'"),
     "a leaf's name": ({"w": _INT8, "w.scale": np.ones(1)}, ValueError, "both write a tensor 'w.scale'"),
     "no text": ({"\udcff": np.ones(1)}, ValueError, "can't be written as UTF-8"),
+    "no number": ({float("nan"): np.ones(1)}, TypeError, "a key of a dict is nan, a float"),
+    "bytes": ({b"a": np.ones(1)}, TypeError, "a key of a dict is b'a', a bytes"),
+    "a set in a tuple": ({(frozenset(),): np.ones(1)}, TypeError, r"a key of a dict is frozenset\(\)"),
+    "keys without an order": ({(1, "2"): np.ones(1), (1, 2): {}}, ValueError, "Comparator raised"),
+    "too deep": (functools.reduce(lambda tree, _: [tree], range(101), np.ones(1)), ValueError, "more than 100 levels"),
+    "too many axes": ({"x": np.ones((1,) * 33)}, ValueError, "'x' has the shape"),
     "reserved": ({"__metadata__": np.ones(1)}, ValueError, "reserved"),
 }
 
@@ -196,7 +208,9 @@ def test_shards_keep_to_the_size(tmp_path: Path):
     described = json.loads(index.read_text())
     assert described["metadata"]["total_size"] == 5 * q.nbytes
     shards = sorted(set(described["weight_map"].values()))
-    assert shards == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert [re.sub("-[0-9a-f]{8}-", "-", name) for name in shards] == [
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
     assert {described["weight_map"][f"w1.{leaf}"] for leaf in ("packed", "absmax")} == {shards[0]}
     with open_checkpoint(tmp_path / shards[2]) as alone:  # a shard opens by itself too
         assert_same_leaves(alone["w4"], q)

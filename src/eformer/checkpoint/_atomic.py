@@ -1,54 +1,91 @@
-"""Files that are there whole or not at all, whenever the process or the machine stops."""
+"""Files and folders that are on the disk before anyone relies on them."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import os
-import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
-
-@contextlib.contextmanager
-def atomic_file(path: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
-    """A file to write that takes the name `path` when the block ends, and is removed if it raises.
-
-    It is written under a name of its own in the same folder, brought to the disk and renamed. A process that is killed
-    leaves at most that other file, which begins with a dot and ends in ".tmp".
-    """
-    temporary = started(path, overwrite=overwrite)
-    try:
-        with open(temporary, "r+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        publish(temporary, path, overwrite=overwrite)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def started(path: Path, *, size: int = 0, overwrite: bool) -> Path:
-    """An empty file of `size` bytes that is to become `path`."""
-    check_free(path, overwrite=overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
-    with open(temporary, "xb") as file:
-        file.truncate(size)
-    return temporary
-
-
-def publish(temporary: Path, path: Path, *, overwrite: bool) -> None:
-    """Give a file that is on the disk its name."""
-    check_free(path, overwrite=overwrite)
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+MAX_NAME = 150  # bytes of a name that others are made of; file systems allow 255
+NO_ROOM = (errno.ENOSPC, errno.EFBIG, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else []))
+CANT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:
-    if not overwrite and os.path.lexists(path):
+    """An error unless nothing has that name, or a file or link that may be replaced."""
+    if not os.path.lexists(path):
+        return
+    if not overwrite:
         raise FileExistsError(f"{path} exists; `overwrite=True` replaces it")
+    if not path.is_symlink() and not path.is_file():
+        raise FileExistsError(f"{path} is a folder, or a device: only files are replaced")
+
+
+def short(name: str) -> str:
+    """A name to make others of: itself, or its beginning and a digest."""
+    data = os.fsencode(name)
+    if len(data) <= MAX_NAME:
+        return name
+    return f"{data[: MAX_NAME - 20].decode(errors='ignore')}~{hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def reserve(path: Path, size: int) -> None:
+    """Make a file of `size` bytes, which are on the disk from now on: to fill them can't fail for lack of room."""
+    with open(path, "xb") as file:
+        if size and hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+                return
+            except OSError as error:
+                if error.errno not in CANT_RESERVE:
+                    raise
+        file.truncate(size)
+
+
+@contextlib.contextmanager
+def room_for(path: Path, size: int) -> Iterator[None]:
+    """A block whose errors for lack of room say where, how many bytes there should be and how many are missing."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        free = shutil.disk_usage(next(each for each in path.absolute().parents if each.is_dir())).free
+        if error.errno == errno.ENOSPC:
+            lacking = f"{size} bytes are needed and {free} are free, so {max(size - free, 1)} are missing"
+        else:
+            lacking = f"{size} bytes are needed, and there is a limit below that"
+        raise OSError(error.errno, f"{os.strerror(error.errno)}: {lacking}", str(path)) from error
+
+
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder and those it is in, each brought to the disk; the result is those that were not there."""
+    made: list[Path] = []
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    try:
+        for each in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # someone was faster, or it is a file, as will be seen
+                each.mkdir()
+                made.append(each)
+                sync_folder(each.parent)
+    except BaseException:
+        unmake_folders(made)
+        raise
+    return made
+
+
+def unmake_folders(made: list[Path]) -> None:
+    """Remove folders that `make_folder` made, unless there is something in them."""
+    for each in reversed(made):
+        with contextlib.suppress(OSError):
+            each.rmdir()
 
 
 def sync_folder(folder: Path) -> None:

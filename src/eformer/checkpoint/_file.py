@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,12 @@ from ._error import CheckpointError
 
 
 class MappedFile:
-    """The bytes of a file, or of a buffer, for reading. `name` is for messages."""
+    """The bytes of a file, or of a buffer, for reading. `name` is for messages.
 
-    def __init__(self, source: str | os.PathLike[str] | bytes) -> None:
+    With `copy` they are read into memory at once, so that it does not matter what becomes of the file.
+    """
+
+    def __init__(self, source: str | os.PathLike[str] | bytes, *, copy: bool = False) -> None:
         self._map: mmap.mmap | None = None
         if isinstance(source, bytes):
             self.name, self.path = "<bytes>", None
@@ -24,8 +28,12 @@ class MappedFile:
         self.path = Path(source)
         self.name = str(self.path)
         with open(self.path, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:
+            size = os.fstat(file.fileno()).st_size
+            if not size:
                 raise CheckpointError("the file is empty", file=self.name)
+            if copy:
+                self.data = _read(file, size, self.name)
+                return
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.data = np.frombuffer(self._map, np.uint8)
 
@@ -45,3 +53,11 @@ class MappedFile:
             with contextlib.suppress(BufferError):  # such an array
                 self._map.close()
             self._map = None
+
+
+def _read(file: BufferedReader, size: int, name: str) -> np.ndarray:
+    data = np.empty(size, np.uint8)
+    count = file.readinto(data.data)
+    if count < size:
+        raise CheckpointError(f"it had {size} bytes, and ended after {count} while it was read", file=name)
+    return data

@@ -16,11 +16,11 @@ from jax import tree_util as jtu
 
 from eformer.ops.quantization import Array1B, QuantizedArray
 
-from ._atomic import atomic_file
 from ._gguf import ARRAY, MAGIC, MAX_AXES, ROWS_AT_ONCE, SCALARS, STRING
 from ._gguf_blocks import ENCODERS, IDS, PLAIN, TYPES
 from ._progress import Meter, Progress
 from ._records import Item, Part, contiguous_bytes, items_of
+from ._saving import atomic_file
 from ._sources import GGUF_SUFFIX
 from ._tree import flattened
 from ._write import CHUNK
@@ -72,6 +72,7 @@ def write_gguf(
     metadata: Mapping[str, Any] | None,
     overwrite: bool,
     progress: Progress | None,
+    **how: Sequence[Path],
 ) -> Path:
     path = Path(path) if Path(path).suffix == GGUF_SUFFIX else Path(path) / f"model{GGUF_SUFFIX}"
     planned = [_planned(item, type) for item in items]
@@ -88,8 +89,9 @@ def write_gguf(
         header += struct.pack("<IQ", IDS[kind], offset)
         offset += nbytes + -nbytes % ALIGNMENT
     meter = Meter(progress, sum(plan.nbytes for plan in planned))
-    with atomic_file(path, overwrite=overwrite) as file:
-        file.write(header + bytes(-len(header) % ALIGNMENT))
+    header += bytes(-len(header) % ALIGNMENT)
+    with atomic_file(path, overwrite=overwrite, size=len(header) + offset, **how) as file:
+        file.write(header)
         for item, kind, nbytes in planned:
             for start in range(0, len(data := _data(item, kind)), CHUNK):
                 file.write(data[start : start + CHUNK])

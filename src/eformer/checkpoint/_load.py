@@ -23,6 +23,7 @@ def load(
     like: Any = None,
     sharding: ShardingFor = None,
     flat: bool = False,
+    copy: bool = False,
     progress: Progress | None = None,
 ) -> Any:
     """The arrays of a checkpoint: nested dicts and lists as they were saved; a flat dict if the file tells of no tree.
@@ -36,11 +37,14 @@ def load(
     whatever its format. Without it, a leaf of `like` that has a NamedSharding tells. Each device gets its part from the
     file.
 
+    Files are mapped: one that another program cuts shorter meanwhile ends the process, as it does any that maps files.
+    `copy` reads them first, whole, and raises in that case; it takes the memory of the files besides.
+
     Arrays of 64 bits stay NumPy's, unless JAX is set to hold them.
     """
     if flat and like is not None:
         raise ValueError("`flat` and `like` ask for two different trees; give one")
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source, copy=copy) as checkpoint:
         if like is not None:
             return _filled(checkpoint, like, sharding, progress)
         names = list(checkpoint)

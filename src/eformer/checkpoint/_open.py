@@ -18,7 +18,9 @@ from ._file import MappedFile
 from ._gguf import MAGIC, read_gguf
 from ._header import Tensor, parse_json, read_header
 from ._place import ShardingFor, place, sharding_for
-from ._sources import check_inside, find_file, is_index, read_index
+from ._sources import check_inside, find_file, is_index, read_index, state_of
+
+ATTEMPTS = 100  # to open what other processes replace at the same time
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -90,8 +92,10 @@ class Checkpoint(Mapping[str, Any]):
         return f"Checkpoint({str(self.path or '<bytes>')!r}, {self.kind}, {len(self)} arrays)"
 
 
-def open_checkpoint(source: str | os.PathLike[str] | bytes) -> Checkpoint:
+def open_checkpoint(source: str | os.PathLike[str] | bytes, *, copy: bool = False) -> Checkpoint:
     """A checkpoint by its file, its index of shards, its folder, or its bytes; only headers are read.
+
+    `copy` reads all of the files at once, for those that may be cut or written to while they are in use.
 
     Safetensors and GGUF files are told apart by their first bytes. Arrays that this package or bitsandbytes quantized
     come as quantized arrays, blocks of GGUF as float32. What does not hold together raises a CheckpointError.
@@ -107,8 +111,16 @@ def open_checkpoint(source: str | os.PathLike[str] | bytes) -> Checkpoint:
     """
     if isinstance(source, bytes):
         return _of_files(None, [MappedFile(source)])
-    path = find_file(source)
-    return _of_index(path) if is_index(path) else _of_files(path, [MappedFile(path)])
+    for attempts_left in reversed(range(ATTEMPTS)):
+        found = state_of(source)
+        try:
+            path = find_file(source)
+            return _of_index(path, copy) if is_index(path) else _of_files(path, [MappedFile(path, copy=copy)])
+        except (CheckpointError, FileNotFoundError):
+            # Else another save took its place meanwhile, and removed what this one had.
+            if not attempts_left or state_of(source) == found:
+                raise
+    raise AssertionError
 
 
 def _of_files(path: Path | None, files: list[MappedFile]) -> Checkpoint:
@@ -121,7 +133,7 @@ def _of_files(path: Path | None, files: list[MappedFile]) -> Checkpoint:
     return _made(path, tensors, arrays, metadata, tree, files)
 
 
-def _of_index(path: Path) -> Checkpoint:
+def _of_index(path: Path, copy: bool) -> Checkpoint:
     metadata, weight_map = read_index(path)
     tensors: dict[str, Tensor] = {}
     arrays: dict[str, Any] = {}
@@ -131,7 +143,7 @@ def _of_index(path: Path) -> Checkpoint:
         by_shard.setdefault(shard, []).append(name)
     for shard, names in by_shard.items():
         check_inside(path, shard)
-        files[shard] = MappedFile(shard)
+        files[shard] = MappedFile(shard, copy=copy)
         found, own = read_header(files[shard])
         missing = [name for name in names if name not in found]
         if missing:

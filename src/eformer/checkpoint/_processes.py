@@ -1,19 +1,18 @@
-"""Several processes that write one file: the first decides, all write their parts, and it appears when all are done."""
+"""Several processes that save together: the first decides, all write their parts, and it appears when all are done."""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import numpy as np
 
-from ._atomic import atomic_file, publish, started
+from ._saving import Saving
 
 
 def are_several() -> bool:
@@ -61,25 +60,35 @@ def _all(value: bool) -> bool:
 
 
 @contextlib.contextmanager
-def shared_file(path: Path, *, size: int, overwrite: bool) -> Iterator[BinaryIO]:
-    """`atomic_file` of `size` bytes that all processes write to; it appears when all have written their parts."""
-    if not are_several():
-        with atomic_file(path, overwrite=overwrite) as file:
-            file.truncate(size)
-            yield file
-        return
-    temporary = Path(from_first(lambda: str(started(path, size=size, overwrite=overwrite))))
-    error = None
+def saved_together(start: Callable[[], Saving], index: Callable[[Sequence[str]], bytes] | None) -> Iterator[list[Path]]:
+    """The files of a save that the first process starts and all of them fill; they get their names when all have.
+
+    `index` makes the text of the index of the names of shards.
+    """
+    started: list[Saving] = []
+
+    def begin() -> list[str]:
+        started.append(start())
+        return list(map(str, started[0].temporaries))
+
+    def end() -> None:
+        (saving,) = started
+        if whole:
+            saving.commit(None if index is None else index(saving.names))
+
+    error, whole = None, False
     try:
-        with open(temporary, "r+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException as raised:  # noqa: BLE001  # raised below, when all know of it
-        error = raised
-    whole = _all(error is None)
-    from_first(lambda: publish(temporary, path, overwrite=overwrite) if whole else temporary.unlink(missing_ok=True))
+        temporaries = from_first(begin)
+        try:
+            yield list(map(Path, temporaries))
+        except BaseException as raised:  # noqa: BLE001  # raised below, when all know of it
+            error = raised
+        whole = error is None if not are_several() else _all(error is None)
+        from_first(end)
+    finally:
+        for saving in started:
+            saving.abandon()  # nothing, if it has ended
     if error is not None:
         raise error
     if not whole:
-        raise RuntimeError(f"{path} was not written: another process failed, and says why")
+        raise RuntimeError("the checkpoint was not written: another process failed, and says why")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 from eformer.model import Rule, UnusedRuleWarning, apply_rule, find_rule
 from eformer.ops.quantization import QuantizedArray
 
-from ._atomic import atomic_file
 from ._entries import Entry
 from ._error import CheckpointError
 from ._open import Checkpoint, open_checkpoint
@@ -44,7 +42,9 @@ def quantize_checkpoint(
     The first rule that matches an array's name decides; what none matches is copied byte for byte, and so are integers
     and what is quantized already. `source` is a file, an index of shards or a folder, of any kind that
     `open_checkpoint` reads; from folder to folder, the small files beside the weights (configuration, tokenizer) are
-    copied too. Memory peaks at about three times the largest array, however large the model is.
+    copied too. What would be replaced must not be a part of `source`.
+
+    Memory peaks at about three times the largest array, however large the model is.
 
     >>> import os, tempfile
     >>> import jax.numpy as jnp
@@ -64,7 +64,7 @@ def quantize_checkpoint(
         weights = {name: e.like for name, e in entries.items() if jnp.issubdtype(e.like.dtype, jnp.floating)}
         chosen = {name: find_rule(rules, name, like) for name, like in weights.items()}
         _warn_unused(rules, chosen)
-        path = write_items(
+        return write_items(
             target,
             [_item(name, entry, chosen.get(name)) for name, entry in entries.items()],
             tree=checkpoint.tree,
@@ -72,9 +72,9 @@ def quantize_checkpoint(
             max_shard_bytes=max_shard_bytes,
             overwrite=overwrite,
             progress=progress,
+            sources=files_of(checkpoint),
+            beside=small_files(source, target),
         )
-    copy_small_files(source, target, overwrite=overwrite)
-    return path
 
 
 def _item(name: str, entry: Entry, rule: Rule | None) -> Item:
@@ -114,18 +114,26 @@ def text_metadata(checkpoint: Checkpoint) -> dict[str, str]:
     return {name: str(value) for name, value in kept.items() if name != "total_size"}
 
 
-def copy_small_files(source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Copy what lies beside the weights from one folder to another; nothing unless both are folders."""
+def files_of(checkpoint: Checkpoint) -> list[Path]:
+    """The files that a checkpoint is read from."""
+    parts = {tensor.file.path for name in checkpoint for tensor in checkpoint.entry(name).tensors}
+    return sorted({each for each in (checkpoint.path, *parts) if each is not None})
+
+
+def small_files(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> list[Path]:
+    """What lies beside the weights in a folder, and goes with them to another; nothing unless both are folders."""
     source, target = Path(source), Path(target)
     if not source.is_dir() or target.suffix in (SUFFIX, GGUF_SUFFIX) or source.resolve() == target.resolve():
-        return
-    for file in sorted(source.iterdir()):
-        weights = file.suffix in WEIGHTS or file.name.endswith(INDEX_SUFFIX)
-        if weights or file.name.startswith(".") or not file.is_file() or file.stat().st_size > MAX_COPIED:
-            continue
-        try:
-            check_inside(source / "index", file)
-        except CheckpointError:  # a link out of the folder: not a part of the checkpoint
-            continue
-        with open(file, "rb") as original, atomic_file(target / file.name, overwrite=overwrite) as copy:
-            shutil.copyfileobj(original, copy)
+        return []
+    return [file for file in sorted(source.iterdir()) if _goes_along(file)]
+
+
+def _goes_along(file: Path) -> bool:
+    weights = file.suffix in WEIGHTS or file.name.endswith(INDEX_SUFFIX)
+    if weights or file.name.startswith(".") or not file.is_file() or file.stat().st_size > MAX_COPIED:
+        return False
+    try:
+        check_inside(file.with_name("index"), file)
+    except CheckpointError:  # a link out of the folder: not a part of the checkpoint
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,41 @@ def find_file(path: str | os.PathLike[str]) -> Path:
         sorted(path.glob(f"*{SUFFIX}")),
         sorted(path.glob(f"*{GGUF_SUFFIX}")),
     ):
-        there = [each for each in found if each.is_file()]
+        files = [each for each in found if each.is_file()]
+        there = [each for each in files if not _is_one_of_several(each)]
         if len(there) == 1:
             return there[0]
+        if files and not there:
+            raise CheckpointError(
+                f"{files[0].name!r} is one of several, and no index says which: name it to open it alone",
+                file=str(path),
+            )
         if there:
             names = ", ".join(each.name for each in there[:5])
             raise CheckpointError(f"there are {len(there)} checkpoints in it ({names}); name one", file=str(path))
     raise CheckpointError(
         f"the folder has no {SUFFIX} file, index of such files, or {GGUF_SUFFIX} file", file=str(path)
     )
+
+
+def state_of(path: str | os.PathLike[str]) -> object:
+    """What is equal as long as no save puts another checkpoint in that place; a file alone is never half replaced."""
+    path = Path(path)
+    folder = path if path.is_dir() else path.parent if is_index(path) else None
+    if folder is None:
+        return None
+    try:
+        heads = [*folder.glob(f"*{INDEX_SUFFIX}"), *folder.glob(f"*{SUFFIX}")]
+        stats = [(head.name, head.lstat()) for head in heads]
+    except FileNotFoundError:  # between the two lines
+        return object()
+    return sorted((name, found.st_ino, found.st_mtime_ns, found.st_size) for name, found in stats)
+
+
+def _is_one_of_several(path: Path) -> bool:
+    """Whether a file is named as one part of a checkpoint is: model-00001-of-00004.safetensors."""
+    found = re.search(r"-(\d{5,})-of-(\d{5,})$", path.stem)
+    return found is not None and int(found[2]) > 1
 
 
 def is_index(path: Path) -> bool:

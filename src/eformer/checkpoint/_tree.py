@@ -1,11 +1,13 @@
 """The structure of a tree as JSON: nested dicts and lists, with the names of arrays at the leaves.
 
 A leaf is a string, None is null, and the rest is `{"dict": {key: node}}`, `{"items": [[key, node], ...]}` for a dict
-with integers among its keys, or `{"list": [node, ...]}`.
+with keys that are not text, or `{"list": [node, ...]}`. Among items, a key is text, an integer, `{"bool": true}`,
+`{"float": 1.5}` or `{"tuple": [key, ...]}`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,16 +26,18 @@ def flattened(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """The named leaves of a tree, and its structure as JSON."""
     named = [(name or SCALAR, leaf) for name, leaf in named_leaves(tree)[0]]
     names = iter([name for name, _ in named])
-    return named, _node(tree, names)
+    return named, _node(tree, names, 0)
 
 
-def _node(tree: Any, names: Iterator[str]) -> Any:
+def _node(tree: Any, names: Iterator[str], depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"the tree is more than {MAX_DEPTH} levels deep, which `load` does not read")
     if tree is None:
         return None
     children, _ = jtu.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree or isinstance(x, QuantizedArray))
     if len(children) == 1 and not children[0][0]:  # no key: a leaf
         return next(names)
-    nodes = [(_key(path[0]), _node(child, names)) for path, child in children]
+    nodes = [(_key(path[0]), _node(child, names, depth + 1)) for path, child in children]
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
         return {"list": [node for _, node in nodes]}
     if not isinstance(tree, dict) and [key for key, _ in nodes] == ["value"] and isinstance(nodes[0][1], str):
@@ -43,9 +47,29 @@ def _node(tree: Any, names: Iterator[str]) -> Any:
     return {"items": [list(node) for node in nodes]}
 
 
-def _key(key: Any) -> str | int:
-    inner = getattr(key, "key", None)
-    return inner if isinstance(inner, (int, str)) else jtu.keystr((key,), simple=True)
+def _key(key: Any) -> Any:
+    """A key as JSON; of what is no dict, the name of the child."""
+    own = isinstance(key, (jtu.DictKey, jtu.FlattenedIndexKey))
+    return _dict_key(key.key) if own else jtu.keystr((key,), simple=True)
+
+
+def _dict_key(key: Any, depth: int = 0) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"a key of a dict is more than {MAX_DEPTH} levels deep")
+    if isinstance(key, bool):
+        return {"bool": key}
+    if isinstance(key, str):
+        return str.__str__(key)
+    if isinstance(key, int):
+        return int(key)
+    if isinstance(key, float) and math.isfinite(key):
+        return {"float": float(key)}
+    if type(key) is tuple:
+        return {"tuple": [_dict_key(each, depth + 1) for each in key]}
+    raise TypeError(
+        f"a key of a dict is {key!r:.100}, a {type(key).__name__}: text, whole and finite numbers, truth values and "
+        "tuples of these come back as they were; make it one of them"
+    )
 
 
 def rebuilt(node: Any, leaf: Callable[[str], Any], depth: int = 0) -> Any:
@@ -56,15 +80,29 @@ def rebuilt(node: Any, leaf: Callable[[str], Any], depth: int = 0) -> Any:
         return None
     if isinstance(node, str):
         return leaf(node)
-    kind, content = next(iter(node.items())) if isinstance(node, dict) and len(node) == 1 else ("", None)
+    kind, content = _only(node)
     if kind == "dict" and isinstance(content, dict):
         return {key: rebuilt(child, leaf, depth + 1) for key, child in content.items()}
     if kind == "list" and isinstance(content, list):
         return [rebuilt(child, leaf, depth + 1) for child in content]
-    if kind == "items" and isinstance(content, list) and all(_is_pair(pair) for pair in content):
-        return {key: rebuilt(child, leaf, depth + 1) for key, child in content}
+    if kind == "items" and isinstance(content, list) and all(isinstance(p, list) and len(p) == 2 for p in content):
+        found = {_rebuilt_key(key): rebuilt(child, leaf, depth + 1) for key, child in content}
+        if len(found) == len(content):
+            return found
     raise CheckpointError(f"the tree has a node {str(node)[:100]}, which is no dict, list or name")
 
 
-def _is_pair(pair: Any) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (int, str)
+def _rebuilt_key(key: Any, depth: int = 0) -> Any:
+    if type(key) in (int, str):
+        return key
+    kind, content = _only(key)
+    if (kind == "bool" and type(content) is bool) or (kind == "float" and type(content) is float):
+        return content
+    if kind == "tuple" and isinstance(content, list) and depth < MAX_DEPTH:
+        return tuple(_rebuilt_key(each, depth + 1) for each in content)
+    raise CheckpointError(f"the tree has a node with a key {str(key)[:100]}, which is no key that was saved")
+
+
+def _only(node: Any) -> tuple[str, Any]:
+    """The one entry of a dict; no kind of ours if it is something else."""
+    return next(iter(node.items())) if isinstance(node, dict) and len(node) == 1 else ("", None)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ._atomic import check_free, sync_folder
+from ._atomic import room_for
 from ._describe import KEY, VERSION
 from ._dtypes import dtype_name
-from ._header import MAX_HEADER, METADATA
-from ._processes import from_first, is_first, shared_file
+from ._error import CheckpointError
+from ._header import MAX_HEADER, METADATA, checked_shape
+from ._leftovers import index_path
+from ._processes import is_first, saved_together
 from ._progress import Meter, Progress
 from ._records import Part, Record, contiguous_bytes
-from ._sources import INDEX_SUFFIX, SUFFIX, shards_of
+from ._saving import Saving
+from ._sources import SUFFIX, parse_index
 
 CHUNK = 1 << 24  # bytes between two calls of `progress`
 ALIGNMENT = 64  # of the first tensor: what vector instructions, and JAX on CPU, like
@@ -33,41 +39,36 @@ def write_safetensors(
     max_shard_bytes: int | None,
     overwrite: bool,
     progress: Progress | None,
+    **how: Sequence[Path],
 ) -> Path:
-    """The file that was written, or the index of its shards; a folder gets a "model.safetensors"."""
+    """The file that was written, or the index of its shards; a folder gets a "model.safetensors".
+
+    `how` are the `sources` and what lies `beside` them, as `Saving` takes them.
+    """
     single = Path(path) if Path(path).suffix == SUFFIX else Path(path) / f"model{SUFFIX}"
-    index = single.with_name(single.name + INDEX_SUFFIX)
-    _check_names(records)
+    _check_records(records)
     shards = _shards(records, max_shard_bytes)
-
-    def plan() -> Any:
-        for target in (single, index):
-            check_free(target, overwrite=overwrite)
-        old = [str(path) for path in _written_before(single, index)]
-        return old, _shard_names(single, len(shards)) if len(shards) > 1 else []
-
-    old, names = from_first(plan)
-    old = set(map(Path, old))
     meter = Meter(progress, sum(record.nbytes for record in records))
     given = _checked_metadata(metadata)
-    if len(shards) == 1:
-        _write_file(single, shards[0], {**given, **_ours(shards[0], tree)}, overwrite, meter)
-        from_first(lambda: _remove(old - {single}))
-        return single
-    weight_map = {p.name: name for name, shard in zip(names, shards, strict=True) for r in shard for p in r.parts}
-    summary = {"total_size": meter.total, **given, KEY: {"version": VERSION, "tree": tree}}
-    try:
-        for name, shard in zip(names, shards, strict=True):
-            _write_file(single.with_name(name), shard, {**given, **_ours(shard, None)}, False, meter)
-        text = json.dumps({"metadata": summary, "weight_map": weight_map}, indent=1).encode()
-        with shared_file(index, size=len(text), overwrite=overwrite) as file:
-            if is_first():
-                file.write(text)
-    except BaseException:
-        from_first(lambda: _remove({single.with_name(name) for name in names}))
-        raise
-    from_first(lambda: _remove(old - {index}))
-    return index
+    several = len(shards) > 1
+    layouts = [_laid_out(shard, {**given, **_ours(shard, None if several else tree)}) for shard in shards]
+
+    def index(names: Sequence[str]) -> bytes:
+        weight_map = {p.name: name for name, shard in zip(names, shards, strict=True) for r in shard for p in r.parts}
+        summary = {"total_size": meter.total, **given, KEY: {"version": VERSION, "tree": tree}}
+        return json.dumps({"metadata": summary, "weight_map": weight_map}, indent=1).encode()
+
+    def start() -> Saving:
+        saving = Saving(single, [each.size for each in layouts], overwrite=overwrite, **how)
+        if several:
+            _check_index(index(saving.names), saving)
+        return saving
+
+    with saved_together(start, index if several else None) as temporaries:
+        for temporary, shard, layout in zip(temporaries, shards, layouts, strict=True):
+            with room_for(single, layout.size):
+                _write_file(temporary, shard, layout, meter)
+    return index_path(single) if several else single
 
 
 def _ours(records: Sequence[Record], tree: Any) -> dict[str, str]:
@@ -92,31 +93,19 @@ def _shards(records: Sequence[Record], most: int | None) -> list[list[Record]]:
     return shards
 
 
-def _shard_names(single: Path, count: int) -> list[str]:
-    """The usual names; if one is taken, all get a number more: an old index keeps its shards until the new is there."""
-    for attempt in range(10_000):
-        tag = f"-{attempt}" if attempt else ""
-        names = [f"{single.stem}{tag}-{i + 1:05}-of-{count:05}{SUFFIX}" for i in range(count)]
-        if not any(os.path.lexists(single.with_name(name)) for name in names):
-            return names
-    raise FileExistsError(f"{single.parent} is full of shards that no index names; remove them")
+def _check_index(text: bytes, saving: Saving) -> None:
+    """A ValueError if the index could not be read again."""
+    try:
+        if len(text) > MAX_HEADER:
+            raise CheckpointError(f"an index of {len(text)} bytes, and {MAX_HEADER} are read")
+        parse_index(text, saving.index)
+    except CheckpointError as error:
+        saving.abandon()
+        raise ValueError(f"{saving.path} can't be split: {error.what}") from None
 
 
-def _written_before(single: Path, index: Path) -> set[Path]:
-    """What the checkpoint of that name consists of now."""
-    found = {path for path in (single, index) if os.path.lexists(path)}
-    return found | (shards_of(index) if index in found else set())
-
-
-def _remove(paths: set[Path]) -> None:
-    # The index first, so that none is left without its shards.
-    for path in sorted(paths, key=lambda path: path.suffix == SUFFIX):
-        path.unlink(missing_ok=True)
-    if paths:
-        sync_folder(next(iter(paths)).parent)
-
-
-def _check_names(records: Sequence[Record]) -> None:
+def _check_records(records: Sequence[Record]) -> None:
+    """A ValueError if there is a name or a shape that could not be read again."""
     seen: dict[str, str] = {}
     for record in records:
         for part in record.parts:
@@ -126,6 +115,8 @@ def _check_names(records: Sequence[Record]) -> None:
                 raise ValueError(f"{METADATA!r} is reserved by safetensors; give that leaf another name")
             if part.name in seen:
                 raise ValueError(f"{record.name!r} and {seen[part.name]!r} would both write a tensor {part.name!r}")
+            if checked_shape(list(part.shape)) is None:
+                raise ValueError(f"{part.name!r} has the shape {part.shape}, which no reader of ours takes")
             seen[part.name] = record.name
 
 
@@ -147,7 +138,15 @@ def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     return given
 
 
-def _write_file(path: Path, records: Sequence[Record], metadata: dict[str, str], overwrite: bool, meter: Meter) -> None:
+class _Layout(NamedTuple):
+    """Where the tensors of a file go."""
+
+    header: bytes
+    offsets: Mapping[str, int]  # from the end of the header
+    size: int
+
+
+def _laid_out(records: Sequence[Record], metadata: dict[str, str]) -> _Layout:
     # Widest elements first: then each tensor lies at a multiple of its element's size, and there are no gaps.
     parts = sorted((part for record in records for part in record.parts), key=lambda part: -part.dtype.itemsize)
     offsets: dict[str, int] = {}
@@ -156,19 +155,24 @@ def _write_file(path: Path, records: Sequence[Record], metadata: dict[str, str],
         offsets[part.name] = end
         end += part.nbytes
     header = _header(parts, offsets, metadata)
-    with shared_file(path, size=len(header) + end, overwrite=overwrite) as file:
+    return _Layout(header, offsets, len(header) + end)
+
+
+def _write_file(path: Path, records: Sequence[Record], layout: _Layout, meter: Meter) -> None:
+    with open(path, "r+b", buffering=0) as file:
         if is_first():
-            file.write(header)
+            _write_at(file, 0, memoryview(layout.header))
         for record in records:
             for part, value in zip(record.parts, record.values(), strict=True):
-                done = meter.done
+                done, offset = meter.done, len(layout.header) + layout.offsets[part.name]
                 for index, piece in _pieces(value):
-                    _write_piece(file, len(header) + offsets[part.name], part, index, piece, record.name, meter)
+                    _write_piece(file, offset, part, index, piece, record.name, meter)
                 others = done + part.nbytes - meter.done  # bytes that other processes write
                 if others:
                     meter.add(record.name, others)
                 del value
             record.done()
+        os.fsync(file.fileno())
 
 
 def _pieces(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -178,23 +182,41 @@ def _pieces(value: Any) -> Iterable[tuple[Any, Any]]:
     return [((), value)] if is_first() else []
 
 
-def _write_piece(file: BinaryIO, offset: int, part: Part, index: Any, piece: Any, name: str, meter: Meter) -> None:
+def _write_piece(file: FileIO, offset: int, part: Part, index: Any, piece: Any, name: str, meter: Meter) -> None:
+    """Write a part of a tensor: as many runs of bytes as it lies in, in the order of the file.
+
+    The file is not mapped: if there is no room after all, writing raises where a mapping would end the process.
+    """
     slices = [slice(*each.indices(n)) for each, n in zip(index, part.shape, strict=False)]
     shape = tuple(each.stop - each.start for each in slices) or part.shape
     data = contiguous_bytes(piece, Part(part.name, part.dtype, shape))
     if not len(data):
         return
-    if shape[1:] != part.shape[1:]:  # it does not lie in one run
-        file.flush()
-        target = np.memmap(file, np.uint8, "r+", offset, (*part.shape, part.dtype.itemsize))
-        target[tuple(slices)] = np.frombuffer(data, np.uint8).reshape(*shape, part.dtype.itemsize)
-        target.flush()
-        meter.add(name, len(data))
-        return
-    file.seek(offset + (slices[0].start * len(data) // shape[0] if slices else 0))
-    for start in range(0, len(data), CHUNK):
-        file.write(data[start : start + CHUNK])
-        meter.add(name, len(data[start : start + CHUNK]))
+    for start, length, at in _runs(part, slices, shape):
+        for begin in range(0, length, CHUNK):
+            count = min(CHUNK, length - begin)
+            _write_at(file, offset + at + begin, data[start + begin : start + begin + count])
+            meter.add(name, count)
+
+
+def _runs(part: Part, slices: Sequence[slice], shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """Where each run of bytes of a piece begins in the piece, its length, and where it belongs in the tensor."""
+    whole = len(shape)  # axes from here on are whole: with the one before, they are one run
+    while whole and shape[whole - 1] == part.shape[whole - 1]:
+        whole -= 1
+    outer = max(whole - 1, 0)
+    length = math.prod(shape[outer:]) * part.dtype.itemsize
+    strides = [math.prod(part.shape[i + 1 :]) * part.dtype.itemsize for i in range(len(shape))]
+    starts = [each.start for each in slices]
+    base = sum(map(operator.mul, starts, strides))
+    for number, position in enumerate(np.ndindex(*shape[:outer])):
+        yield number * length, length, base + sum(map(operator.mul, position, strides))
+
+
+def _write_at(file: FileIO, offset: int, data: memoryview) -> None:
+    file.seek(offset)
+    while len(data):
+        data = data[file.write(data) :]
 
 
 def _header(parts: Sequence[Part], offsets: Mapping[str, int], metadata: dict[str, str]) -> bytes:

@@ -1,0 +1,103 @@
+"""What a save that was killed has left: found by its journal, and removed when no process holds that.
+
+A save of `model.safetensors` with the random token T has
+
+    .model.safetensors.T.saving          its journal, JSON, which it holds a lock on as long as it lives
+    .model.safetensors.T.0.tmp           the file, or the index, before it takes its name
+    .model.safetensors.T.1.tmp           shards and copies, likewise
+    model-T-00001-of-00002.safetensors   shards, T cut to eight digits, from when all is written
+
+Nothing is removed that is not named so with the token of a journal, or that an index in the folder names. The journal
+also tells which shards the index that was replaced had, for the case that the end came before they were removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ._atomic import short
+from ._locks import hold
+from ._sources import INDEX_SUFFIX, SUFFIX, shards_of
+
+MAX_JOURNAL = 10_000_000  # bytes
+
+
+def new_token() -> str:
+    return secrets.token_hex(8)
+
+
+def lock_path(path: Path) -> Path:
+    return path.with_name(f".{short(path.name)}.lock")
+
+
+def journal_path(path: Path, token: str) -> Path:
+    return path.with_name(f".{short(path.name)}.{token}.saving")
+
+
+def temporary_path(path: Path, token: str, number: int) -> Path:
+    return path.with_name(f".{short(path.name)}.{token}.{number}.tmp")
+
+
+def shard_name(path: Path, token: str, number: int, count: int) -> str:
+    return f"{path.stem}-{token[:8]}-{number:05}-of-{count:05}{SUFFIX}"
+
+
+def index_path(path: Path) -> Path:
+    return path.with_name(path.name + INDEX_SUFFIX)
+
+
+def named_by_indexes(folder: Path, *, but: Path | None = None) -> set[Path]:
+    """The shards that the indexes in a folder name."""
+    indexes = (each for each in folder.glob(f"*{INDEX_SUFFIX}") if each != but)
+    return {shard for index in indexes for shard in shards_of(index)}
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Remove files as far as that can be done; what stays is left to the next save."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def sweep(path: Path) -> None:
+    """Remove what killed saves of `path` have left; to be called under its lock."""
+    names = os.listdir(path.parent)
+    journal = re.compile(re.escape(f".{short(path.name)}.") + r"([0-9a-f]{16})\.saving")
+    for found in filter(None, map(journal.fullmatch, names)):
+        with contextlib.suppress(OSError):
+            _sweep_one(path, found[1], path.with_name(found[0]), names)
+
+
+def _sweep_one(path: Path, token: str, journal: Path, names: list[str]) -> None:
+    handle = os.open(journal, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode) or not hold(handle):
+            return
+        temporary = re.compile(re.escape(f".{short(path.name)}.{token}.") + r"\d+\.tmp")
+        shard = re.compile(re.escape(f"{path.stem}-{token[:8]}-") + r"\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
+        left = {path.with_name(name) for name in names if temporary.fullmatch(name) or shard.fullmatch(name)}
+        if temporary_path(path, token, 0) not in left:  # it has its name, and what it replaced can go
+            left |= _replaced(path, handle)
+        remove(left - named_by_indexes(path.parent))
+        remove([journal])
+    finally:
+        os.close(handle)
+
+
+def _replaced(path: Path, journal: int) -> set[Path]:
+    """The shards that the journal of a killed save meant to remove."""
+    try:
+        told: Any = json.loads(os.pread(journal, MAX_JOURNAL, 0) or b"{}")
+        names = list(told["replaces"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return set()
+    own = re.compile(re.escape(f"{path.stem}-") + r"[^/\\:\0]*" + re.escape(SUFFIX))
+    return {path.with_name(name) for name in names if isinstance(name, str) and own.fullmatch(name)}

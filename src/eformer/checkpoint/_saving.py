@@ -1,0 +1,206 @@
+"""A save: files under names of their own, which take their places together, or are removed.
+
+Writers may be many, as threads or processes, and each may be killed at any moment: what is found under a path is the
+checkpoint of one of them, whole, or the one that was there before.
+
+1. All room is reserved, in files with a random token in their names. A journal with the same token is held by a lock.
+2. They are written and brought to the disk.
+3. Under the lock of the path, shards take their names, which no other save has; then the file, or the index, replaces
+   the one that is there, in one step; then the shards that the old index named are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import json
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from ._atomic import check_free, make_folder, reserve, room_for, sync_folder, unmake_folders
+from ._leftovers import (
+    index_path,
+    journal_path,
+    lock_path,
+    named_by_indexes,
+    new_token,
+    remove,
+    shard_name,
+    sweep,
+    temporary_path,
+)
+from ._locks import hold, locked
+from ._sources import shards_of
+
+PATIENCE = 0.2  # seconds that the end of a process waits for a save to put its files in place
+_living: weakref.WeakSet[Saving] = weakref.WeakSet()
+
+
+class Saving:
+    """Files of `sizes` bytes that are to become `path`, or its shards if there are several.
+
+    `temporaries` are to be filled; `commit` puts them in place, and `abandon` removes them. `sources` are files that
+    must not be replaced; copies of `beside` go into the folder with the rest.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        sizes: Sequence[int],
+        *,
+        overwrite: bool,
+        sources: Iterable[Path] = (),
+        beside: Sequence[Path] = (),
+    ) -> None:
+        self.path, self.index, self.overwrite = path, index_path(path), overwrite
+        self.beside = {path.with_name(each.name): each for each in beside}
+        self._check(sources)
+        self._mutex, self._made, self._handle = threading.RLock(), make_folder(path.parent), None
+        self.committed = self.ended = False
+        total = sum(sizes) + sum(each.stat().st_size for each in beside)
+        with room_for(path, total):
+            try:
+                self._begin(len(sizes))
+                _living.add(self)
+                for temporary, size in zip(self.temporaries, sizes, strict=True):
+                    reserve(temporary, size)
+            except BaseException:
+                self.abandon()
+                raise
+
+    def _check(self, sources: Iterable[Path]) -> None:
+        """An error if something would be replaced that must not be."""
+        for each in (self.path, self.index):
+            check_free(each, overwrite=self.overwrite)
+        for copy, original in self.beside.items():
+            if os.path.lexists(copy) and not filecmp.cmp(original, copy, shallow=False):
+                check_free(copy, overwrite=self.overwrite)
+        if self.path in named_by_indexes(self.path.parent, but=self.index):
+            raise ValueError(f"{self.path} is a shard of another checkpoint in its folder; write to another place")
+        replaced = {self.path, self.index, *shards_of(self.index), *self.beside}
+        inputs = set(map(_identity, sources))
+        for each in sorted(replaced):
+            if os.path.exists(each) and _identity(each) in inputs:
+                raise ValueError(f"{each} is read, and would be replaced: write to another place, and move it then")
+
+    def _begin(self, count: int) -> None:
+        self.token, self.names, self.temporaries = "", [], []
+        with locked(lock_path(self.path)) as alone:
+            if alone:
+                sweep(self.path)
+            taken = True
+            while taken:
+                self.token = new_token()
+                self.names = [shard_name(self.path, self.token, i + 1, count) for i in range(count)]
+                taken = any(os.path.lexists(self.path.with_name(name)) for name in self.names)
+            self._handle = os.open(journal_path(self.path, self.token), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            hold(self._handle)
+        first = 0 if count == 1 else 1  # 0 is what takes the last step
+        self.temporaries = [temporary_path(self.path, self.token, first + i) for i in range(count)]
+
+    def commit(self, index: bytes | None = None) -> Path:
+        """Put the files in place, with the text of their index if there are several."""
+        with self._mutex, room_for(self.path, len(index or b"")):
+            final = self.path if index is None else self.index
+            head, copies = self._prepared(index)
+            with locked(lock_path(self.path)):
+                for each in (self.path, self.index):
+                    check_free(each, overwrite=self.overwrite)
+                old = shards_of(self.index) - named_by_indexes(self.path.parent, but=self.index)
+                self._note({"replaces": sorted(each.name for each in old)})
+                for copy, temporary in copies.items():
+                    os.replace(temporary, copy)
+                if index is not None:
+                    for name, temporary in zip(self.names, self.temporaries, strict=True):
+                        os.replace(temporary, self.path.with_name(name))
+                    sync_folder(self.path.parent)
+                os.replace(head, final)
+                self.committed = True
+                sync_folder(self.path.parent)
+                # The index goes before its shards, so that none is left without them.
+                for each in (self.path, self.index, *old):
+                    if each != final and os.path.lexists(each):
+                        each.unlink(missing_ok=True)
+                remove([journal_path(self.path, self.token)])
+                sync_folder(self.path.parent)
+            self._end()
+            return final
+
+    def _prepared(self, index: bytes | None) -> tuple[Path, dict[Path, Path]]:
+        """The file that takes the last step, and those of the copies that are not there already; all on the disk."""
+        head = temporary_path(self.path, self.token, 0)
+        if index is not None:
+            with _to_disk(head) as file:
+                file.write(index)
+        copies = {}
+        for number, (copy, original) in enumerate(self.beside.items(), len(self.names) + 1):
+            if os.path.lexists(copy) and filecmp.cmp(original, copy, shallow=False):
+                continue
+            copies[copy] = temporary_path(self.path, self.token, number)
+            with open(original, "rb") as source, _to_disk(copies[copy]) as file:
+                shutil.copyfileobj(source, file)
+        return head, copies
+
+    def _note(self, told: dict[str, list[str]]) -> None:
+        assert self._handle is not None
+        os.pwrite(self._handle, json.dumps(told).encode(), 0)
+
+    def abandon(self) -> None:
+        """Remove what was written, unless it has its place."""
+        with self._mutex:
+            if not self.ended and not self.committed and self._handle is not None:
+                last = len(self.names) + len(self.beside)
+                remove(temporary_path(self.path, self.token, number) for number in range(last + 1))
+                remove(self.path.with_name(name) for name in self.names)
+                remove([journal_path(self.path, self.token)])
+            self._end()
+
+    def _end(self) -> None:
+        """From here on what is left, if anything is, is for the next save to remove."""
+        if self._handle is not None:
+            os.close(self._handle)
+        self._handle, self.ended = None, True
+        _living.discard(self)
+        if not self.committed:
+            unmake_folders(self._made)
+
+
+def abandon_all() -> None:
+    """Remove what the saves that are under way in this process have written: it is about to end."""
+    for saving in list(_living):
+        if saving._mutex.acquire(timeout=PATIENCE):  # else it is putting its files in place
+            saving.abandon()
+            saving._mutex.release()
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, *, overwrite: bool, size: int = 0, **how: Iterable[Path]) -> Iterator[BinaryIO]:
+    """A file to write that takes the name `path` when the block ends, and is removed if it raises."""
+    saving = Saving(path, [size], overwrite=overwrite, **how)  # pyright: ignore[reportArgumentType]
+    try:
+        with room_for(path, size), open(saving.temporaries[0], "r+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        saving.commit()
+    except BaseException:
+        saving.abandon()
+        raise
+
+
+@contextlib.contextmanager
+def _to_disk(path: Path) -> Iterator[BinaryIO]:
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
