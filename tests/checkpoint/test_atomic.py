@@ -88,6 +88,35 @@ def test_a_whole_checkpoint_is_there_at_any_line(
     assert load(folder)["a"].shape == (40,)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that came in a destructor
+@pytest.mark.parametrize("most", [None, 200], ids=["one file", "shards"])
+def test_an_interrupt_at_any_line_leaves_a_whole_checkpoint(
+    most: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Ctrl-C raises wherever the main thread is, also between two lines that belong together."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    monkeypatch.setattr(_locks, "SECONDS", 0.1)
+    save(tmp_path, filled(0), max_shard_bytes=200)
+    lines = len(at_each_line(lambda: save(tmp_path, filled(0), max_shard_bytes=most, overwrite=True), lambda: None))
+    before, found = 0.0, set()
+    for line in [*range(0, lines - 80, 7), *range(lines - 80, lines)]:  # at the end all takes its place
+        turns = iter(range(line, -1, -1))
+
+        def interrupt(turns: Iterator[int] = turns) -> None:
+            if next(turns, 1) == 0:
+                raise KeyboardInterrupt
+
+        with contextlib.suppress(KeyboardInterrupt):
+            at_each_line(lambda: save(tmp_path, filled(line), max_shard_bytes=most, overwrite=True), interrupt)  # noqa: B023
+        (value,) = values(tmp_path)
+        assert value in (before, line)
+        before = value
+        found.add(value == line)
+    assert found == {True, False}
+    save(tmp_path, filled(-1), overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
 KILLED = """
 import os, signal, sys
 import numpy as np
@@ -129,10 +158,13 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path):
 
 def test_what_a_living_save_has_stays(tmp_path: Path):
     names = left_by_a_killed_save(tmp_path)
-    with open(tmp_path / names[0], "r+b") as journal:
-        assert _locks.hold(journal.fileno())
-        save(tmp_path, filled(0))
-        assert all((tmp_path / name).exists() for name in names)
+    journal = _locks.OpenFile(tmp_path / names[0])
+    assert journal.hold()
+    save(tmp_path, filled(0))
+    assert all((tmp_path / name).exists() for name in names)
+    journal.close()
+    save(tmp_path, filled(0), overwrite=True)
+    assert not any((tmp_path / name).exists() for name in names)
 
 
 NOT_OURS = [

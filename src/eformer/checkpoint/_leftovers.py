@@ -18,13 +18,12 @@ import json
 import os
 import re
 import secrets
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ._atomic import short
-from ._locks import hold
+from ._locks import OpenFile
 from ._sources import INDEX_SUFFIX, SUFFIX, shards_of
 
 MAX_JOURNAL = 10_000_000  # bytes
@@ -77,19 +76,19 @@ def sweep(path: Path) -> None:
 
 
 def _sweep_one(path: Path, token: str, journal: Path, names: list[str]) -> None:
-    handle = os.open(journal, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    file = OpenFile(journal)
     try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode) or not hold(handle):
+        if not file.is_regular() or not file.hold():
             return
         temporary = re.compile(re.escape(f".{short(path.name)}.{token}.") + r"\d+\.tmp")
         shard = re.compile(re.escape(f"{path.stem}-{token[:8]}-") + r"\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
         left = {path.with_name(name) for name in names if temporary.fullmatch(name) or shard.fullmatch(name)}
         if temporary_path(path, token, 0) not in left:  # it has its name, and what it replaced can go
-            left |= _replaced(path, handle)
+            left |= _replaced(path, file.handle)
         remove(left - named_by_indexes(path.parent))
         remove([journal])
     finally:
-        os.close(handle)
+        file.close()
 
 
 def _replaced(path: Path, journal: int) -> set[Path]:

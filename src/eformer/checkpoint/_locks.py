@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +18,44 @@ SECONDS = 60.0  # that a save waits for others to put their files in place, whic
 PAUSE = 0.002
 
 
-def hold(handle: int) -> bool | None:
-    """Lock an open file until it is closed: False if another has it, None where the file system has no locks."""
-    if fcntl is None:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
+class OpenFile:
+    """A file that is open until it is closed or forgotten, as an interrupt may make it be."""
+
+    handle = -1  # when it is closed
+
+    def __init__(self, path: Path, flags: int = 0) -> None:
+        safely = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # no link to elsewhere, no pipe that waits
+        self.path, self.handle = path, os.open(path, os.O_RDWR | safely | flags, 0o666)
+
+    def hold(self) -> bool | None:
+        """Lock it until it is closed: False if another has it, None where the file system has no locks."""
+        if fcntl is None:
+            return None
+        try:
+            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return None
+        return True
+
+    def is_regular(self) -> bool:
+        return stat.S_ISREG(os.fstat(self.handle).st_mode)
+
+    def has_its_name(self) -> bool:
+        """Whether no other file has taken its name, nor was it removed."""
+        try:
+            there = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(os.fstat(self.handle), there)
+
+    def close(self) -> None:
+        handle, self.handle = self.handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    __del__ = close
 
 
 @contextlib.contextmanager
@@ -36,37 +64,26 @@ def locked(path: Path) -> Iterator[bool]:
 
     The file `path` is there during the block. One that a killed process left is taken over.
     """
-    handle = _acquired(path)
+    file = _acquired(path)
     try:
-        yield handle is not None
+        yield file is not None
     finally:
-        if handle is not None:
-            path.unlink(
-                missing_ok=True
-            )  # while it is held: whoever waits for it finds that it is gone, and makes another
-            os.close(handle)
+        if file is not None:
+            path.unlink(missing_ok=True)  # while it is held: who waits for it finds that it is gone, and makes another
+            file.close()
 
 
-def _acquired(path: Path) -> int | None:
+def _acquired(path: Path) -> OpenFile | None:
     deadline = time.monotonic() + SECONDS
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
-        held = hold(handle)
-        if held and is_at(handle, path):
-            return handle
-        os.close(handle)
+        file = OpenFile(path, os.O_CREAT)
+        held = file.hold()
+        if held and file.has_its_name():
+            return file
+        file.close()
         if held is None:
             path.unlink(missing_ok=True)
             return None
         if time.monotonic() > deadline:
             raise TimeoutError(f"another process has held {path} for {SECONDS:.0f} seconds, which takes a moment else")
         time.sleep(PAUSE)
-
-
-def is_at(handle: int, path: Path) -> bool:
-    """Whether an open file is the one that has this name."""
-    try:
-        there = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(os.fstat(handle), there)

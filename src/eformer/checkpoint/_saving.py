@@ -34,7 +34,7 @@ from ._leftovers import (
     sweep,
     temporary_path,
 )
-from ._locks import hold, locked
+from ._locks import OpenFile, locked
 from ._sources import shards_of
 
 PATIENCE = 0.2  # seconds that the end of a process waits for a save to put its files in place
@@ -60,8 +60,9 @@ class Saving:
         self.path, self.index, self.overwrite = path, index_path(path), overwrite
         self.beside = {path.with_name(each.name): each for each in beside}
         self._check(sources)
-        self._mutex, self._made, self._handle = threading.RLock(), make_folder(path.parent), None
-        self.committed = self.ended = False
+        self._mutex, self._journal, self._made = threading.RLock(), None, make_folder(path.parent)
+        self._placing, self.ended = False, False
+        self.token, self.names, self.temporaries = "", [], []
         total = sum(sizes) + sum(each.stat().st_size for each in beside)
         with room_for(path, total):
             try:
@@ -89,7 +90,6 @@ class Saving:
                 raise ValueError(f"{each} is read, and would be replaced: write to another place, and move it then")
 
     def _begin(self, count: int) -> None:
-        self.token, self.names, self.temporaries = "", [], []
         with locked(lock_path(self.path)) as alone:
             if alone:
                 sweep(self.path)
@@ -98,8 +98,8 @@ class Saving:
                 self.token = new_token()
                 self.names = [shard_name(self.path, self.token, i + 1, count) for i in range(count)]
                 taken = any(os.path.lexists(self.path.with_name(name)) for name in self.names)
-            self._handle = os.open(journal_path(self.path, self.token), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            hold(self._handle)
+            self._journal = OpenFile(journal_path(self.path, self.token), os.O_CREAT | os.O_EXCL)
+            self._journal.hold()
         first = 0 if count == 1 else 1  # 0 is what takes the last step
         self.temporaries = [temporary_path(self.path, self.token, first + i) for i in range(count)]
 
@@ -119,8 +119,8 @@ class Saving:
                     for name, temporary in zip(self.names, self.temporaries, strict=True):
                         os.replace(temporary, self.path.with_name(name))
                     sync_folder(self.path.parent)
+                self._placing = True
                 os.replace(head, final)
-                self.committed = True
                 sync_folder(self.path.parent)
                 # The index goes before its shards, so that none is left without them.
                 for each in (self.path, self.index, *old):
@@ -147,13 +147,18 @@ class Saving:
         return head, copies
 
     def _note(self, told: dict[str, list[str]]) -> None:
-        assert self._handle is not None
-        os.pwrite(self._handle, json.dumps(told).encode(), 0)
+        assert self._journal is not None
+        os.pwrite(self._journal.handle, json.dumps(told).encode(), 0)
+
+    @property
+    def committed(self) -> bool:
+        """Whether the file, or the index, has its place. The disk tells: an interrupt may come at any moment."""
+        return self._placing and not os.path.lexists(temporary_path(self.path, self.token, 0))
 
     def abandon(self) -> None:
         """Remove what was written, unless it has its place."""
         with self._mutex:
-            if not self.ended and not self.committed and self._handle is not None:
+            if not self.ended and self.token and not self.committed:
                 last = len(self.names) + len(self.beside)
                 remove(temporary_path(self.path, self.token, number) for number in range(last + 1))
                 remove(self.path.with_name(name) for name in self.names)
@@ -162,9 +167,9 @@ class Saving:
 
     def _end(self) -> None:
         """From here on what is left, if anything is, is for the next save to remove."""
-        if self._handle is not None:
-            os.close(self._handle)
-        self._handle, self.ended = None, True
+        if self._journal is not None:
+            self._journal.close()
+        self.ended = True
         _living.discard(self)
         if not self.committed:
             unmake_folders(self._made)
