@@ -85,11 +85,27 @@ def test_quantize_reads_and_writes_shards(run, dense: Path, tmp_path: Path):
     assert formats_of(tmp_path / "b.safetensors")["layers.0.kernel"] == "nf4"
 
 
-def test_quantize_replaces_with_force(run, dense: Path):
-    before = (dense / "model.safetensors").stat().st_size
-    assert run("quantize", dense, dense, "--force").code == 0
-    assert (dense / "model.safetensors").stat().st_size < before
-    assert {path.name for path in dense.iterdir()} == FILES
+def test_quantize_replaces_with_force_and_names_what_it_replaced(run, dense: Path, tmp_path: Path):
+    small = tmp_path / "small"
+    old = save(small, {f"x{i}": np.ones(9) for i in range(3)}, max_shard_bytes=100)
+    shards = sorted(small.glob("*.safetensors"))
+    for name in ("config.json", "notes.txt"):
+        (small / name).write_text("mine")
+    ran = run("quantize", dense, small, "--force", "--json")
+    assert ran.code == 0
+    assert json.loads(ran.out)["replaced"] == sorted(map(str, [small / "config.json", old, *shards]))
+    assert {path.name for path in small.iterdir()} == FILES | {"notes.txt"}
+    assert (small / "notes.txt").read_text() == "mine"
+    text = run("quantize", dense, small, "--force").out
+    assert f"replaced: {small / 'model.safetensors'}\n" in text  # the others are what they were
+    assert "replaced" not in run("quantize", dense, tmp_path / "new").out
+
+
+def test_convert_names_what_it_replaced(run, dense: Path, tmp_path: Path):
+    (tmp_path / "other.gguf").touch()
+    save_gguf(tmp_path / "a.gguf", {"w": np.ones(3, np.float32)})
+    ran = run("convert", dense, tmp_path / "a.gguf", "--force", "--json")
+    assert json.loads(ran.out)["replaced"] == [str(tmp_path / "a.gguf")]
 
 
 def test_quantize_reports(run, dense: Path, tmp_path: Path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,8 +17,8 @@ import numpy as np
 import pytest
 
 import eformer
-from eformer.checkpoint import save
-from eformer.cli import _compare, main
+from eformer.checkpoint import load, save
+from eformer.cli import _compare, _quantize, main
 from eformer.cli._interrupt import deferred
 from eformer.cli._progress import lines, showing
 
@@ -41,6 +43,8 @@ COMMANDS = ["quantize", "inspect", "compare", "convert", "bench", "demo"]
         (["quantize", "a", "b", "--shard", "big"], "'big' is no size: write 5GB, 500MB"),
         (["quantize", "a", "b.bin"], "'b.bin' must end in .safetensors or .gguf, or be a folder"),
         (["convert", "a", "b", "--to", "onnx"], "invalid choice: 'onnx'"),
+        (["quantize", "a", "b", "--report", "a/model.safetensors", "--force"], "must end in .html or .htm"),
+        (["compare", "a", "b", "--report", "a/model.safetensors", "--force"], "must end in .html or .htm"),
         (["bench", "4096x4096"], "'4096x4096' is no problem: write MxKxN"),
         (["bench", "1x16x64"], "K >= 32"),
         (["bench", "--repeats", "0"], "'0' must be a whole number of at least 1"),
@@ -70,7 +74,13 @@ FAILURES = {
     "does not fit": (["quantize", "a", "new", "--rule", "bias=nf4,axis=-2"], "'bias', float32[8], can't be quantized"),
     "to GGUF": (["quantize", "a", "new.gguf"], "`eformer convert` makes GGUF"),
     "embeddings of nothing": (["quantize", "a", "new", "--format", "keep", "--embeddings", "int8"], "write a --rule"),
-    "page of itself": (["quantize", "a", "a", "--force", "--report", "p.html"], "write to another place"),
+    "over itself": (["quantize", "a", "a", "--force"], "write to another place"),
+    "over a part": (["quantize", "sharded", "sharded/1.safetensors", "--force"], "write to another place"),
+    "a part over the whole": (["quantize", "sharded/1.safetensors", "sharded", "--force"], "write to another place"),
+    "converted over itself": (["convert", "a", "a/model.safetensors", "--force"], "write to another place"),
+    "page over a model": (["compare", "a", "a", "--report", "link.html", "--force"], "link.html exists and is no page"),
+    "page over another file": (["quantize", "a", "new", "--report", "page.html", "--force"], "is no page"),
+    "page over a folder": (["compare", "a", "a", "--report", "folder.html", "--force"], "folder.html is no file"),
     "exists": (["quantize", "a", "b"], "b exists; --force replaces it"),
     "file exists": (["convert", "a", "text.safetensors"], "text.safetensors exists; --force replaces it"),
     "page exists": (["compare", "a", "b", "--report", "page.html"], "page.html exists; --force replaces it"),
@@ -93,6 +103,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("text.safetensors").write_text("this is no checkpoint")
     Path("lost.index.json").write_text('{"weight_map": {"x": "lost.safetensors"}}')
     Path("page.html").write_text("mine")
+    Path("link.html").hardlink_to("a/model.safetensors")
+    Path("folder.html").mkdir()
+    Path("folder.html", "file").touch()
+    for name in "12":
+        save(f"sharded/{name}.safetensors", {f"kernel{name}": jnp.ones((64, 64))})
+    index = {"weight_map": {f"kernel{name}": f"{name}.safetensors" for name in "12"}}
+    Path("sharded", "model.safetensors.index.json").write_text(json.dumps(index))
     return tmp_path
 
 
@@ -133,6 +150,19 @@ def test_version(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == f"eformer {eformer.__version__}\n"
 
 
+def test_a_command_that_fails_leaves_what_others_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run):
+    """Its folder too, if there is something of theirs in it."""
+    save(tmp_path / "a", {"x": np.ones(3, np.float32)})
+
+    def fails(*_: object, **__: object) -> None:
+        save(tmp_path / "b" / "c", {"theirs": np.ones(3, np.float32)})
+        raise OSError("no")
+
+    monkeypatch.setattr(_quantize, "quantize_checkpoint", fails)
+    assert run("quantize", tmp_path / "a", tmp_path / "b" / "c").code == 1
+    assert load(tmp_path / "b" / "c").keys() == {"theirs"}
+
+
 # --- signals and pipes, in a process of their own ---
 
 
@@ -157,9 +187,58 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path):
     wait_for(process, "*.tmp", tmp_path)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
-    assert process.returncode == 1, err
+    assert process.returncode == 130, err
     assert err.endswith("eformer quantize: interrupted; nothing is left half-written\n")
     assert out == ""
+    assert contents(tmp_path) == before
+
+
+ENDLESS = {
+    "an import": """
+import pathlib, time
+pathlib.Path("begun").touch()
+time.sleep(600)
+""",
+    "a call that hears nothing": """
+import ctypes, pathlib, sys
+from eformer.checkpoint import _write
+from eformer.cli import main
+def write(*args):
+    pathlib.Path("begun").touch()
+    mutex = ctypes.create_string_buffer(64)
+    while True:
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+_write._write_piece = write
+sys.exit(main())
+""",
+}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+@pytest.mark.parametrize("what", ENDLESS)
+def test_an_interrupt_ends_what_would_not_end(what: str, tmp_path: Path):
+    """Nothing is left, also if the main thread never gets to know of it."""
+    save(tmp_path / "dense", {"kernel": np.ones((64, 64), np.float32)})
+    (tmp_path / "modules").mkdir()
+    if what == "an import":
+        (tmp_path / "modules" / "jax.py").write_text(ENDLESS[what])
+        command, path = ["-m", "eformer"], [tmp_path / "modules", Path(eformer.__file__).parents[1]]
+    else:
+        command, path = ["-c", ENDLESS[what]], sys.path
+    before = contents(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, *command, "quantize", "dense", "new/small"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    wait_for(process, "begun", tmp_path)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "eformer: interrupted; nothing is left half-written\n")
+    (tmp_path / "begun").unlink()
     assert contents(tmp_path) == before
 
 
@@ -174,7 +253,7 @@ def test_an_interrupt_that_got_lost_is_heard_at_the_next_step(tmp_path: Path, mo
 
     monkeypatch.setattr(_compare, "compare_checkpoints", losing)
     ran = run("compare", tmp_path / "a", tmp_path / "a")
-    assert ran == (1, "", "eformer compare: interrupted; nothing is left half-written\n")
+    assert ran == (130, "", "eformer compare: interrupted; nothing is left half-written\n")
 
 
 def test_an_interrupt_waits_for_the_end_of_an_import():

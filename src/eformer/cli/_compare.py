@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ._answer import Answer
 from ._compared import compare_checkpoints
-from ._output import check_free, write_page
+from ._output import check_page, page_path, write_page
 from ._progress import showing
 
 HELP = "errors of each array of a checkpoint against another"
@@ -24,13 +24,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="A", help="a file, an index of shards or a folder: what is right")
     parser.add_argument("after", metavar="B", help="the same model in another form")
     parser.add_argument("--sort", choices=("error", "bytes_before", "bytes_after"), help="largest first")
-    parser.add_argument("--report", type=Path, metavar="PAGE.html", help="write it as a page, with plots")
+    parser.add_argument("--report", type=page_path, metavar="PAGE.html", help="write it as a page, with plots")
     parser.add_argument("--force", action="store_true", help="replace the page if it is there")
 
 
 def run(args: argparse.Namespace) -> Answer:
     if args.report is not None:
-        check_free(args.report, force=args.force)
+        check_page(args.report, force=args.force)
     with showing("comparing", sys.stderr) as progress:
         found = compare_checkpoints(args.before, args.after, progress)
     only = {"only_before": list(found.only_before), "only_after": list(found.only_after)}

@@ -12,7 +12,7 @@ from eformer.model._text import in_bytes
 from ._answer import Answer
 from ._arguments import byte_count, target
 from ._compared import totals
-from ._output import claimed
+from ._output import Place
 from ._progress import showing
 
 HELP = "write a checkpoint as safetensors, bitsandbytes or GGUF"
@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> Answer:
     if suffix in (".safetensors", ".gguf") and (suffix == ".gguf") != (kind == "gguf"):
         raise ValueError(f"{args.target} would be {kind}: give OUT the other ending, or none for a folder")
     with (
-        claimed(args.target, force=args.force) as path,
+        Place(args.target, force=args.force) as place,
         showing("converting", sys.stderr) as progress,
     ):
         written = convert(
             args.source,
-            path,
+            place.path,
             kind,
             type=args.type,
             max_shard_bytes=args.shard,
@@ -60,6 +60,6 @@ def run(args: argparse.Namespace) -> Answer:
         infos = map(checkpoint.info, checkpoint)
         formats = Counter(info.format or info.dtype.name for info in infos)
     counts = ", ".join(f"{count} {name}" for name, count in formats.most_common())
-    text = f"wrote {written}: {kind}, {sums.arrays} arrays in {in_bytes(sums.nbytes)} ({counts})"
+    text = f"wrote {written}: {kind}, {sums.arrays} arrays in {in_bytes(sums.nbytes)} ({counts}){place.said}"
     data = {"path": str(written), "kind": kind, "arrays": sums.arrays, "bytes": sums.nbytes}
-    return Answer(text, {**data, "formats": dict(formats)})
+    return Answer(text, {**data, "formats": dict(formats), "replaced": place.replaced})

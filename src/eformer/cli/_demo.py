@@ -23,7 +23,7 @@ from ._answer import Answer, table
 from ._arguments import positive
 from ._compared import compare_checkpoints
 from ._minilm import PACKAGE, Tokens, embed, model_folder
-from ._output import claimed, write_page
+from ._output import Place, write_page
 from ._progress import stage
 from ._sentences import SENTENCES
 from ._timing import interleaved
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> Answer:
     source = model_folder()
     tokens = Tokens(source)
     folder = args.out or Path(tempfile.gettempdir()) / f"eformer-demo-{secrets.token_hex(4)}"
-    with claimed(folder, force=args.force):
+    with Place(folder, force=args.force):
         files, pages = _quantized(source, folder, force=args.force)
         rows = compare_models(
             {name: load(file, flat=True) for name, file in files.items()}, files, tokens, args.repeats

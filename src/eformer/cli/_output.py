@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
-import secrets
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
+from eformer.checkpoint._atomic import make_folder, unmake_folders
+from eformer.checkpoint._saving import atomic_file
 from eformer.model import Report
 
 from ._arguments import FILES
+from ._interrupt import undone_by
+
+PAGES = (".html", ".htm")
+DOCTYPE = b"<!doctype html>"
+SHOWN = 10  # names in one line
 
 
 def check_free(path: Path, *, force: bool) -> None:
@@ -21,33 +28,79 @@ def check_free(path: Path, *, force: bool) -> None:
         raise FileExistsError(f"{path} exists; --force replaces it")
 
 
-@contextlib.contextmanager
-def claimed(path: Path, *, force: bool) -> Iterator[Path]:
-    """`path`, free to be written; a folder that is made for it is removed if the block raises.
+class Place:
+    """A path to write a checkpoint to. After the block, `replaced` are the files there that are gone, or others now.
 
-    Making the folder claims it: of two commands that want the same one, the second is refused.
+    Making the folder claims it: of two commands that want the same one, the second is refused. If the block raises, it
+    is removed again, unless there is something in it.
     """
+
+    def __init__(self, path: Path, *, force: bool) -> None:
+        check_free(path, force=force)
+        self.path, self.replaced = path, list[str]()
+        self._before = _files_at(path)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            if self.path.suffix not in FILES and not os.path.lexists(self.path):
+                made = make_folder(self.path)
+                if self.path not in made:
+                    raise FileExistsError(f"{self.path} exists; --force replaces it")
+                stack.callback(unmake_folders, made)  # after what is in them; a folder with a checkpoint in it stays
+                stack.enter_context(undone_by(lambda: unmake_folders(made)))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        now = _files_at(self.path)
+        self.replaced = [str(path) for path, found in self._before.items() if now.get(path) != found]
+
+    @property
+    def said(self) -> str:
+        """A line that names what was replaced; nothing if nothing was."""
+        more = f" and {len(self.replaced) - SHOWN} more" if len(self.replaced) > SHOWN else ""
+        return f"\nreplaced: {', '.join(self.replaced[:SHOWN])}{more}" if self.replaced else ""
+
+
+def _files_at(path: Path) -> dict[Path, tuple[int, ...]]:
+    """The files in a folder, or those beside a file whose names begin as its does; and what changes when they do."""
+    if path.suffix not in FILES:
+        found = list(path.iterdir()) if path.is_dir() else []
+    else:
+        found = (
+            [each for each in path.parent.iterdir() if each.name.startswith(path.stem)] if path.parent.is_dir() else []
+        )
+    stats = {each: each.lstat() for each in sorted(found) if each.is_file() and not each.name.startswith(".")}
+    return {each: (found.st_ino, found.st_size, found.st_mtime_ns) for each, found in stats.items()}
+
+
+def page_path(text: str) -> Path:
+    """A path for a page, which is HTML: nothing else is overwritten by one."""
+    path = Path(text)
+    if path.suffix.lower() not in PAGES:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(PAGES)}: the report is a page")
+    return path
+
+
+def check_page(path: Path, *, force: bool) -> None:
+    """An error unless `path` is free, or has a page that may be replaced."""
     check_free(path, force=force)
-    mine = path.suffix not in FILES and not os.path.lexists(path)
-    if mine:
-        path.mkdir(parents=True)
-    try:
-        yield path
-    except BaseException:
-        if mine:
-            shutil.rmtree(path, ignore_errors=True)
-        raise
+    if not os.path.lexists(path):
+        return
+    if not path.is_file():
+        raise FileExistsError(f"{path} is no file; write the report to another place")
+    with open(path, "rb") as file:
+        if file.read(len(DOCTYPE)).lower() != DOCTYPE:
+            raise FileExistsError(f"{path} exists and is no page; write the report to another place, or remove it")
 
 
 def write_page(report: Report, path: Path, *, title: str, force: bool) -> Path:
     """The report as HTML, whole or not at all."""
-    check_free(path, force=force)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
-    try:
-        report.to_html(temporary, title=title)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    check_page(path, force=force)
+    with atomic_file(path, overwrite=force) as file:
+        report.to_html(file.name, title=title)
     return path

@@ -15,7 +15,7 @@ from eformer.model._text import as_bits, in_bytes
 from ._answer import Answer
 from ._arguments import byte_count, format_names, format_rule, model_rules, rule, target
 from ._compared import Totals, compare_checkpoints, largest_dense, totals
-from ._output import check_free, claimed, write_page
+from ._output import Place, check_page, page_path, write_page
 from ._progress import showing
 
 HELP = "write a checkpoint again with its weights in fewer bits"
@@ -57,7 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--embeddings", choices=format_names(), metavar="FORMAT", help="a format for embeddings too")
     parser.add_argument("--shard", type=byte_count, metavar="SIZE", help="split what is larger than that: 5GB, 500MB")
-    parser.add_argument("--report", type=Path, metavar="PAGE.html", help="write the errors, array by array, as a page")
+    parser.add_argument(
+        "--report", type=page_path, metavar="PAGE.html", help="write the errors, array by array, as a page"
+    )
     parser.add_argument("--force", action="store_true", help="replace what is there")
 
 
@@ -68,25 +70,24 @@ def run(args: argparse.Namespace) -> Answer:
     if args.target.suffix == ".gguf":
         raise ValueError(f"{args.target}: `eformer quantize` writes safetensors; `eformer convert` makes GGUF of them")
     if args.report is not None:
-        check_free(args.report, force=args.force)
-        if Path(args.source).resolve() == args.target.resolve():
-            raise ValueError("--report compares IN with OUT, and OUT replaces IN here; write to another place")
+        check_page(args.report, force=args.force)
     start = time.monotonic()
     with open_checkpoint(args.source) as checkpoint:
         before = totals(checkpoint)
     with (
         warnings.catch_warnings(),
-        claimed(args.target, force=args.force) as path,
+        Place(args.target, force=args.force) as place,
         showing("quantizing", sys.stderr) as progress,
     ):
         warnings.simplefilter("error", UnusedRuleWarning)  # a misspelt pattern: better to stop than to write
         written = quantize_checkpoint(
-            args.source, path, rules, overwrite=args.force, progress=progress, max_shard_bytes=args.shard
+            args.source, place.path, rules, overwrite=args.force, progress=progress, max_shard_bytes=args.shard
         )
     with open_checkpoint(written) as checkpoint:
         after, kept = totals(checkpoint), largest_dense(checkpoint)
     seconds = time.monotonic() - start
     text, data = _summary(written, before, after, seconds)
+    text, data["replaced"] = f"{text}{place.said}", place.replaced
     if kept is not None:
         text, data["largest_kept"] = f"{text}\nlargest array kept as it was: {kept}", kept
     if args.report is not None:

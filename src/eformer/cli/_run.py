@@ -14,6 +14,7 @@ import eformer
 from eformer.model import UnusedRuleWarning
 
 from . import _bench, _compare, _convert, _demo, _inspect, _quantize
+from ._interrupt import INTERRUPTED, LINE
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 COMMANDS = {
@@ -24,7 +25,7 @@ COMMANDS = {
     "bench": _bench,
     "demo": _demo,
 }
-EPILOG = "`eformer COMMAND --help` has examples. Exit codes: 0 done, 1 failed, 2 wrong usage."
+EPILOG = "`eformer COMMAND --help` has examples. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."
 
 # What the library raises on files, formats and machines that do not do; anything else is a fault of ours, shown whole.
 EXPECTED = (
@@ -58,7 +59,7 @@ def run(argv: Sequence[str] | None) -> int:
         answer = COMMANDS[args.command].run(args)
         print(answer.to_json() if args.json else answer.text, flush=True)
     except KeyboardInterrupt:
-        return _fail(f"eformer {args.command}: interrupted; nothing is left half-written", FAILED)
+        return _fail(f"eformer {args.command}: {LINE}", INTERRUPTED)
     except BrokenPipeError:  # whoever read the answer has had enough, as in `eformer inspect FILE | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
