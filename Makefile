@@ -29,8 +29,9 @@ test: $(VENV)/.tests ## run the tests; ARGS are pytest's
 test-distributed: $(VENV)/.tests ## the tests with two and four processes
 	EFORMER_TEST_PROCESSES=1 $(VENV)/bin/python -m pytest -n 0 tests/distributed $(ARGS)
 
-fuzz: $(VENV)/.tests ## a hundred thousand mutated checkpoints of each kind, then an hour of `make fuzz-core`
+fuzz: $(VENV)/.tests ## mutated checkpoints, killed and racing saves, then an hour of `make fuzz-core`
 	$(VENV)/bin/python -m pytest -n auto tests/checkpoint/test_fuzz.py --fuzz 100000 $(ARGS)
+	$(VENV)/bin/python -m pytest -n 0 tests/checkpoint/test_races.py --kills 500 --races 200 $(ARGS)
 	@$(MAKE) --no-print-directory fuzz-core
 
 fuzz-core: sanitized ## random calls of the native core under sanitizers, for CORE_SECONDS

@@ -33,12 +33,13 @@ def save(
     """Write a tree of arrays, dense and quantized, as safetensors; the result is the file, or the index of its shards.
 
     A path that ends in ".safetensors" is the file; any other is a folder, for a "model.safetensors" in it. With
-    `max_shard_bytes`, what is larger is split into "model-00001-of-00003.safetensors" and so on, with an index beside
-    them; an array stays whole. Any program that reads safetensors reads the file; a quantized array is there as its
-    leaves, `NAME.packed` and so on.
+    `max_shard_bytes`, what is larger is split into "model-1f0a93c2-00001-of-00003.safetensors" and so on, with eight
+    digits that no other save has, and an index beside them; an array stays whole. Any program that reads safetensors
+    reads the file; a quantized array is there as its leaves, `NAME.packed` and so on.
 
-    The file appears when it is complete and on the disk. A kill at any moment leaves the old one as it was.
-    `progress` is called with a name, the bytes done and the bytes in all.
+    The file appears when it is complete and on the disk. A kill at any moment leaves the old one as it was, and the
+    next save removes what was left. Others may save to the same path at once: what remains is what one of them saved,
+    whole. `progress` is called with a name, the bytes done and the bytes in all.
 
     Arrays that devices have in parts are written part by part. Where there are several processes
     (`jax.distributed.initialize`), all of them call this, each writes the parts that its devices have, and the folder

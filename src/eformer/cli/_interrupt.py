@@ -20,7 +20,7 @@ LINE = "interrupted; nothing is left half-written"
 PATIENCE = 0.25  # seconds that an interrupt has to end the command
 
 _pressed = threading.Event()
-_leaving = threading.Lock()
+_leaving = threading.RLock()
 _begun: list[Callable[[], object]] = []  # what removes what was begun
 
 
@@ -34,15 +34,15 @@ def undone_by(remove: Callable[[], object]) -> Iterator[None]:
         _begun.remove(remove)
 
 
-def leave(command: str = "eformer") -> NoReturn:
-    """End the process: whatever else runs in it is not waited for."""
+def leave(*, said: bool = False) -> NoReturn:
+    """End the process: whatever else runs in it is not waited for. `said` is whether it is known why."""
     with _leaving:  # for good: of two threads the second waits here for the end
-        for remove in list(_begun):  # files before the folders that were made for them
+        for remove in tuple(_begun):  # files before the folders that were made for them
             with contextlib.suppress(OSError):
                 remove()
         with contextlib.suppress(OSError, ValueError):  # nobody reads it
             shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # the cursor, which a progress bar hides
-            print(f"{shown}{command}: {LINE}", file=sys.stderr, flush=True)
+            print(shown if said else f"{shown}eformer: {LINE}\n", end="", file=sys.stderr, flush=True)
         os._exit(INTERRUPTED)
 
 
@@ -70,9 +70,9 @@ def remembered() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """`remembered`, and a KeyboardInterrupt that has not ended the block in time ends the process."""
-    with remembered(), contextlib.ExitStack() as stack:
-        if signal.getsignal(signal.SIGINT) is _raise:  # else somebody else hears it
+    """A block in which Ctrl-C raises KeyboardInterrupt; if that has not ended it in time, the process ends."""
+    with _handled_by(_raise_once), contextlib.ExitStack() as stack:
+        if signal.getsignal(signal.SIGINT) is _raise_once:  # else somebody else hears it
             heard, told = os.pipe()
             os.set_blocking(told, False)
             before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
@@ -98,6 +98,11 @@ def check_interrupt() -> None:
 def _raise(*_: object) -> None:
     _pressed.set()
     raise KeyboardInterrupt
+
+
+def _raise_once(*_: object) -> None:
+    if not _pressed.is_set():  # else it is being answered, and must not be disturbed
+        _raise()
 
 
 @contextlib.contextmanager

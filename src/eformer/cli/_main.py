@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -36,10 +35,10 @@ def _of_the_process() -> int:
             from ._run import run
         with undone_by(abandon_all), watched():
             code = run(None)
+            if code == INTERRUPTED:
+                leave(said=True)
     except KeyboardInterrupt:
         leave()
-    if code == INTERRUPTED:
-        os._exit(code)  # JAX has threads that are not to be waited for
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of the end of the interpreter
     return code
