@@ -155,8 +155,21 @@ def test_a_rule_that_does_not_fit_writes_nothing(tmp_path: Path):
 
 
 def test_a_rule_for_nothing_warns(tmp_path: Path):
-    with pytest.warns(UnusedRuleWarning, match="no floating point array is left for kernal=nf4"):
+    with pytest.warns(UnusedRuleWarning, match="no floating point array is left for kernal=nf4") as caught:
         quantize_checkpoint(save(tmp_path / "a", model()), tmp_path / "b", [Rule("kernal", "nf4")])
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("how", [{"type": "F32"}, {"type": "BF16"}, {"type": "Q8_0"}, None], ids=str)
+def test_what_would_become_infinite_is_refused(how: dict[str, str] | None, tmp_path: Path):
+    """Arrays of 64 bits in a file may have values that no narrower type holds."""
+    source = save(tmp_path / "a", {"w": np.full((2, 64), -1e300)})
+    write = functools.partial(quantize_checkpoint, rules=[Rule("w", "int8")])
+    if how is not None:
+        write = functools.partial(convert, kind="gguf", **how)
+    with pytest.raises(ValueError, match=r"'w' has values up to 1e\+300, which \w+ can't hold"):
+        write(source, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
 def test_from_gguf(tmp_path: Path):

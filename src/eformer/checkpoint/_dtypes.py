@@ -44,3 +44,14 @@ def dtype_name(dtype: Any, tensor: str) -> str:
     except (KeyError, TypeError):
         known = ", ".join(BY_NUMPY_NAME)
         raise TypeError(f"{tensor!r} is {dtype}, which safetensors can't hold; it has {known}") from None
+
+
+def narrowed(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+    """`array` in a dtype of less range; a ValueError if a finite value would become infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = array.astype(dtype, copy=False)
+    lost = np.isinf(made) & np.isfinite(array)
+    if np.any(lost):
+        peak = float(np.max(np.abs(array), initial=0, where=lost))
+        raise ValueError(f"{name!r} has values up to {peak:g}, which {np.dtype(dtype).name} can't hold")
+    return made

@@ -16,6 +16,7 @@ from jax import tree_util as jtu
 
 from eformer.ops.quantization import Array1B, QuantizedArray
 
+from ._dtypes import narrowed
 from ._gguf import ARRAY, MAGIC, MAX_AXES, ROWS_AT_ONCE, SCALARS, STRING
 from ._gguf_blocks import ENCODERS, IDS, PLAIN, TYPES
 from ._progress import Meter, Progress
@@ -148,7 +149,7 @@ def _data(item: Item, kind: str) -> memoryview:
     out = np.empty((len(blocks), form.bytes), np.uint8)
     with np.errstate(invalid="ignore", over="ignore"):
         for start in range(0, len(blocks), ROWS_AT_ONCE):
-            piece = blocks[start : start + ROWS_AT_ONCE].astype(np.float32)
+            piece = narrowed(item.name, blocks[start : start + ROWS_AT_ONCE], np.float32)
             _check_range(item.name, kind, piece, {"Q8_0": 127, "Q4_0": 8, "TQ2_0": 1}[kind])
             out[start : start + ROWS_AT_ONCE] = encode(piece)
     return out.reshape(-1).data
@@ -159,10 +160,7 @@ def _cast(name: str, array: np.ndarray, kind: str) -> np.ndarray:
         return array
     if not (jnp.issubdtype(array.dtype, jnp.floating) and kind in ("F16", "BF16", "F32", "F64")):
         raise TypeError(f"{name!r} is {array.dtype}: it can't be written as {kind}")
-    if kind == "F16":
-        _check_range(name, kind, array, 1)
-    with np.errstate(over="ignore"):
-        return array.astype(PLAIN[kind])
+    return narrowed(name, array, PLAIN[kind])
 
 
 def _check_range(name: str, kind: str, array: np.ndarray, steps: int) -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from eformer.model import Rule, UnusedRuleWarning, apply_rule, find_rule
 from eformer.ops.quantization import QuantizedArray
 
+from ._dtypes import narrowed
 from ._entries import Entry
 from ._error import CheckpointError
 from ._open import Checkpoint, open_checkpoint
@@ -84,7 +85,7 @@ def _item(name: str, entry: Entry, rule: Rule | None) -> Item:
     dense = jax.ShapeDtypeStruct(entry.like.shape, dtype)
 
     def make() -> Any:
-        copy = aligned_copy(entry.host().astype(dtype, copy=False))
+        copy = aligned_copy(narrowed(name, entry.host(), dtype) if dtype != entry.like.dtype else entry.host())
         entry.drop()
         return jax.block_until_ready(apply_rule(rule, name, jax.device_put(copy)))
 
