@@ -284,6 +284,21 @@ def test_a_name_that_no_index_may_have_is_refused(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+def test_other_files_have_no_index(tmp_path: Path):
+    """What is named like the index of a page or a GGUF file, and what it names, is not ours to remove."""
+    save(tmp_path / "a.safetensors", filled(0))
+    (tmp_path / "model.gguf.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')
+    save_gguf(tmp_path, filled(0))
+    save_gguf(tmp_path, filled(0), overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", "model.gguf", "model.gguf.index.json"}
+
+
+def test_a_pipe_named_as_an_index_is_not_waited_for(tmp_path: Path):
+    save(tmp_path / "a.safetensors", filled(0), max_shard_bytes=200)
+    os.mkfifo(tmp_path / "pipe.safetensors.index.json")
+    assert load(save(tmp_path / "a.safetensors", filled(1), overwrite=True))["a"][0] == 1
+
+
 def test_what_comes_in_between_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A save whose turn does not come says so, and leaves nothing."""
     monkeypatch.setattr(_locks, "SECONDS", 0.02)

@@ -55,7 +55,7 @@ def index_path(path: Path) -> Path:
 
 def named_by_indexes(folder: Path, *, but: Path | None = None) -> set[Path]:
     """The shards that the indexes in a folder name."""
-    indexes = (each for each in folder.glob(f"*{INDEX_SUFFIX}") if each != but)
+    indexes = (each for each in folder.glob(f"*{INDEX_SUFFIX}") if each != but and each.is_file())
     return {shard for index in indexes for shard in shards_of(index)}
 
 
@@ -94,7 +94,7 @@ def _sweep_one(path: Path, token: str, journal: Path, names: list[str]) -> None:
 def _replaced(path: Path, journal: int) -> set[Path]:
     """The shards that the journal of a killed save meant to remove."""
     try:
-        told: Any = json.loads(os.pread(journal, MAX_JOURNAL, 0) or b"{}")
+        told: Any = json.loads(os.read(journal, MAX_JOURNAL) or b"{}")
         names = list(told["replaces"])
     except (ValueError, LookupError, TypeError, RecursionError):
         return set()

@@ -35,7 +35,7 @@ from ._leftovers import (
     temporary_path,
 )
 from ._locks import OpenFile, locked
-from ._sources import shards_of
+from ._sources import SUFFIX, shards_of
 
 PATIENCE = 0.2  # seconds that the end of a process waits for a save to put its files in place
 _living: weakref.WeakSet[Saving] = weakref.WeakSet()
@@ -58,6 +58,7 @@ class Saving:
         beside: Sequence[Path] = (),
     ) -> None:
         self.path, self.index, self.overwrite = path, index_path(path), overwrite
+        self._heads = [path, self.index] if path.suffix == SUFFIX else [path]  # of which one is there
         self.beside = {path.with_name(each.name): each for each in beside}
         self._check(sources)
         self._mutex, self._journal, self._made = threading.RLock(), None, make_folder(path.parent)
@@ -76,18 +77,23 @@ class Saving:
 
     def _check(self, sources: Iterable[Path]) -> None:
         """An error if something would be replaced that must not be."""
-        for each in (self.path, self.index):
+        for each in self._heads:
             check_free(each, overwrite=self.overwrite)
         for copy, original in self.beside.items():
             if os.path.lexists(copy) and not filecmp.cmp(original, copy, shallow=False):
                 check_free(copy, overwrite=self.overwrite)
-        if self.path in named_by_indexes(self.path.parent, but=self.index):
+        if os.path.lexists(self.path) and self.path in named_by_indexes(self.path.parent, but=self.index):
             raise ValueError(f"{self.path} is a shard of another checkpoint in its folder; write to another place")
-        replaced = {self.path, self.index, *shards_of(self.index), *self.beside}
+        replaced = {*self._heads, *self._old_shards(), *self.beside}
         inputs = set(map(_identity, sources))
         for each in sorted(replaced):
             if os.path.exists(each) and _identity(each) in inputs:
                 raise ValueError(f"{each} is read, and would be replaced: write to another place, and move it then")
+
+    def _old_shards(self) -> set[Path]:
+        """What the index that is there names, and no other index does."""
+        named = shards_of(self.index) if self.index in self._heads else set[Path]()
+        return named - named_by_indexes(self.path.parent, but=self.index) if named else named
 
     def _begin(self, count: int) -> None:
         with locked(lock_path(self.path)) as alone:
@@ -109,9 +115,9 @@ class Saving:
             final = self.path if index is None else self.index
             head, copies = self._prepared(index)
             with locked(lock_path(self.path)):
-                for each in (self.path, self.index):
+                for each in self._heads:
                     check_free(each, overwrite=self.overwrite)
-                old = shards_of(self.index) - named_by_indexes(self.path.parent, but=self.index)
+                old = self._old_shards()
                 self._note({"replaces": sorted(each.name for each in old)})
                 for copy, temporary in copies.items():
                     os.replace(temporary, copy)
@@ -123,7 +129,7 @@ class Saving:
                 os.replace(head, final)
                 sync_folder(self.path.parent)
                 # The index goes before its shards, so that none is left without them.
-                for each in (self.path, self.index, *old):
+                for each in (*self._heads, *old):
                     if each != final and os.path.lexists(each):
                         each.unlink(missing_ok=True)
                 remove([journal_path(self.path, self.token)])
@@ -148,7 +154,7 @@ class Saving:
 
     def _note(self, told: dict[str, list[str]]) -> None:
         assert self._journal is not None
-        os.pwrite(self._journal.handle, json.dumps(told).encode(), 0)
+        os.write(self._journal.handle, json.dumps(told).encode())
 
     @property
     def committed(self) -> bool:
@@ -158,11 +164,14 @@ class Saving:
     def abandon(self) -> None:
         """Remove what was written, unless it has its place."""
         with self._mutex:
-            if not self.ended and self.token and not self.committed:
+            if self.ended:
+                return
+            if not self.committed:
                 last = len(self.names) + len(self.beside)
-                remove(temporary_path(self.path, self.token, number) for number in range(last + 1))
-                remove(self.path.with_name(name) for name in self.names)
-                remove([journal_path(self.path, self.token)])
+                left = [temporary_path(self.path, self.token, number) for number in range(last + 1)]
+                left += [self.path.with_name(name) for name in self.names]
+                remove([*left, journal_path(self.path, self.token)] if self.token else [])
+                unmake_folders(self._made)
             self._end()
 
     def _end(self) -> None:
@@ -171,8 +180,6 @@ class Saving:
             self._journal.close()
         self.ended = True
         _living.discard(self)
-        if not self.committed:
-            unmake_folders(self._made)
 
 
 def abandon_all() -> None:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> Answer:
     source = model_folder()
     tokens = Tokens(source)
     folder = args.out or Path(tempfile.gettempdir()) / f"eformer-demo-{secrets.token_hex(4)}"
-    with Place(folder, force=args.force):
+    with Place(folder, force=args.force) as place:
         files, pages = _quantized(source, folder, force=args.force)
         rows = compare_models(
             {name: load(file, flat=True) for name, file in files.items()}, files, tokens, args.repeats
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> Answer:
         f"MiniLM of {PACKAGE}, {len(SENTENCES)} sentences, JAX {jax.__version__} on {jax.devices()[0].device_kind}"
     ]
     text = [*header, "", _table(rows), "", NOTES, "", *(f"report: {page}" for page in pages.values())]
-    text += [f"with a file of your own: {_command()} quantize {OWN}"]
+    text += [f"with a file of your own: {_command()} quantize {OWN}{place.said}"]
     found = [{**row._asdict(), "path": str(files[row.format])} for row in rows]
     return Answer(
         "\n".join(text), {"rows": found, "sentences": len(SENTENCES), "reports": list(map(str, pages.values()))}
