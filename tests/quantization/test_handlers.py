@@ -27,69 +27,158 @@ X = normal((4, 8), seed=1)
 ROWS = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
 NUMBERS = (((1,), (0,)), ((), ()))
 
-# How each is called after the primitive, with `q` of shape (4, 8), and what it means.
-CALLS: dict[str, tuple[Any, Any]] = {
-    "add_{}_xy": (lambda h, q: h(lax.add_p, q, X), lambda d: d + X),
+# Each as documented, what it is given for `q` of shape (4, 8), documented arguments first, and what it means.
+CALLS: dict[str, tuple[str, Any, Any]] = {
+    "add_{}_xy": ("x, y", lambda q: {"x": q, "y": X}, lambda d: d + X),
     "broadcast_in_dim_{}_operand": (
-        lambda h, q: h(lax.broadcast_in_dim_p, q, shape=(2, 4, 8), broadcast_dimensions=(1, 2)),
+        "operand, *args, **params",
+        lambda q: {"operand": q, "shape": (2, 4, 8), "broadcast_dimensions": (1, 2)},
         lambda d: jnp.broadcast_to(d, (2, 4, 8)),
     ),
     "concatenate_{}_operands": (
-        lambda h, q: h(lax.concatenate_p, [q, X], dimension=0),
+        "operands, *args, **kwargs",
+        lambda q: {"operands": [q, X], "dimension": 0},
         lambda d: jnp.concatenate([d, X]),
     ),
     "conv_general_dilated_{}_lhs_rhs": (
-        lambda h, q: h(lax.conv_general_dilated_p, X[None], q.reshape(2, 4, 4), (1,), "SAME"),
+        "lhs, rhs, *args, **kwargs",
+        lambda q: {"lhs": X[None], "rhs": q.reshape(2, 4, 4), "window_strides": (1,), "padding": "SAME"},
         lambda d: lax.conv_general_dilated(X[None], d.reshape(2, 4, 4), (1,), "SAME"),
     ),
     "convert_element_type_{}_operand_kw": (
-        lambda h, q: h(lax.convert_element_type_p, q, new_dtype=jnp.bfloat16),
+        "operand, **kwargs",
+        lambda q: {"operand": q, "new_dtype": jnp.bfloat16},
         lambda d: d.astype(jnp.bfloat16),
     ),
     "convert_element_type_{}_operand_pos": (
-        lambda h, q: h(lax.convert_element_type_p, q, jnp.bfloat16),
+        "operand, new_dtype",
+        lambda q: {"operand": q, "new_dtype": jnp.bfloat16},
         lambda d: d.astype(jnp.bfloat16),
     ),
-    "div_{}_xy": (lambda h, q: h(lax.div_p, q, X), lambda d: lax.div(d, X)),
+    "div_{}_xy": ("x, y", lambda q: {"x": q, "y": X}, lambda d: lax.div(d, X)),
     "dot_general_{}_lhs_rhs": (
-        lambda h, q: h(lax.dot_general_p, jnp.eye(4), q, dimension_numbers=NUMBERS),
+        "lhs, rhs, *args, **kwargs",
+        lambda q: {"lhs": jnp.eye(4), "rhs": q, "dimension_numbers": NUMBERS},
         lambda d: d,
     ),
-    "exp_{}_x": (lambda h, q: h(lax.exp_p, q), lax.exp),
+    "exp_{}_x": ("x, *args, **kwargs", lambda q: {"x": q}, lax.exp),
     "gather_{}_operand": (
-        lambda h, q: h(lax.gather_p, q, jnp.array([[2], [0]]), dimension_numbers=ROWS, slice_sizes=(1, 8)),
+        "operand, *args, **kwargs",
+        lambda q: {
+            "operand": q,
+            "start_indices": jnp.array([[2], [0]]),
+            "dimension_numbers": ROWS,
+            "slice_sizes": (1, 8),
+        },
         lambda d: d[jnp.array([2, 0])],
     ),
-    "integer_pow_{}_x": (lambda h, q: h(lax.integer_pow_p, q), lambda d: d**2),
-    "integer_pow_{}_xy": (lambda h, q: h(lax.integer_pow_p, q, 3), lambda d: d**3),
-    "log_{}_x": (lambda h, q: h(lax.log_p, q), lax.log),
-    "lt_{}_xy": (lambda h, q: h(lax.lt_p, q, X), lambda d: d < X),
-    "max_{}_xy": (lambda h, q: h(lax.max_p, X, q), lambda d: jnp.maximum(X, d)),
-    "mul_{}_xy": (lambda h, q: h(lax.mul_p, q, q), lambda d: d * d),
+    "integer_pow_{}_x": ("x, **kwargs", lambda q: {"x": q, "y": 3}, lambda d: d**3),
+    "integer_pow_{}_xy": ("x, y", lambda q: {"x": q, "y": 3}, lambda d: d**3),
+    "log_{}_x": ("x, *args, **kwargs", lambda q: {"x": q}, lax.log),
+    "lt_{}_xy": ("x, y, **kwargs", lambda q: {"x": q, "y": X}, lambda d: d < X),
+    "max_{}_xy": ("x, y, *args, **kwargs", lambda q: {"x": X, "y": q}, lambda d: jnp.maximum(X, d)),
+    "mul_{}_xy": ("x, y", lambda q: {"x": q, "y": q}, lambda d: d * d),
     "reduce_{}_operand_init_value": (
-        lambda h, q: h(lax.reduce_p, q, jnp.float32(0), lax.max, (0,)),
+        "operand, init_value, *args, **kwargs",
+        lambda q: {"operand": q, "init_value": jnp.float32(0), "computation": lax.max, "dimensions": (0,)},
         lambda d: jnp.maximum(jnp.max(d, 0), 0),
     ),
     "reshape_{}_operand": (
-        lambda h, q: h(lax.reshape_p, q, new_sizes=(1, 4, 8), dimensions=None, sharding=None),
+        "operand, *args, **params",
+        lambda q: {"operand": q, "new_sizes": (1, 4, 8)},
         lambda d: d.reshape(1, 4, 8),
     ),
-    "sqrt_{}_x": (lambda h, q: h(lax.sqrt_p, q), lax.sqrt),
-    "transpose_{}_operand": (lambda h, q: h(lax.transpose_p, q, permutation=(1, 0)), lambda d: d.T),
+    "sqrt_{}_x": ("x, **kwargs", lambda q: {"x": q}, lax.sqrt),  # `**kwargs` besides: JAX binds it with `accuracy`
+    "transpose_{}_operand": (
+        "operand, *args, **kwargs",
+        lambda q: {"operand": q, "permutation": (1, 0)},
+        lambda d: d.T,
+    ),
 }
 KEPT = {"broadcast_in_dim_{}_operand", "reshape_{}_operand", "transpose_{}_operand"}
 KEPT |= {"convert_element_type_{}_operand_kw", "convert_element_type_{}_operand_pos"}
 
 
+def handler_and_primitive(call: str, tag: str) -> tuple[Any, Any]:
+    module = importlib.import_module(f"eformer.ops.quantization.implicit_array_{tag}")
+    return getattr(module, call.format(tag)), getattr(lax, call[: call.index("_{}")] + "_p")
+
+
 @pytest.mark.parametrize("tag", FORMATS)
 @pytest.mark.parametrize("call", CALLS)
-def test_handler_does_what_is_documented(call, tag):
-    module: Any = importlib.import_module(f"eformer.ops.quantization.implicit_array_{tag}")
+def test_handler_has_its_name_and_documented_arguments(call, tag):
+    handler, _ = handler_and_primitive(call, tag)
+    assert handler.__name__ == call.format(tag)
+    assert str(inspect.signature(handler)) == f"(primitive, {CALLS[call][0]})"
+    assert handler.__doc__.startswith(f"`lax.{call[: call.index('_{}')]}`")
+
+
+@pytest.mark.parametrize("tag", FORMATS)
+@pytest.mark.parametrize("call", CALLS)
+def test_handler_takes_its_arguments_by_name(call, tag):
+    handler, primitive = handler_and_primitive(call, tag)
+    _, given, meaning = CALLS[call]
     q = quantize(normal((4, 8)), dtype=FORMATS[tag])
-    run, meaning = CALLS[call]
-    out = run(getattr(module, call.format(tag)), q)
+    out = handler(primitive=primitive, **given(q))
     assert is_implicit(out) == (call in KEPT)
     assert_same(out, meaning(q.materialize()))
+
+
+@pytest.mark.parametrize("tag", FORMATS)
+@pytest.mark.parametrize("call", CALLS)
+def test_handler_takes_its_arguments_by_position(call, tag):
+    handler, primitive = handler_and_primitive(call, tag)
+    names, given, meaning = CALLS[call]
+    q = quantize(normal((4, 8)), dtype=FORMATS[tag])
+    # Where `*args` are documented, all that `lax` takes may go there; else only what is named.
+    by_name = given(q)
+    by_position = [by_name.pop(n) for n in list(by_name) if n in names.split(", ") or "*args" in names]
+    out = handler(primitive, *by_position, **by_name)
+    assert is_implicit(out) == (call in KEPT)
+    assert_same(out, meaning(q.materialize()))
+
+
+# As JAX itself binds the primitives: with all their parameters, by name.
+BOUND: dict[str, tuple[Any, Any]] = {
+    "concatenate_{}_operands": (
+        lambda h, q: h(lax.concatenate_p, q, X, dimension=0),
+        lambda d: jnp.concatenate([d, X]),
+    ),
+    "convert_element_type_{}_operand_kw": (
+        lambda h, q: h(
+            lax.convert_element_type_p, q, new_dtype=jnp.dtype(jnp.bfloat16), weak_type=False, sharding=None
+        ),
+        lambda d: d.astype(jnp.bfloat16),
+    ),
+    "exp_{}_x": (lambda h, q: h(lax.exp_p, q, accuracy=None), lax.exp),
+    "reshape_{}_operand": (
+        lambda h, q: h(lax.reshape_p, q, new_sizes=(1, 4, 8), dimensions=None, sharding=None),
+        lambda d: d.reshape(1, 4, 8),
+    ),
+    "sqrt_{}_x": (lambda h, q: h(lax.sqrt_p, q, accuracy=None), lax.sqrt),
+}
+
+
+@pytest.mark.parametrize("tag", FORMATS)
+@pytest.mark.parametrize("call", BOUND)
+def test_handler_takes_the_parameters_of_its_primitive(call, tag):
+    run, meaning = BOUND[call]
+    q = quantize(normal((4, 8)), dtype=FORMATS[tag])
+    assert_same(run(handler_and_primitive(call, tag)[0], q), meaning(q.materialize()))
+
+
+@pytest.mark.parametrize("tag", FORMATS)
+def test_the_power_is_two_unless_said(tag):
+    q = quantize(normal((4, 8)), dtype=FORMATS[tag])
+    handler, primitive = handler_and_primitive("integer_pow_{}_x", tag)
+    assert_same(handler(primitive, q), q.materialize() ** 2)
+
+
+def test_handler_names_the_argument_that_is_missing():
+    from eformer.ops.quantization.implicit_array_8bit import add_8bit_xy
+
+    with pytest.raises(TypeError, match="missing a required argument: 'y'"):
+        add_8bit_xy(lax.add_p, x=X)
 
 
 @pytest.mark.parametrize("tag", FORMATS)
@@ -105,7 +194,7 @@ def test_documented_duplicate_of_division():
     from eformer.ops.quantization.implicit_array_1bit import div_1bit_xy_fallback
 
     q = quantize(normal((4, 8)), dtype="binary")
-    assert_same(div_1bit_xy_fallback(lax.div_p, X, q), lax.div(X, q.materialize()))
+    assert_same(div_1bit_xy_fallback(lax.div_p, x=X, y=q), lax.div(X, q.materialize()))
 
 
 def test_handlers_run_under_jit():

@@ -10,14 +10,13 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
 from eformer.jaximus import aux_field, ste
 from eformer.kernels import Matrix, reference
 
-from . import _handlers as handlers
 from ._base import checked_array, laid_out, normalized_axes, register_format
+from ._documented import *  # noqa: F403  # the documented handlers of primitives
 from ._leafwise import LeafwiseArray, Leaves, axis_from_start
 
 SCALES = ("tensor", "channel", None)
@@ -236,26 +235,3 @@ def straight_through_1bit(array: jax.Array, dtype: str = "ternary", scale: str |
 
 register_format("ternary", Array1B, quantize_ternary)
 register_format("binary", Array1B, quantize_binary)
-
-# The documented handlers, by name.
-add_1bit_xy = handlers.dense(lax.add)
-broadcast_in_dim_1bit_operand = handlers.moved(lax.broadcast_in_dim)
-concatenate_1bit_operands = handlers.dense(lax.concatenate)
-conv_general_dilated_1bit_lhs_rhs = handlers.dense(lax.conv_general_dilated)
-convert_element_type_1bit_operand_kw = handlers.converted
-convert_element_type_1bit_operand_pos = handlers.converted
-div_1bit_xy = handlers.dense(lax.div)
-div_1bit_xy_fallback = handlers.dense(lax.div)
-dot_general_1bit_lhs_rhs = handlers.by_rule(lax.dot_general)
-exp_1bit_x = handlers.dense(lax.exp)
-gather_1bit_operand = handlers.by_rule(lax.gather)
-integer_pow_1bit_x = handlers.dense(handlers.integer_pow)
-integer_pow_1bit_xy = handlers.dense(handlers.integer_pow)
-log_1bit_x = handlers.dense(lax.log)
-lt_1bit_xy = handlers.dense(lax.lt)
-max_1bit_xy = handlers.dense(lax.max)
-mul_1bit_xy = handlers.dense(lax.mul)
-reduce_1bit_operand_init_value = handlers.dense(lax.reduce)
-reshape_1bit_operand = handlers.moved(lax.reshape)
-sqrt_1bit_x = handlers.dense(lax.sqrt)
-transpose_1bit_operand = handlers.moved(lax.transpose)

@@ -14,8 +14,8 @@ from jax import lax
 from eformer.jaximus import aux_field, implicit, ste
 from eformer.kernels import Matrix, reference
 
-from . import _handlers as handlers
 from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
+from ._documented import *  # noqa: F403  # the documented handlers of primitives
 from ._leafwise import LeafwiseArray, Leaves
 
 
@@ -144,25 +144,3 @@ def matmul_bf16_int8_weight_only(lhs_bf16: jax.Array, rhs_q_int8: jax.Array, rhs
 
 
 register_format("int8", Array8B, Array8B.quantize)
-
-# The documented handlers, by name.
-add_8bit_xy = handlers.dense(lax.add)
-broadcast_in_dim_8bit_operand = handlers.moved(lax.broadcast_in_dim)
-concatenate_8bit_operands = handlers.dense(lax.concatenate)
-conv_general_dilated_8bit_lhs_rhs = handlers.dense(lax.conv_general_dilated)
-convert_element_type_8bit_operand_kw = handlers.converted
-convert_element_type_8bit_operand_pos = handlers.converted
-div_8bit_xy = handlers.dense(lax.div)
-dot_general_8bit_lhs_rhs = handlers.by_rule(lax.dot_general)
-exp_8bit_x = handlers.dense(lax.exp)
-gather_8bit_operand = handlers.by_rule(lax.gather)
-integer_pow_8bit_x = handlers.dense(handlers.integer_pow)
-integer_pow_8bit_xy = handlers.dense(handlers.integer_pow)
-log_8bit_x = handlers.dense(lax.log)
-lt_8bit_xy = handlers.dense(lax.lt)
-max_8bit_xy = handlers.dense(lax.max)
-mul_8bit_xy = handlers.dense(lax.mul)
-reduce_8bit_operand_init_value = handlers.dense(lax.reduce)
-reshape_8bit_operand = handlers.moved(lax.reshape)
-sqrt_8bit_x = handlers.dense(lax.sqrt)
-transpose_8bit_operand = handlers.moved(lax.transpose)

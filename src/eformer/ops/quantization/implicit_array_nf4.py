@@ -16,8 +16,8 @@ from jax import lax
 from eformer.jaximus import aux_field, ste
 from eformer.kernels import Matrix, reference
 
-from . import _handlers as handlers
 from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
+from ._documented import *  # noqa: F403  # the documented handlers of primitives
 from ._leafwise import LeafwiseArray, Leaves, axis_from_start
 
 # Half the distance between neighbouring codes, at most: between -1 and the next.
@@ -279,25 +279,3 @@ def safe_delete(arr: Any, materialized: bool) -> None:
 
 
 register_format("nf4", ArrayNF4, ArrayNF4.quantize)
-
-# The documented handlers, by name.
-add_nf4_xy = handlers.dense(lax.add)
-broadcast_in_dim_nf4_operand = handlers.moved(lax.broadcast_in_dim)
-concatenate_nf4_operands = handlers.dense(lax.concatenate)
-conv_general_dilated_nf4_lhs_rhs = handlers.dense(lax.conv_general_dilated)
-convert_element_type_nf4_operand_kw = handlers.converted
-convert_element_type_nf4_operand_pos = handlers.converted
-div_nf4_xy = handlers.dense(lax.div)
-dot_general_nf4_lhs_rhs = handlers.by_rule(lax.dot_general)
-exp_nf4_x = handlers.dense(lax.exp)
-gather_nf4_operand = handlers.by_rule(lax.gather)
-integer_pow_nf4_x = handlers.dense(handlers.integer_pow)
-integer_pow_nf4_xy = handlers.dense(handlers.integer_pow)
-log_nf4_x = handlers.dense(lax.log)
-lt_nf4_xy = handlers.dense(lax.lt)
-max_nf4_xy = handlers.dense(lax.max)
-mul_nf4_xy = handlers.dense(lax.mul)
-reduce_nf4_operand_init_value = handlers.dense(lax.reduce)
-reshape_nf4_operand = handlers.moved(lax.reshape)
-sqrt_nf4_x = handlers.dense(lax.sqrt)
-transpose_nf4_operand = handlers.moved(lax.transpose)
