@@ -119,6 +119,15 @@ def test_a_spec_takes_the_mesh_around_it(auto):
     assert q.sharding.is_equivalent_to(NamedSharding(auto, P("a")), 2)
 
 
+@pytest.mark.filterwarnings("ignore:`with mesh.` context manager:DeprecationWarning")
+@pytest.mark.parametrize("call", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_spec_takes_the_mesh_that_was_entered(call, auto):
+    with auto:
+        q = call(lambda q: q.with_sharding(P("a", "b")))(quantize(W, dtype="int8"))
+    assert q.sharding.is_equivalent_to(NamedSharding(auto, P("a", "b")), 2)
+    assert equal(q.materialize(), quantize(W, dtype="int8").materialize())
+
+
 def test_moving_moves_the_sharding(auto):
     q = Array8B.quantize(W).with_sharding(NamedSharding(auto, P("a", "b")))
     assert q.T.sharding.is_equivalent_to(NamedSharding(auto, P("b", "a")), 2)

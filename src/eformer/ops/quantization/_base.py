@@ -112,7 +112,7 @@ class QuantizedArray(ImplicitArray):
         """The same array laid out by `sharding`, which speaks of the array's own axes; None leaves it as it is.
 
         A leaf takes the part that it can: an axis along which it is shorter than the mesh stays whole. A
-        `PartitionSpec` needs a mesh in context (`jax.set_mesh`).
+        `PartitionSpec` needs a mesh in context (`jax.set_mesh`, or `with mesh:`).
         """
         if sharding is None:
             return self
@@ -204,7 +204,8 @@ def _checked_sharding(sharding: Any, shape: tuple[int, ...], traced: bool) -> Na
     """`sharding` with a mesh and one entry per axis."""
     if isinstance(sharding, PartitionSpec):
         mesh = jax.sharding.get_abstract_mesh() if traced else jax.sharding.get_mesh()
-        if mesh.empty:
+        mesh = _entered_mesh() if mesh.empty else mesh
+        if mesh is None:
             raise ValueError(f"{sharding} needs a mesh: give a NamedSharding, or call inside `jax.set_mesh(mesh)`")
         sharding = named_sharding(mesh, sharding)
     if not isinstance(sharding, NamedSharding):
@@ -220,6 +221,15 @@ def _checked_sharding(sharding: Any, shape: tuple[int, ...], traced: bool) -> Na
                 f"axis {axis} of length {size} can't be split over {entry!r}, {shards(sharding.mesh, entry)} devices"
             )
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _entered_mesh() -> Any:
+    """The mesh of the deprecated `with mesh:`, which JAX tells only by using it; None outside of one."""
+    try:
+        jaxpr = jax.make_jaxpr(lambda x: lax.with_sharding_constraint(x, PartitionSpec()))(0.0)
+    except RuntimeError:
+        return None
+    return jaxpr.eqns[0].params["sharding"].mesh
 
 
 def shards(mesh: Any, entry: Any) -> int:
