@@ -10,7 +10,7 @@ import jax
 
 from eformer.jaximus import ste
 
-from ._base import Format, QuantizedArray, check_activation_dtype, find_format
+from ._base import Format, QuantizedArray, check_activation_dtype, find_format, formats
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_8bit import Array8B as Array8B
 from .implicit_array_nf4 import ArrayNF4 as ArrayNF4
@@ -28,7 +28,8 @@ class QuantizationType(enum.StrEnum):
 
 def _checked_type(dtype: QuantizationType | str) -> QuantizationType | str:
     if not isinstance(dtype, str):
-        raise TypeError(f"a quantization type is a QuantizationType or a str, got {type(dtype).__name__} {dtype!r}")
+        known = ", ".join(repr(form.name) for form in formats())
+        raise TypeError(f"a quantization type is a name, one of {known}, got {type(dtype).__name__} {dtype!r}")
     find_format(dtype)
     return QuantizationType(dtype) if dtype in set(QuantizationType) else dtype
 
