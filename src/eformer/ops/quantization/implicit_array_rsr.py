@@ -25,7 +25,6 @@ Array([ 1., -2.,  1.], dtype=float32)
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +41,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from eformer.jaximus import aux_field, is_implicit, materialize, register
 from eformer.kernels import cpu, reference
 
-from ._base import asked_of, checked_array, is_explicit, laid_out, sharding_of, shards, typed_as
+from ._base import (
+    asked_of,
+    check_activation_dtype,
+    checked_array,
+    is_explicit,
+    laid_out,
+    sharding_of,
+    shards,
+    typed_as,
+)
 from ._divisible import DivisibleArray, Grain, Leaves
 from ._quantized_matmul import multiply, quantized_matmul
 
@@ -163,7 +171,7 @@ class RSROperatorBinary(RSROperator):
     `dtype`, by default the same, is that of `materialize()` now.
 
     The constructor takes `codes`, or the documented `one_hot_maps` of shape (num_blocks, n, 2**k), which is not stored:
-    at `k == 8` it would be 32 times the dense matrix in bytes.
+    at `k == 8` it would be 32 times the dense matrix in bytes. Codes may also stand in the place of `one_hot_maps`.
 
     >>> import jax.numpy as jnp
     >>> A = jnp.array([[0, 1, 1, 0], [1, 0, 0, 1]], dtype=jnp.int32)
@@ -174,34 +182,40 @@ class RSROperatorBinary(RSROperator):
     Array([[6, 9]], dtype=uint8)
     """
 
-    codes: jax.Array = dataclasses.field(init=False)
+    codes: jax.Array
     k: int = aux_field()
     padding: int = aux_field()
     org_dtype: Any = aux_field()  # any dtype-like goes in, an `np.dtype` is stored
 
     def __init__(
         self,
-        one_hot_maps: jax.Array,
-        k: int,
-        padding: int,
-        org_dtype: Any,
+        one_hot_maps: jax.Array | None = None,
+        k: int = 8,
+        padding: int = 0,
+        org_dtype: Any = jnp.float32,
         *,
+        codes: jax.Array | None = None,
         shape: Sequence[int] | None = None,
         dtype: Any = None,
         use_kernel: bool = True,
+        activation_dtype: str | None = None,
     ) -> None:
         check_k(k)
+        check_activation_dtype(activation_dtype)
+        if (one_hot_maps is None) == (codes is None):
+            raise TypeError("give `one_hot_maps` or `codes`: either says what the matrix is, and none or both do not")
         if not isinstance(padding, int):
             raise TypeError(f"`padding` must be an int, got {type(padding).__name__} {padding!r}")
         if not 0 <= padding < k:
             raise ValueError(f"`padding={padding}` must be from 0 to {k - 1}: with `k={k}` more would be a whole block")
-        codes = _checked_codes(jnp.asarray(one_hot_maps), k)
-        if padding and not codes.shape[0]:
+        codes = _checked_codes(one_hot_maps, k) if codes is None else _in_range(jnp.asarray(codes), k)
+        if padding and not codes.shape[-2]:
             raise ValueError(f"`padding={padding}` columns of no block: a matrix without columns has `padding=0`")
         org_dtype = _checked_dtype(org_dtype)
         dtype = org_dtype if dtype is None else _checked_dtype(dtype)
-        static = {"k": k, "padding": padding, "org_dtype": org_dtype, "dtype": dtype, "use_kernel": use_kernel}
-        for name, value in {"codes": codes, **static}.items():
+        static = {"k": k, "padding": padding, "org_dtype": org_dtype, "dtype": dtype}
+        how = {"use_kernel": use_kernel, "activation_dtype": activation_dtype}
+        for name, value in {"codes": codes, **static, **how}.items():
             object.__setattr__(self, name, value)
         self._settle(shape)
 
@@ -367,21 +381,28 @@ def _check_no_nan(x: jax.Array) -> None:
         raise ValueError("the matrix, or its standard deviation, is NaN: an RSR operator has no code for that")
 
 
-def _checked_codes(given: jax.Array, k: int) -> jax.Array:
-    """`given`, codes or one-hot maps, as codes in their dtype."""
-    if given.ndim == 3 and given.shape[-1] == 2**k:
-        codes = jnp.argmax(given, axis=-1)
-        if not _hold(_one_hot, given):
-            raise ValueError("`one_hot_maps` must be one-hot: a single 1 along the last axis, and else 0")
-    elif given.ndim == 2 and jnp.issubdtype(given.dtype, jnp.integer):
-        codes, info = given, jnp.iinfo(given.dtype)
-        if not 0 <= info.min < info.max < 2**k and not _hold(_all_within, given, 0, 2**k - 1):
-            raise ValueError(f"codes for `k={k}` are from 0 to {2**k - 1}, got {np.min(given)} to {np.max(given)}")
-    else:
+def _checked_codes(maps: Any, k: int) -> jax.Array:
+    """One-hot maps, or codes in their place, as codes in their dtype."""
+    given = jnp.asarray(maps)
+    if given.ndim == 2 and jnp.issubdtype(given.dtype, jnp.integer):
+        return _in_range(given, k)
+    if given.ndim != 3 or given.shape[-1] != 2**k:
         raise ValueError(
             f"`one_hot_maps` must have shape (num_blocks, n, {2**k}) for `k={k}`, or be integers, the codes, of shape "
             f"(num_blocks, n); got {given.dtype}{list(given.shape)}"
         )
+    if not _hold(_one_hot, given):
+        raise ValueError("`one_hot_maps` must be one-hot: a single 1 along the last axis, and else 0")
+    return _in_range(jnp.argmax(given, axis=-1).astype(jnp.uint16), k)
+
+
+def _in_range(codes: jax.Array, k: int) -> jax.Array:
+    """Codes in their dtype; a stack of them too."""
+    if codes.ndim < 2 or not jnp.issubdtype(codes.dtype, jnp.integer):
+        raise ValueError(f"codes are integers of shape (num_blocks, n), got {codes.dtype}{list(codes.shape)}")
+    info = jnp.iinfo(codes.dtype)
+    if not 0 <= info.min < info.max < 2**k and not _hold(_all_within, codes, 0, 2**k - 1):
+        raise ValueError(f"codes for `k={k}` are from 0 to {2**k - 1}, got {np.min(codes)} to {np.max(codes)}")
     return codes.astype(_code_dtype(k))
 
 

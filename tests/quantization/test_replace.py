@@ -1,0 +1,78 @@
+"""`dataclasses.replace` of every quantized array, field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, formats
+
+from .cases import CASES, assert_same_leaves, example, normal
+
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
+TYPES: dict[str, Any] = {str(case): form.array_type for case in CASES for form in formats() if form.name == case.name}
+OPERATORS: dict[str, Any] = {
+    "rsr-binary": lambda: RSROperatorBinary.quantize(normal(), k=4),
+    "rsr-ternary": lambda: RSROperatorTernary.quantize(normal(), k=4),
+    "rsr-stack": lambda: jax.vmap(lambda w: RSROperatorBinary.quantize(w, k=4))(normal((2, 6, 10))),
+}
+TYPES |= {"rsr-binary": RSROperatorBinary, "rsr-ternary": RSROperatorTernary, "rsr-stack": RSROperatorBinary}
+FIELDS = [(name, field.name) for name, cls in TYPES.items() for field in dataclasses.fields(cls)]
+CHANGES = {"dtype": jnp.dtype(jnp.bfloat16), "use_kernel": False, "activation_dtype": "int8"}
+
+
+def array(name: str) -> Any:
+    return OPERATORS[name]() if name in OPERATORS else next(example(case)[0] for case in CASES if str(case) == name)
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+def test_a_field_replaced_by_itself_changes_nothing(name, field):
+    q = array(name)
+    assert_same_leaves(dataclasses.replace(q, **{field: getattr(q, field)}), q)
+
+
+@pytest.mark.parametrize("field", CHANGES)
+@pytest.mark.parametrize("name", TYPES)
+def test_a_field_replaced_is_the_only_one_that_changes(name, field):
+    q = array(name)
+    changed = jax.jit(lambda q: dataclasses.replace(q, **{field: CHANGES[field]}))(q)
+    assert getattr(changed, field) == CHANGES[field]
+    assert_same_leaves(dataclasses.replace(changed, **{field: getattr(q, field)}), q)
+
+
+def test_codes_of_an_operator_can_be_replaced():
+    q = RSROperatorBinary.from_matrix(jnp.eye(4, dtype=jnp.int32), k=4)
+    flipped = dataclasses.replace(q, codes=15 - q.codes)
+    assert np.array_equal(flipped.materialize(), 1 - np.eye(4))
+    assert_same_leaves(RSROperatorBinary(codes=q.codes, k=4), q)
+
+
+BAD = {
+    "neither": (lambda: RSROperatorBinary(k=4), TypeError, "give `one_hot_maps` or `codes`"),
+    "both": (
+        lambda: RSROperatorBinary(np.array([[1]]), 4, codes=np.array([[1]])),
+        TypeError,
+        "give `one_hot_maps` or `codes`",
+    ),
+    "a vector": (lambda: RSROperatorBinary(codes=np.array([1]), k=4), ValueError, r"shape \(num_blocks, n\), got int"),
+    "floats": (lambda: RSROperatorBinary(codes=np.ones((1, 1)), k=4), ValueError, "codes are integers"),
+    "too large": (lambda: RSROperatorBinary(codes=np.array([[16]]), k=4), ValueError, "from 0 to 15, got 16 to 16"),
+    "activations": (
+        lambda: dataclasses.replace(array("rsr-binary"), activation_dtype="int4"),
+        ValueError,
+        "`activation_dtype` must be None or 'int8'",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_codes_are_named(bad):
+    make, error, message = BAD[bad]
+    with pytest.raises(error, match=message):
+        make()
