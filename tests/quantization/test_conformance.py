@@ -320,6 +320,13 @@ def test_moving_agrees_with_dense(case, primitive):
 
 
 @every_format
+def test_a_reshape_that_does_not_fit_is_the_error_of_dense_jax(case):
+    q, _ = example(case)
+    with pytest.raises(ValueError, match="number of output elements"):  # `lax` itself finds out when it compiles
+        implicit(lambda q: lax.reshape(q, (6, 5)))(q)
+
+
+@every_format
 def test_operators_outside_implicit_agree_with_dense(case):
     """`q + 1` and the like; a product and a sum may be rounded once instead of twice."""
     q, dense = example(case, dtype=jnp.bfloat16)

@@ -139,6 +139,14 @@ def test_a_float_array_given_alone_is_quantized():
     assert_same_array(q.materialize(), ArrayNF4.quantize(w).materialize())
 
 
+def test_vmap_of_arrays_quantized_one_by_one():
+    """Each has an offset of its own, which has no axis besides that of the stack."""
+    w = normal((2, 6, 8))
+    q = jax.vmap(lambda w: quantize(w, block_size=2, double_quantization=True))(w)
+    out = jax.vmap(implicit(jnp.transpose))(q)
+    assert_same_array(out.materialize(), jnp.matrix_transpose(q.materialize()))
+
+
 def test_verbose_says_what_was_made(capsys):
     ArrayNF4.quantize(normal(), verbose=True)
     assert capsys.readouterr().out == "ArrayNF4(float32[6, 10], 54 bytes)\n"

@@ -257,7 +257,7 @@ def reshape(primitive: Any, q: LeafwiseArray, *, new_sizes: Sequence[int], **par
 def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> Any:
     """The array with its leaves reshaped; NotImplemented if that would move elements out of their blocks."""
     q = q._single()
-    if 0 in q.shape:
+    if 0 in q.shape or math.prod(q.shape) != math.prod(new_sizes):
         return NotImplemented
     sizes: dict[str, list[int]] = {name: [] for name in q.named_leaves()}
     moved: dict[int, int] = {}
