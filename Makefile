@@ -14,8 +14,8 @@ BENCHMARKS := "tracing.py" "matmul.py" "matmul.py --threads 1 2" "matmul.py --li
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-distributed test-accelerators lint format demo bench peers sanitize sanitized emulate fuzz \
-	fuzz-core clean
+.PHONY: help install test test-distributed test-accelerators lint format demo bench peers sanitize sanitized emulate \
+	programs fuzz fuzz-core clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
@@ -28,6 +28,9 @@ test: $(VENV)/.tests ## run the tests; ARGS are pytest's
 
 test-distributed: $(VENV)/.tests ## the tests with two and four processes
 	EFORMER_TEST_PROCESSES=1 $(VENV)/bin/python -m pytest -n 0 tests/distributed $(ARGS)
+
+programs: $(VENV)/.tests ## compare five thousand random programs with dense JAX; `make test` compares some
+	$(VENV)/bin/python -m pytest -n auto tests/jaximus/test_programs.py --programs 5000 $(ARGS)
 
 fuzz: $(VENV)/.tests ## mutated checkpoints, killed and racing saves, then an hour of `make fuzz-core`
 	$(VENV)/bin/python -m pytest -n auto tests/checkpoint/test_fuzz.py --fuzz 100000 $(ARGS)
