@@ -3,6 +3,8 @@
 from ._defaults import contracted_axis as contracted_axis
 from ._defaults import default_rules as default_rules
 from ._measure import report as report
+from ._partition import combine as combine
+from ._partition import partition as partition
 from ._paths import named_leaves as named_leaves
 from ._paths import stored_bytes as stored_bytes
 from ._quantize import UnusedRuleWarning as UnusedRuleWarning

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import tree_util as jtu
 
@@ -21,8 +23,18 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, QuantizedArray))
 
 
+def is_abstract(leaf: Any) -> bool:
+    """Whether `leaf` is an array without values, as of `jax.eval_shape`; a quantized one if its parts are."""
+    return any(isinstance(part, jax.ShapeDtypeStruct) for part in jtu.tree_leaves(leaf))
+
+
+def is_weight(leaf: Any) -> bool:
+    """Whether `leaf` is an array, with values or without, that may be quantized or was: integers must stay exact."""
+    return (is_array(leaf) or is_abstract(leaf)) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
 def stored_bytes(tree: Any) -> int:
-    """Bytes of all arrays in `tree`, as they are stored; one that occurs twice counts once.
+    """Bytes of all arrays in `tree`, as they are stored, or will be if it is abstract; one that occurs twice, once.
 
     >>> import jax.numpy as jnp
     >>> from eformer.model import quantize_model, stored_bytes
@@ -30,8 +42,13 @@ def stored_bytes(tree: Any) -> int:
     >>> stored_bytes(tree), stored_bytes(quantize_model(tree))
     (524288, 73728)
     """
-    arrays = {id(leaf): leaf for leaf in jtu.tree_leaves(tree) if is_array(leaf)}
-    return sum(leaf.nbytes for leaf in arrays.values())
+    arrays = {id(leaf): leaf for leaf in jtu.tree_leaves(tree) if is_array(leaf) or is_abstract(leaf)}
+    return sum(map(nbytes, arrays.values()))
+
+
+def nbytes(leaf: Any) -> int:
+    """Also of an abstract array."""
+    return leaf.nbytes if hasattr(leaf, "nbytes") else math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:

@@ -1,0 +1,73 @@
+"""A model in two trees: what is trained, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import tree_util as jtu
+
+from ._paths import is_abstract, is_array, is_quantized, named_leaves
+
+Tree = TypeVar("Tree")
+
+
+def partition(tree: Tree, trainable: Callable[[str, Any], bool] | None = None) -> tuple[Tree, Tree]:
+    """`tree` twice, each with None where the other has a leaf: what is trained, and what is frozen.
+
+    Trained are dense floating point arrays, those of them for which `trainable(path, leaf)` is true if it is given.
+    Quantized arrays, integers, and all that is no array are frozen. `combine` puts the two together again, so that
+    JAX and optax see a tree of nothing but what is trained:
+
+    >>> import jax, jax.numpy as jnp
+    >>> from eformer.jaximus import implicit
+    >>> from eformer.model import combine, partition, quantize_model
+    >>> params = quantize_model({"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)})
+    >>> trained, frozen = partition(params)
+    >>> loss = lambda params, x: jnp.mean((x @ params["kernel"] + params["bias"]) ** 2)
+    >>> gradients = jax.grad(implicit(lambda t, f, x: loss(combine(t, f), x)))(trained, frozen, jnp.ones((2, 256)))
+    >>> jax.tree.map(jnp.shape, gradients)
+    {'bias': (512,), 'kernel': None}
+    """
+    named, structure = named_leaves(tree)
+    chosen = [_can_train(leaf) and (trainable is None or bool(trainable(path, leaf))) for path, leaf in named]
+    halves = (
+        [leaf if each is wanted else None for each, (_, leaf) in zip(chosen, named, strict=True)]
+        for wanted in (True, False)
+    )
+    trained, frozen = (jax.tree.unflatten(structure, half) for half in halves)
+    return trained, frozen
+
+
+def _can_train(leaf: Any) -> bool:
+    return not is_quantized(leaf) and (is_array(leaf) or is_abstract(leaf)) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def combine(trained: Tree, frozen: Tree) -> Tree:
+    """The tree that `partition` made the two of; also of halves that hold gradients, updates or tracers."""
+    (ours, structure), (theirs, other) = (_flatten(half) for half in (trained, frozen))
+    if structure != other:
+        raise ValueError(
+            f"the halves are of different trees: {_differing(trained, frozen)}; give the two that `partition` returned"
+        )
+    for (path, a), (_, b) in zip(ours, theirs, strict=True):
+        if a is not None and b is not None:
+            raise ValueError(f"both halves have a leaf {path!r}: give the two that `partition` returned for one tree")
+    leaves = [b if a is None else a for (_, a), (_, b) in zip(ours, theirs, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _flatten(half: Any) -> tuple[list[tuple[str, Any]], Any]:
+    found, structure = jtu.tree_flatten_with_path(half, is_leaf=lambda x: x is None or is_quantized(x))
+    return [(jtu.keystr(path, simple=True, separator="."), leaf) for path, leaf in found], structure
+
+
+def _differing(trained: Any, frozen: Any) -> str:
+    paths = [{path for path, _ in _flatten(half)[0]} for half in (trained, frozen)]
+    only = [sorted(paths[0] - paths[1]), sorted(paths[1] - paths[0])]
+    if not any(only):
+        return f"{type(trained).__name__} and {type(frozen).__name__} of the same paths"
+    sides = zip(("trained", "frozen"), only, strict=True)
+    return ", ".join(f"only the {side} one has {', '.join(map(repr, some[:3]))}" for side, some in sides if some)
