@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._paths import is_array, is_quantized
+from ._paths import is_abstract, is_array, is_quantized
 
 _ROW = 4096  # elements added up in float32, before float64 takes over on the host
 
@@ -91,7 +91,7 @@ def _unchanged(leaf: Any) -> Distance | None:
 
 def has_values(leaf: Any) -> bool:
     """False for abstract arrays, and for those whose buffers were freed."""
-    if not is_array(leaf) or isinstance(leaf, Tracer):
+    if not is_array(leaf) or isinstance(leaf, Tracer) or is_abstract(leaf):
         return False
     return not any(isinstance(part, jax.Array) and part.is_deleted() for part in jax.tree.leaves(leaf))
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
-
-import jax.numpy as jnp
 
 from eformer.ops.quantization import formats
 
 from ._compare import distance
 from ._histogram import histogram_of
-from ._paths import is_quantized, named_leaves
-from ._quantize import unused_rules
+from ._paths import is_quantized, named_leaves, nbytes
+from ._quantize import rule_for, unused_rules
 from ._report import Leaf, Report
 from ._rules import Rule
 
@@ -22,8 +19,8 @@ def report(before: Any, after: Any, *, rules: Sequence[Rule] = (), histogram: st
     """Compare a model with its quantized form, leaf by leaf.
 
     `before` may have been freed, or be abstract (of `jax.eval_shape`): then there are sizes and no errors. `rules` are
-    asked which of them matched nothing. `histogram` is the path of the leaf whose values are counted; by default the
-    quantized leaf with the largest error.
+    asked which of them matched nothing, and why they decided as they did (those of `rules_from_use` tell). `histogram`
+    is the path of the leaf whose values are counted; by default the quantized leaf with the largest error.
 
     >>> import jax, jax.numpy as jnp
     >>> from eformer.model import quantize_model, report
@@ -50,7 +47,8 @@ def report(before: Any, after: Any, *, rules: Sequence[Rule] = (), histogram: st
             continue  # a function, a flag, a Python number
         _check_shapes(path, old, new)
         shared = id(old) in seen_before and id(new) in seen_after
-        leaves.append(_leaf(path, old, new, shared))
+        rule = rule_for(rules, path, old)
+        leaves.append(_leaf(path, old, new, shared, rule.reason if rule else ""))
         seen_before.add(id(old))
         seen_after.add(id(new))
     found = Report(tuple(leaves), tuple(map(str, unused_rules(before, rules))))
@@ -73,7 +71,7 @@ def _check_shapes(path: str, before: Any, after: Any) -> None:
         raise ValueError(f"{path!r} was {list(before.shape)} and is {list(after.shape)}: that is another array")
 
 
-def _leaf(path: str, before: Any, after: Any, shared: bool) -> Leaf:
+def _leaf(path: str, before: Any, after: Any, shared: bool, reason: str) -> Leaf:
     return Leaf(
         path,
         tuple(after.shape),
@@ -81,14 +79,11 @@ def _leaf(path: str, before: Any, after: Any, shared: bool) -> Leaf:
         _format_name(after),
         is_quantized(after) and after is not before,
         shared,
-        _nbytes(before),
-        _nbytes(after),
+        nbytes(before),
+        nbytes(after),
         distance(before, after),
+        reason,
     )
-
-
-def _nbytes(leaf: Any) -> int:
-    return leaf.nbytes if hasattr(leaf, "nbytes") else math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
 def _format_name(leaf: Any) -> str:

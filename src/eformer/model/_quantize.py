@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from eformer.ops.quantization import QuantizedArray
+
 from ._defaults import default_rules
-from ._paths import is_array, is_quantized, named_leaves
+from ._paths import is_abstract, is_quantized, is_weight, named_leaves, nbytes
 from ._progress import Progress, showing
 from ._rules import Rule, apply_rule, find_rule
 
@@ -45,6 +45,9 @@ def quantize_model(
     is no array. Without `rules`, `default_rules(format)` are taken. A rule that matches nothing warns
     (`UnusedRuleWarning`). Run the model's own code on the result with `implicit`.
 
+    A tree of `jax.ShapeDtypeStruct`s (`jax.eval_shape`, `nnx.eval_shape`) becomes one of quantized arrays that hold
+    such, laid out as the leaves say: to compile for ahead of time, and to load a checkpoint into.
+
     One leaf after the other: with `free`, the buffer of a leaf is deleted as soon as its quantized form is there, so
     that memory peaks near one copy of the model; `tree` can't be used any more then, but for the leaves that stayed.
     An array that occurs twice is quantized once. `progress` is called with path, bytes done and bytes in all, of the
@@ -57,7 +60,7 @@ def quantize_model(
     """
     given = default_rules(format) if rules is None else _checked(rules)
     named, structure = named_leaves(tree)
-    steps = [_Step(path, leaf, _rule_for(given, path, leaf)) for path, leaf in named]
+    steps = [_Step(path, leaf, rule_for(given, path, leaf)) for path, leaf in named]
     _warn_unused(given, steps)
 
     todo = [
@@ -65,20 +68,24 @@ def quantize_model(
     ]
     _check_possible(todo)
     uses = Counter(id(leaf) for _, leaf in named)  # those that stay keep their array alive
-    made: dict[tuple[int, int], Any] = {}
-    total, done = sum(leaf.nbytes for _, leaf, _ in todo), 0
+    made: dict[Any, Any] = {}
+    total, done = sum(nbytes(leaf) for _, leaf, _ in todo), 0
     with showing(progress) as show:
         for path, leaf, rule in todo:
-            key = (id(leaf), id(rule))
+            key = _key(leaf, rule)
             if key not in made:
                 # Waited for: else dense leaves and temporaries of many steps would be alive at once.
                 made[key] = jax.block_until_ready(apply_rule(rule, path, leaf))
             uses[id(leaf)] -= 1
-            done += leaf.nbytes
+            done += nbytes(leaf)
             if free and not uses[id(leaf)] and isinstance(leaf, jax.Array):
                 leaf.delete()
             show(path, done, total)
-    return jax.tree.unflatten(structure, [made.get((id(leaf), id(rule)), leaf) for _, leaf, rule in steps])
+    return jax.tree.unflatten(structure, [made.get(_key(leaf, rule), leaf) for _, leaf, rule in steps])
+
+
+def _key(leaf: Any, rule: Rule | None) -> Any:
+    return (id(leaf), rule.format, rule.options) if rule else None
 
 
 def dequantize_model(tree: Tree) -> Tree:
@@ -87,30 +94,31 @@ def dequantize_model(tree: Tree) -> Tree:
     made: dict[int, Any] = {}
     for _, leaf in named:
         if is_quantized(leaf) and id(leaf) not in made:
-            made[id(leaf)] = jax.block_until_ready(leaf.materialize())
+            made[id(leaf)] = _dense_type(leaf) if is_abstract(leaf) else jax.block_until_ready(leaf.materialize())
     return jax.tree.unflatten(structure, [made.get(id(leaf), leaf) for _, leaf in named])
+
+
+def _dense_type(leaf: QuantizedArray) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 def unused_rules(tree: Any, rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Those that decide over no leaf of `tree`, and are not optional."""
-    used = {id(_rule_for(rules, path, leaf)) for path, leaf in named_leaves(tree)[0]}
+    used = {id(rule_for(rules, path, leaf)) for path, leaf in named_leaves(tree)[0]}
     return tuple(rule for rule in rules if id(rule) not in used and not rule.optional)
 
 
-def _rule_for(rules: Sequence[Rule], path: str, leaf: Any) -> Rule | None:
+def rule_for(rules: Sequence[Rule], path: str, leaf: Any) -> Rule | None:
+    """The rule that decides over a leaf; None if none does."""
     # Integers are counts and indices, which have to stay exact; a quantized array stays, but its rule is in use.
-    return find_rule(rules, path, leaf) if _is_weight(leaf) else None
-
-
-def _is_weight(leaf: Any) -> bool:
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return find_rule(rules, path, leaf) if is_weight(leaf) else None
 
 
 def _check_possible(todo: Sequence[tuple[str, Any, Rule]]) -> None:
     """Raise what the leaves would, before the first is quantized, or freed."""
     distinct = {(leaf.shape, leaf.dtype, id(rule)): (path, leaf, rule) for path, leaf, rule in reversed(todo)}
     for path, leaf, rule in distinct.values():
-        jax.eval_shape(functools.partial(apply_rule, rule, path), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        apply_rule(rule, path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
 
 def _checked(rules: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -127,7 +135,7 @@ def _checked(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 def _warn_unused(rules: Sequence[Rule], steps: Sequence[_Step]) -> None:
     used = {id(step.rule) for step in steps}
     unused = [str(rule) for rule in rules if id(rule) not in used and not rule.optional]
-    weights = [step for step in steps if _is_weight(step.leaf)]
+    weights = [step for step in steps if is_weight(step.leaf)]
     if unused:
         some = ", ".join(repr(step.path) for step in weights[:3]) or "there are no floating point arrays"
         _warn(f"no leaf is left for {_quoted(unused)}: paths look like this: {some}")

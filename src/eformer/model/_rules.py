@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
-from eformer.ops.quantization import Format, QuantizedArray, formats
+from eformer.ops.quantization import Format, formats
 
 KEEP = "keep"  # how the command line writes `format=None`
 
@@ -56,7 +58,7 @@ class Rule:
 
     A string is searched for (`re.search`) in the leaf's path, such as "layers.0.mlp.kernel"; a function is asked with
     path and leaf, which has `shape` and `dtype` and may have no values. Unknown formats and options raise here. An
-    `optional` rule may match nothing; of others, `quantize_model` then warns.
+    `optional` rule may match nothing; of others, `quantize_model` then warns. `reason` is for readers of a `report`.
 
     >>> from eformer.model import Rule
     >>> str(Rule(r"mlp.*kernel$", "nf4", {"axis": -2, "block_size": 32}))
@@ -67,6 +69,7 @@ class Rule:
     format: str | None
     options: Mapping[str, Any] = Options()
     optional: bool = field(default=False, kw_only=True, repr=False)
+    reason: str = field(default="", kw_only=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.pattern, str):
@@ -142,12 +145,16 @@ def find_rule(rules: Sequence[Rule], path: str, leaf: Any) -> Rule | None:
     return next((rule for rule in rules if rule.matches(path, leaf)), None)
 
 
-def apply_rule(rule: Rule, path: str, array: jax.Array) -> jax.Array | QuantizedArray:
-    """`array` in the rule's format; an error says which leaf, which format, and why."""
+def apply_rule(rule: Rule, path: str, array: Any) -> Any:
+    """`array` in the rule's format, without values if it has none; an error says which leaf, which format, and why."""
     if rule.format is None:
         return array
+    encode = functools.partial(find_format(rule.format).encode, **rule.options)
     try:
-        return find_format(rule.format).encode(array, **rule.options)
+        if not isinstance(array, jax.ShapeDtypeStruct):
+            return encode(array)
+        made = jax.eval_shape(encode, jax.ShapeDtypeStruct(array.shape, array.dtype))
+        return made.with_sharding(array.sharding) if isinstance(array.sharding, NamedSharding) else made
     except (TypeError, ValueError, NotImplementedError) as error:
         # Not the error's own class, which may want other arguments.
         kind = next(k for k in (NotImplementedError, TypeError, ValueError) if isinstance(error, k))

@@ -246,7 +246,9 @@ def sharding_of(leaf: Any) -> Any:
     return None if isinstance(leaf, Tracer) and not is_explicit(found) else found
 
 
-def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
+def _place(leaf: Any, sharding: NamedSharding) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(sharding=sharding)
     if not isinstance(leaf, Tracer):
         return jax.device_put(leaf, sharding)
     if is_explicit(sharding):
