@@ -108,7 +108,10 @@ class ArrayNF4(LeafwiseArray):
         """
         check_block_size(block_size)
         x = checked_array(array)
-        axis = normalized_axes(axis, x.ndim)[0] if x.ndim else -1
+        axes = normalized_axes(axis, x.ndim) if x.ndim else (-1,)
+        if len(axes) != 1:
+            raise ValueError(f"blocks of NF4 run along one axis, got `axis={axis}`")
+        axis = axes[0]
 
         def make(x: jax.Array) -> Self:
             packed, absmax = _encode(x, block_size, axis)
