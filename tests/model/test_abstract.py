@@ -90,9 +90,10 @@ def test_nnx_module_without_values():
         nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
     abstract = nnx.eval_shape(lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
     x = jax.ShapeDtypeStruct((2, 64), jnp.float32)
-    by_use = quantize_model(abstract)
+    by_name, by_use = quantize_model(abstract), quantize_model(abstract, function=lambda m, x: m(x), inputs=(x,))
     expected = quantize_model(nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
     assert type(by_use) is nnx.Linear
+    assert kind(by_use) == kind(by_name)
     assert kind(by_use)[1] == kind(expected)[1]
     assert [path for path, leaf in named_leaves(by_use)[0] if isinstance(leaf, QuantizedArray)] == ["kernel"]
     jax.jit(implicit(lambda m, x: m(x))).lower(by_use, x)

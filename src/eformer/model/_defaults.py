@@ -97,14 +97,15 @@ def default_rules(
     found = [Rule(NORMS_AND_BIASES, None, optional=True)]
     if embeddings is not None:
         pattern = Matrices(-1, (("", -1),), min_size, EMBEDDINGS)
-        found.append(Rule(pattern, embeddings, _options(embeddings, -1, {}), optional=True))
+        found.append(Rule(pattern, embeddings, options_along(embeddings, -1, {}), optional=True))
     found.append(Rule(EMBEDDINGS, None, optional=True))
     for axis in sorted({axis for _, axis in layouts}):
         pattern = Matrices(axis, layouts, min_size)
-        found.append(Rule(pattern, format, _options(format, axis, options), optional=True))
+        found.append(Rule(pattern, format, options_along(format, axis, options), optional=True))
     return tuple(found)
 
 
-def _options(format: str, axis: int, given: Mapping[str, Any]) -> dict[str, Any]:
+def options_along(format: str, axis: int | tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model asks of the format for blocks along `axis`; `given` goes first."""
     blocks = {"axis": axis} if "axis" in find_format(format).options else {}
     return {**blocks, **_MODEL_OPTIONS.get(format, {}), **given}

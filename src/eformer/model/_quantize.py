@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from eformer.ops.quantization import QuantizedArray
 
 from ._defaults import default_rules
+from ._from_use import rules_from_use
 from ._paths import is_abstract, is_quantized, is_weight, named_leaves, nbytes
 from ._progress import Progress, showing
 from ._rules import Rule, apply_rule, find_rule
@@ -35,6 +36,8 @@ def quantize_model(
     rules: Sequence[Rule] | None = None,
     *,
     format: str = "nf4",
+    function: Callable[..., Any] | None = None,
+    inputs: Sequence[Any] = (),
     free: bool = False,
     progress: Progress | bool | None = None,
 ) -> Tree:
@@ -42,8 +45,11 @@ def quantize_model(
 
     Any pytree: dicts and lists of arrays, parameters of Flax Linen and Haiku, modules of NNX and Equinox. The first
     rule that matches a leaf decides; a leaf that none matches stays, and so do quantized arrays, integers, and all that
-    is no array. Without `rules`, `default_rules(format)` are taken. A rule that matches nothing warns
-    (`UnusedRuleWarning`). Run the model's own code on the result with `implicit`.
+    is no array. A rule that matches nothing warns (`UnusedRuleWarning`). Run the model's own code on the result with
+    `implicit`.
+
+    With a `function`, `function(tree, *inputs)` is traced, and `rules_from_use` decide over the leaves that `rules` do
+    not match; the inputs may be `jax.ShapeDtypeStruct`s. With neither, `default_rules(format)` guess by names.
 
     A tree of `jax.ShapeDtypeStruct`s (`jax.eval_shape`, `nnx.eval_shape`) becomes one of quantized arrays that hold
     such, laid out as the leaves say: to compile for ahead of time, and to load a checkpoint into.
@@ -58,7 +64,13 @@ def quantize_model(
     >>> quantize_model({"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}, format="int8")["kernel"]
     Array8B(float32[256, 512], 133,120 bytes)
     """
-    given = default_rules(format) if rules is None else _checked(rules)
+    given = () if rules is None else _checked(rules)
+    if function is not None:
+        given += rules_from_use(function, tree, *inputs, format=format)
+    elif inputs:
+        raise TypeError("`inputs` are the arguments of `function` after the tree, and no `function` was given")
+    elif rules is None:
+        given = default_rules(format)
     named, structure = named_leaves(tree)
     steps = [_Step(path, leaf, rule_for(given, path, leaf)) for path, leaf in named]
     _warn_unused(given, steps)

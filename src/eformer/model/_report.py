@@ -28,6 +28,7 @@ class Leaf:
     bytes_before: int
     bytes_after: int
     distance: Distance | None
+    reason: str = ""  # of the rule that decided over it
 
     @property
     def size(self) -> int:
@@ -127,6 +128,7 @@ class Report:
                 "format": leaf.format,
                 "quantized": leaf.quantized,
                 "shared": leaf.shared,
+                "reason": leaf.reason,
                 "bytes_before": leaf.bytes_before,
                 "bytes_after": leaf.bytes_after,
                 "bits": leaf.bits,

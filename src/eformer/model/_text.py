@@ -65,7 +65,7 @@ def sorted_leaves(leaves: Sequence[Leaf], sort: str | None) -> list[Leaf]:
 
 
 def table(report: Report, sort: str | None) -> str:
-    shown = bool(report.nonfinite)
+    shown, reasons = bool(report.nonfinite), any(leaf.reason for leaf in report.leaves)
     header = ["path", "shape", "format", "before", "after", "bits", "error", "SNR dB", "cosine"]
     header += ["NaN or inf"] if shown else []
     rows = [
@@ -78,6 +78,10 @@ def table(report: Report, sort: str | None) -> str:
     widths = [max(map(len, column)) for column in zip(header, *rows, total, strict=True)]
     rule = ["-" * width for width in widths]
     lines = [_line(row, widths) for row in (header, rule, *rows, rule, total)]
+    if reasons:
+        ends = ["reason", "------", *(leaf.reason for leaf in sorted_leaves(report.leaves, sort))]
+        width = max(map(len, lines))
+        lines[: len(ends)] = [f"{line:{width}}  {end}".rstrip() for line, end in zip(lines, ends, strict=False)]
     lines += [f"matched nothing: {rule}" for rule in report.unused_rules]
     return "\n".join(lines)
 

@@ -1,0 +1,175 @@
+"""The format of a leaf and the axis of its blocks, from the uses that a function makes of it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ._defaults import MIN_LENGTH, options_along
+from ._replay import Term, leaves_of, made_dense, signature
+from ._rules import Options, find_format
+from ._uses import Use
+
+
+class Decision(NamedTuple):
+    format: str | None
+    options: Options
+    reason: str
+
+
+class _Dense(NamedTuple):
+    """What the uses of a leaf make dense: bytes more than they must, in which operations, and if all of them do."""
+
+    excess: int
+    primitives: tuple[str, ...]
+    always: bool
+
+
+class Choice:
+    """Decides over the leaves of a model, given by index with their uses."""
+
+    def __init__(
+        self,
+        leaves: Mapping[int, Any],
+        uses: Mapping[int, Sequence[Use]],
+        format: str,
+        embeddings: str | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.leaves, self.uses = leaves, uses
+        self.format, self.embeddings, self.options = format, embeddings, options
+        self.asked: dict[Any, dict[str, int]] = {}  # layers of a model ask the same
+
+    def __call__(self, index: int) -> Decision:
+        uses = self.uses[index]
+        if not uses:
+            return _kept("the function does not use it")
+        form = self._format(index)
+        if form is None:
+            return _kept("an embedding: the function gathers from it")
+        wanted = _wanted(uses)
+        if not wanted:
+            return _kept(f"it would go dense: used by {_names(use.primitive for use in uses)}")
+        best: tuple[_Dense, Any] | None = None
+        for options in self._candidates(index):
+            dense = self._dense(index, form, options)
+            if best is None or dense.excess < best[0].excess:
+                best = dense, options
+            if not dense.excess:
+                break
+        if best is None:
+            return _kept(f"no axis has {MIN_LENGTH} elements for a block")
+        dense, options = best
+        if dense.always:
+            return _kept(f"it would go dense in {_names(dense.primitives)}")
+        return Decision(form, Options(options), _reason(uses, wanted, dense))
+
+    def _format(self, index: int) -> str | None:
+        return self.embeddings if any(use.gathered for use in self.uses[index]) else self.format
+
+    def _candidates(self, index: int) -> Iterator[dict[str, Any]]:
+        """Options of the format, best first: blocks along what is summed over; else along another axis."""
+        form, leaf = self._format(index), self.leaves[index]
+        assert form is not None
+        given = self.options if form == self.format else {}
+        wanted = _wanted(self.uses[index])
+        axes: list[Any] = []
+        for each in wanted:
+            if len(each) > 1:
+                axes.append(each)  # one scale for all; most formats have blocks along one axis only
+            axes += sorted(each, key=lambda axis: (-leaf.shape[axis], -axis))
+        axes += range(-1, -len(leaf.shape) - 1, -1)
+        if "axis" not in find_format(form).options or "axis" in given:
+            axes = axes[:1]
+        for axis in dict.fromkeys(axes):
+            options = options_along(form, axis, given)
+            if _length(leaf, axis) >= MIN_LENGTH and _abstract(form, Options(options), leaf) is not None:
+                yield options
+
+    def _dense(self, index: int, form: str, options: Mapping[str, Any]) -> _Dense:
+        excess, primitives, always = 0, dict[str, None](), True
+        for use in self.uses[index]:
+            found = self._asked(use.term, index, form, Options(options)) if use.term is not None else {}
+            more = sum(found.values()) - use.may_be_dense
+            if more > 0:
+                excess += more
+                primitives.update(dict.fromkeys(found))
+            else:
+                always = False
+        return _Dense(excess, tuple(primitives), always)
+
+    def _asked(self, term: Term, index: int, form: str, options: Options) -> dict[str, int]:
+        chosen = {i: self._first(i) for i in leaves_of(term)}
+        chosen[index] = (form, options)
+        kinds = {i: (each, self.leaves[i].shape, str(self.leaves[i].dtype)) for i, each in chosen.items()}
+        key = signature(term, kinds)
+        if key not in self.asked:
+            arrays = {
+                i: _abstract(*each, self.leaves[i]) if each else _struct(self.leaves[i]) for i, each in chosen.items()
+            }
+            self.asked[key] = made_dense(term, arrays)
+        return self.asked[key]
+
+    def _first(self, index: int) -> tuple[str, Options] | None:
+        """What another leaf that meets the one decided over is taken to be: the best by its uses alone."""
+        form = self._format(index)
+        options = None if form is None else next(self._candidates(index), None)
+        return None if form is None or options is None else (form, Options(options))
+
+
+def _kept(reason: str) -> Decision:
+    return Decision(None, Options(), reason)
+
+
+def _wanted(uses: Sequence[Use]) -> list[tuple[int, ...]]:
+    """The axes to have blocks along, those of the most work first."""
+    work: dict[tuple[int, ...], int] = {}
+    for use in uses:
+        if use.axes:
+            axes = use.axes[-1:] if use.gathered else use.axes
+            work[axes] = work.get(axes, 0) + use.work
+    return sorted(work, key=lambda axes: -work[axes])
+
+
+def _length(leaf: Any, axes: Any) -> int:
+    return math.prod(leaf.shape[axis] for axis in (axes if isinstance(axes, tuple) else (axes,)))
+
+
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _abstract(form: str, options: Options, leaf: Any) -> Any:
+    """The leaf quantized, without values; None if the format refuses it so."""
+    return _encoded(form, options, _struct(leaf))
+
+
+@functools.lru_cache(maxsize=1024)
+def _encoded(form: str, options: Options, struct: jax.ShapeDtypeStruct) -> Any:
+    try:
+        made = jax.eval_shape(functools.partial(find_format(form).encode, **options), struct)
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    several = isinstance(options.get("axis"), tuple)
+    return None if several and made.axis != options["axis"] else made
+
+
+def _reason(uses: Sequence[Use], wanted: Sequence[tuple[int, ...]], dense: _Dense) -> str:
+    summing = [use for use in uses if use.axes and not use.gathered]
+    parts = ["gathered"] if any(use.gathered for use in uses) else []
+    for axes in dict.fromkeys(use.axes for use in summing):
+        by = _names(use.primitive for use in summing if use.axes == axes)
+        parts.append(f"summed over {'axes' if len(axes) > 1 else 'axis'} {', '.join(map(str, axes))} by {by}")
+    if len(wanted) > 1:
+        parts.append(f"most of the work is along {', '.join(map(str, wanted[0]))}")
+    if dense.excess:
+        parts.append(f"goes dense in {_names(dense.primitives)}")
+    return "; ".join(parts)
+
+
+def _names(primitives: Any) -> str:
+    return ", ".join(dict.fromkeys(primitives))

@@ -1,0 +1,83 @@
+"""Rules from use: a function is traced, and each leaf is quantized along the axis that the function sums over."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from eformer.jaximus import implicit
+
+from ._choose import Choice, Decision
+from ._defaults import MIN_SIZE
+from ._paths import is_abstract, is_quantized, is_weight, named_leaves
+from ._rules import Options, Rule
+from ._uses import Use, find_uses
+
+
+def rules_from_use(
+    function: Callable[..., Any],
+    params: Any,
+    *inputs: Any,
+    format: str = "nf4",
+    embeddings: str | None = "int8",
+    min_size: int = MIN_SIZE,
+    **options: Any,
+) -> tuple[Rule, ...]:
+    """Rules for the leaves of `params`, by what `function(params, *inputs)` does with them.
+
+    The function is traced, not run: parameters and inputs may be `jax.ShapeDtypeStruct`s. Blocks run along the axis
+    that a matmul or a convolution sums over; if uses differ, along that of the most work. A leaf that is gathered is
+    an embedding, also if it is summed over too: it takes the format `embeddings`, with blocks along its features, or
+    stays if that is None. Of several axes that serve, the first is taken with which the engine makes nothing dense.
+    Kept are leaves that would only go dense (those that are added, say), leaves that the function does not use, and
+    those of fewer than `min_size` elements. Each rule has its `reason`. `options` go to `format`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from eformer.model import rules_from_use
+    >>> params = {"w": jnp.ones((256, 4, 64)), "scale": jnp.ones(4096)}
+    >>> for rule in rules_from_use(lambda p, x: jnp.einsum("bd,dhf->bhf", x, p["w"]), params, jnp.ones((2, 256))):
+    ...     print(rule, "|", rule.reason)
+    ^scale$=keep | the function does not use it
+    ^w$=nf4,axis=-3 | summed over axis -3 by dot_general
+    """
+    named, structure = named_leaves(params)
+    leaves = [leaf for _, leaf in named]
+    flat_inputs, input_structure = jax.tree.flatten(inputs)
+    run = implicit(function) if any(map(is_quantized, leaves)) else function
+
+    def call(flat: list[Any]) -> Any:
+        params = jax.tree.unflatten(structure, flat[: len(leaves)])
+        return run(params, *jax.tree.unflatten(input_structure, flat[len(leaves) :]))
+
+    weights = {i: leaf for i, leaf in enumerate(leaves) if is_weight(leaf) and not is_quantized(leaf)}
+    large = {i: leaf for i, leaf in weights.items() if math.prod(leaf.shape) >= max(min_size, 1)}
+    found = find_uses(call, [*leaves, *flat_inputs], large)
+    # An array that occurs twice is quantized once, for all its uses; an abstract one stands for any of its type.
+    array = {i: i if is_abstract(leaf) else id(leaf) for i, leaf in large.items()}
+    of_array: dict[int, list[Use]] = {}
+    for i in large:
+        of_array.setdefault(array[i], []).extend(found.get(i, []))
+
+    choose = Choice(large, {i: of_array[array[i]] for i in large}, format, embeddings, options)
+    small = Decision(None, Options(), f"fewer than {min_size:,} elements")
+    return tuple(_as_rules({named[i][0]: choose(i) if i in large else small for i in weights}))
+
+
+def _as_rules(decided: Mapping[str, Decision]) -> Iterator[Rule]:
+    """A rule for each leaf; one for all whose paths differ in numbers only, if they are decided alike."""
+    groups: dict[str, list[str]] = {}
+    for path in decided:
+        groups.setdefault(re.sub(r"\d+", r"\\d+", re.escape(path)), []).append(path)
+    for pattern, paths in groups.items():
+        alike = len({decided[path] for path in paths}) == 1
+        for each, path in (
+            [(pattern if len(paths) > 1 else re.escape(paths[0]), paths[0])]
+            if alike
+            else ((re.escape(path), path) for path in paths)
+        ):
+            form, options, reason = decided[path]
+            yield Rule(f"^{each}$", form, options, optional=True, reason=reason)
