@@ -30,7 +30,7 @@ def model(params: dict[str, Any], x: jax.Array) -> jax.Array:
 
 def main() -> None:
     params, x = init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (4, 128))
-    quantized = quantize_model(params)
+    quantized = quantize_model(params, function=model, inputs=(x,))
     y = jax.jit(implicit(model))(quantized, x)
     dense = jax.jit(model)(dequantize_model(quantized), x)
     sizes = f"{stored_bytes(params):,} -> {stored_bytes(quantized):,} bytes"

@@ -39,7 +39,7 @@ def run(model: Block, tokens: jax.Array) -> jax.Array:
 
 def main() -> None:
     model, tokens = eqx.filter_jit(Block)(jax.random.key(0)), jnp.arange(12)
-    quantized = quantize_model(model)
+    quantized = quantize_model(model, function=run, inputs=(tokens,))
     y = eqx.filter_jit(implicit(run))(quantized, tokens)
     dense = eqx.filter_jit(run)(dequantize_model(quantized), tokens)
     sizes = f"{stored_bytes(model):,} -> {stored_bytes(quantized):,} bytes"

@@ -20,7 +20,7 @@ def block(tokens: jax.Array) -> jax.Array:
 def main() -> None:
     model, tokens = hk.without_apply_rng(hk.transform(block)), jnp.arange(12)
     params = jax.jit(model.init)(jax.random.key(0), tokens)
-    quantized = quantize_model(params)
+    quantized = quantize_model(params, function=model.apply, inputs=(tokens,))
     y = jax.jit(implicit(model.apply))(quantized, tokens)
     dense = jax.jit(model.apply)(dequantize_model(quantized), tokens)
     sizes = f"{stored_bytes(params):,} -> {stored_bytes(quantized):,} bytes"

@@ -21,7 +21,7 @@ class Block(nn.Module):
 def main() -> None:
     model, tokens = Block(), jnp.arange(12)[None]
     params = jax.jit(model.init)(jax.random.key(0), tokens)
-    quantized = quantize_model(params)
+    quantized = quantize_model(params, function=model.apply, inputs=(tokens,))
     y = jax.jit(implicit(model.apply))(quantized, tokens)
     dense = jax.jit(model.apply)(dequantize_model(quantized), tokens)
     sizes = f"{stored_bytes(params):,} -> {stored_bytes(quantized):,} bytes"

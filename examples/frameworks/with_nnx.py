@@ -29,7 +29,7 @@ def run(model: Block, tokens: jax.Array) -> jax.Array:
 
 def main() -> None:
     model, tokens = Block(nnx.Rngs(0)), jnp.arange(12)[None]
-    quantized = quantize_model(model)  # a `Block` too, whose parameters hold quantized arrays
+    quantized = quantize_model(model, function=run, inputs=(tokens,))  # a `Block` that holds quantized arrays
     y = jax.jit(implicit(run))(quantized, tokens)
     dense = jax.jit(run)(dequantize_model(quantized), tokens)
     sizes = f"{stored_bytes(model):,} -> {stored_bytes(quantized):,} bytes"

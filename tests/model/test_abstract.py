@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from eformer.checkpoint import load, save
 from eformer.jaximus import implicit
 from eformer.model import Rule, dequantize_model, named_leaves, quantize_model, report, stored_bytes
 from eformer.ops.quantization import QuantizedArray
@@ -69,6 +70,18 @@ def test_shardings_are_those_of_the_quantized_leaves(rule, spec):
     assert all(jax.tree.leaves(same))
     dense = dequantize_model(abstract)["w"]
     assert dense.sharding.is_equivalent_to(sharding, 2)
+
+
+def test_a_checkpoint_is_loaded_into_it(tmp_path):
+    """Each device reads its part, as the abstract model says."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "model"))
+    save(tmp_path / "model.safetensors", quantize_model({"w": init()["w"]}, [RULES["nf4"]]))
+    like = quantize_model({"w": jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=sharding)}, [RULES["nf4"]])
+    loaded = load(tmp_path / "model.safetensors", like=like)
+    assert kind(loaded) == kind(like)
+    same = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), loaded, like)
+    assert all(jax.tree.leaves(same))
 
 
 def test_the_report_has_sizes_and_no_errors():

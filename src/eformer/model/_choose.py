@@ -107,6 +107,10 @@ class Choice:
         chosen[index] = (form, options)
         kinds = {i: (each, self.leaves[i].shape, str(self.leaves[i].dtype)) for i, each in chosen.items()}
         key = signature(term, kinds)
+        try:
+            hash(key)
+        except TypeError:  # a parameter that is a list, say
+            key = (id(term), form, options)
         if key not in self.asked:
             arrays = {
                 i: _abstract(*each, self.leaves[i]) if each else _struct(self.leaves[i]) for i, each in chosen.items()

@@ -73,11 +73,11 @@ def _as_rules(decided: Mapping[str, Decision]) -> Iterator[Rule]:
     for path in decided:
         groups.setdefault(re.sub(r"\d+", r"\\d+", re.escape(path)), []).append(path)
     for pattern, paths in groups.items():
-        alike = len({decided[path] for path in paths}) == 1
-        for each, path in (
-            [(pattern if len(paths) > 1 else re.escape(paths[0]), paths[0])]
-            if alike
-            else ((re.escape(path), path) for path in paths)
-        ):
-            form, options, reason = decided[path]
-            yield Rule(f"^{each}$", form, options, optional=True, reason=reason)
+        if len(paths) > 1 and len({decided[path] for path in paths}) == 1:
+            yield _rule(pattern, decided[paths[0]])
+        else:
+            yield from (_rule(re.escape(path), decided[path]) for path in paths)
+
+
+def _rule(pattern: str, decision: Decision) -> Rule:
+    return Rule(f"^{pattern}$", decision.format, decision.options, optional=True, reason=decision.reason)
