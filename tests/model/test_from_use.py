@@ -106,6 +106,12 @@ SUMMED = {
     "vmap over w": (lambda w, x: jax.vmap(lambda w: x @ w)(w), (2, 64, 96), X, -2),
     "vmap over the last": (lambda w, x: jax.vmap(lambda w: x @ w, in_axes=2)(w), (64, 96, 2), X, -3),
     "repacked": (lambda w, x: jax.tree.map(lambda w: x @ w, {"a": [w]}), (64, 96), X, -2),
+    "columns in parts": (
+        lambda w, x: lax.map(lambda i: x @ lax.dynamic_slice(w, (0, i), (64, 32)), jnp.array([0, 32])),
+        (64, 64),
+        X,
+        -2,
+    ),
     "embedding": (lambda w, t: w[t], (100, 64), TOKENS, -1),
     "take": (lambda w, t: jnp.take(w, t, axis=0), (100, 64), TOKENS, -1),
     "a token": (lambda w, t: w[t[0, 0]], (100, 64), TOKENS, -1),

@@ -15,17 +15,17 @@ _DISTRIBUTIONS = {"haiku": "dm-haiku"}
 _TOP = """\
 # Runs unchanged
 
-Code that knows nothing of quantization, from packages as they are published and in the ways people put them together. Two
-lines are added in each case:
+Code that knows nothing of quantization, from packages as they are published and in the ways people put them together.
+Two lines are changed:
 
     model = quantize_model(model, function=f, inputs=(x,))
     y = jax.jit(implicit(f))(model, x)
 
-*Quantized* is the share of the floating point numbers that took a quantized form: NF4, and INT8 for embeddings. *Largest
-difference* is that to the same code on the same weights made dense, relative to the largest number of the result; for
-modules that keep state it is over four calls. *Bytes made dense* is what `explain` counts: where it is not 0, those are
-the rows of an embedding that the tokens asked for, which dense code reads too. The models are small, so that the tests can
-run them all; `python -m tests.unchanged.table` makes this page, and a test compares each line with what it makes now.
+*Quantized* is the share of the floating point numbers that took a quantized form: NF4, and INT8 for embeddings. The
+*largest difference* is to the same code on the same weights made dense, relative to the largest number of the result;
+modules that keep state are called four times. *Bytes made dense* is what `explain` counts: where it is not 0, those are
+the rows of an embedding that the tokens ask for, which dense code reads too. The models are small, so that the tests
+can run them all. `python -m tests.unchanged.table` makes this page, and a test compares each line with what it gives.
 
 | code | lines changed | quantized | largest difference | bytes made dense |
 |---|--:|--:|--:|--:|

@@ -44,7 +44,7 @@ def _covered(shape: Sequence[int]) -> list[tuple[int, int]]:
 
 def _dynamic_slice(axes: Axes, eqn: Any) -> Axes:
     sizes = zip(axes, eqn.params["slice_sizes"], eqn.invars[0].aval.shape, strict=True)
-    return tuple(each if taken == size else _NONE for each, taken, size in sizes)
+    return tuple(each if taken > 1 or taken == size else _NONE for each, taken, size in sizes)
 
 
 def _gather(axes: Axes, eqn: Any) -> Axes:
@@ -75,7 +75,7 @@ MOVEMENTS: dict[str, Movement] = {
 INDEXING: dict[str, Movement] = {"dynamic_slice": _dynamic_slice, "gather": _gather}
 
 # Each output is what the operand at its place was.
-PASSING = ("optimization_barrier", "device_put")
+PASSING = ("optimization_barrier",)
 
 # By a number, or by one per channel: the values stay those of a weight.
 SCALING = ("mul", "div")

@@ -75,10 +75,7 @@ class Walk:
                 operands = [value and Value(value.leaves, None, value.indexed) for value in operands]
             return self.jaxpr(inner, operands, times)
         if name in PASSING:
-            return [
-                value and Value(value.leaves, _term(eqn, operands, out), value.indexed)
-                for out, value in enumerate(operands)
-            ]
+            return [value and _passed(value, eqn) for value in operands]
         moved = _moved(eqn, operands)
         if moved is not None:
             return moved
@@ -121,6 +118,10 @@ def _moved(eqn: Any, operands: list[Value | None]) -> list[Value] | None:
     leaves = {leaf: move(axes, eqn) for value in values for leaf, axes in value.leaves.items()}
     outs = range(len(eqn.outvars))
     return [Value(leaves, _term(eqn, operands, out), indexed) for out in outs]
+
+
+def _passed(value: Value, eqn: Any) -> Value:
+    return Value(value.leaves, value.term and Op(eqn.primitive, eqn.params, (value.term,), 0), value.indexed)
 
 
 def _is_all_weight(value: Value, shape: Sequence[int]) -> bool:
