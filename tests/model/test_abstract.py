@@ -49,7 +49,7 @@ def test_abstract_as_concrete(rule):
     assert kind(dequantize_model(abstract)) == kind(dequantize_model(concrete))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["int8", "nested"])
 def test_compiled_ahead_of_time(rule):
     x = jnp.ones((2, 128))
     abstract = quantize_model(jax.eval_shape(init), [RULES[rule]])
@@ -58,8 +58,8 @@ def test_compiled_ahead_of_time(rule):
     np.testing.assert_array_equal(compiled(concrete, x), jax.jit(implicit(model))(concrete, x))
 
 
-@pytest.mark.parametrize("spec", [("model", None), (None, "model"), ("data", "model"), ()], ids=str)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("spec", [("model", None), ("data", "model"), ()], ids=str)
+@pytest.mark.parametrize("rule", ["int8", "nested", "ternary"])
 def test_shardings_are_those_of_the_quantized_leaves(rule, spec):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
     sharding = NamedSharding(mesh, PartitionSpec(*spec))

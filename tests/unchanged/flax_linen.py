@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from .case import Case, Program
 
-TOKENS = jnp.arange(10).reshape(2, 5)
+TOKENS = np.arange(10).reshape(2, 5)
 
 
 def _of(module: Any, *inputs: Any, **kwargs: Any) -> Program:
