@@ -194,9 +194,3 @@ def cond_rule(primitive: Primitive, index: Operand, *operands: Operand, branches
             return [o if k else materialize(o) for k, o in zip(keep, outs, strict=True)]
 
     return lax.switch(materialize(index), [functools.partial(branch, j) for j in branches], list(operands))
-
-
-@register("pvary")
-def pvary_rule(primitive: Primitive, array: ImplicitArray, **params: Any) -> ImplicitArray:
-    """In `shard_map`: the same values, known to differ between devices. Each leaf says so for itself."""
-    return jtu.tree_map(lambda leaf: primitive.bind(leaf, **params), array)
