@@ -19,6 +19,7 @@ from jax import tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from ._export import make_serializable
 from ._manners import ArrayManners, struct
 from ._misuse import TREE_FUNCTIONS, check_flattened, getframe
 from ._observe import note_materialized, unobserved
@@ -125,6 +126,7 @@ class ImplicitArray(ArrayManners, metaclass=_ArrayMeta):
             return tuple(zip(keys, children, strict=True)), aux
 
         jtu.register_pytree_with_keys(cls, flatten_with_keys, functools.partial(_unflatten, cls), flatten)
+        make_serializable(cls, _Record)
 
     # A shape given to the constructor is kept only where `materialize` itself asks for it (an array of zeros, say),
     # with the ranks the leaves had then: leading axes that leaves gain or lose, the shape gains or loses too.

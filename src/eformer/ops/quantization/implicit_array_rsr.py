@@ -448,7 +448,7 @@ def _segment_product(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.
     rows, n = x.shape[-2:]
     if codes[0].ndim > 2:
         return lax.map(lambda each: _segment_product(each[0], each[1], k), (x, codes))
-    if rows > MAX_ROWS:
+    if isinstance(rows, int) and rows > MAX_ROWS:  # a symbol, in a program to export, is not known to be more
         pieces = -(-rows // MAX_ROWS)
         filled = jnp.pad(x, ((0, -rows % pieces), (0, 0))).reshape(pieces, -(-rows // pieces), n)
         parts = lax.map(lambda piece: _segment_product(piece, codes, k), filled)
