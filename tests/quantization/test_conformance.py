@@ -237,15 +237,12 @@ DENSE: dict[str, Any] = {
     "where": lambda q, x: jnp.where(x > 0, q, x),
     "pad": lambda q, x: lax.pad(q, np.float32(2), ((1, 0, 2), (-1, 3, 0))),
     "pad_with_it": lambda q, x: lax.pad(x, lax.squeeze(lax.slice(q, (0, 0), (1, 1)), (0, 1)), ((1, 1, 0), (0, 0, 0))),
-    "rev": lambda q, x: lax.rev(q, (0,)),
     "clamp": lambda q, x: lax.clamp(np.float32(-0.5), q, np.float32(0.5)),
     "scatter_add": lambda q, x: q.at[jnp.array([1, 1])].add(x[:2]),
     "concatenate_with_dense": lambda q, x: lax.concatenate([q, x], 0),
-    "neg": lambda q, x: lax.neg(q),
     "abs": lambda q, x: lax.abs(q),
     "tanh": lambda q, x: lax.tanh(q),
     "is_finite": lambda q, x: lax.is_finite(q),
-    "stop_gradient": lambda q, x: lax.stop_gradient(q),
     "zeros_like": lambda q, x: jnp.zeros_like(q),
 }
 

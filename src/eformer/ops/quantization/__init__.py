@@ -1,8 +1,11 @@
 """Quantized arrays: INT8, NF4, binary and ternary at two bits, and RSR operators."""
 
-from . import _convolution as _convolution  # registers the rule of convolutions
-from . import _matmul as _matmul  # registers the rule of matmuls
-from . import _ragged as _ragged  # registers the rule of matmuls by group
+from . import _convolution as _convolution  # these register rules
+from . import _layout as _layout
+from . import _matmul as _matmul
+from . import _movement as _movement
+from . import _ragged as _ragged
+from . import _scaling as _scaling
 from ._base import Format as Format
 from ._base import QuantizedArray as QuantizedArray
 from ._base import formats as formats

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -30,7 +30,8 @@ ALL: Grain = 0
 class LeafwiseArray(DivisibleArray):
     """A quantized array each leaf of which has the array's rank."""
 
-    array_fields: ClassVar[tuple[str, ...]]  # the leaves that have the array's axes, the codes first
+    # The leaves that have the array's axes, the codes first; `decode()` is linear in the others.
+    array_fields: ClassVar[tuple[str, ...]]
     nan_code: ClassVar[int | None] = None  # an entry of the codes that decodes to NaN alone, if there is one
 
     @abc.abstractmethod
@@ -88,6 +89,33 @@ class LeafwiseArray(DivisibleArray):
             return ALL if leaf.shape[axis] == 1 and -(-size // max(given, 1)) != 1 else given
 
         return {name: grain(name, leaf) for name, leaf in self.named_leaves().items()}
+
+    def spread(self, axes: Mapping[str, Iterable[int]]) -> Leaves | None:
+        """The leaves, with entries of their own along the `axes` given for each, where they were broadcast.
+
+        None if a leaf would get an entry for each element of the array: it would be as large as the dense array.
+        """
+        leaves = self.named_leaves()
+        for name, wanted in axes.items():
+            grains = {axis: self.grains(axis)[name] for axis in range(self.ndim)}
+            missing = {axis: self._grain(name, axis) for axis in wanted if grains[axis] == ALL}
+            if missing and {*(grains | missing).values()} == {1}:
+                return None
+            lengths = [-(-self.shape[a] // missing[a]) if a in missing else n for a, n in enumerate(leaves[name].shape)]
+            leaves[name] = jnp.broadcast_to(leaves[name], lengths) if missing else leaves[name]
+        return leaves
+
+    def unit_codes(self) -> Any:
+        """An entry of the codes whose elements all decode to their scale; None where there is none."""
+        return None
+
+    def with_scale(self) -> Self:
+        """An equal array that has a leaf for its scale."""
+        return self
+
+    def block(self, axis: int) -> int:
+        """How many elements along `axis` have whole entries in every leaf, were none broadcast; 1 without blocks."""
+        return math.lcm(*(self._grain(name, axis) for name in self.named_leaves()))
 
     def _is_blocked(self, axis: int) -> bool:
         return any(grain > 1 for grain in self.grains(axis).values())
@@ -154,7 +182,7 @@ class LeafwiseArray(DivisibleArray):
             return lax.slice_in_dim(leaf, start // grain, -(-(start + size) // grain), axis=axis)
 
         leaves = {name: part(name, leaf) for name, leaf in single.named_leaves().items()}
-        return single._rebuilt(leaves, _unmoved(self.ndim), _replaced(self.shape, axis, size))
+        return single._rebuilt(leaves, unmoved(self.ndim), replaced(self.shape, axis, size))
 
     def tiles(self, axis: int, size: int) -> Self:
         """All whole parts of `size` elements along `axis`, each leaf of each part stacked along a new first axis.
@@ -190,11 +218,11 @@ def axis_from_start(axis: int, ndim: int) -> int:
     return axis % ndim
 
 
-def _unmoved(ndim: int) -> dict[int, int]:
+def unmoved(ndim: int) -> dict[int, int]:
     return {axis: axis for axis in range(ndim)}
 
 
-def _replaced(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+def replaced(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
     return (*shape[:axis], size, *shape[axis + 1 :])
 
 
@@ -217,35 +245,6 @@ class Transposition:
         return transpose(lax.transpose_p, q, permutation=self.permutation)
 
 
-@register("broadcast_in_dim")
-def broadcast_in_dim(
-    primitive: Any, q: LeafwiseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
-) -> Any:
-    if not q.ndim or any(value is not None for value in params.values()):  # a scalar; a sharding asked for
-        return NotImplemented
-    q = q._single()
-    moved = dict(enumerate(broadcast_dimensions))
-    if any(q.shape[old] != shape[new] and q._is_blocked(old) for old, new in moved.items()):
-        return NotImplemented
-    came_from = {new: old for old, new in moved.items()}
-    codes = q.array_fields[0]
-
-    def target(name: str, leaf: jax.Array) -> tuple[int, ...]:
-        def length(new: int) -> int:
-            old = came_from.get(new)
-            if old is None:  # a new axis: only the codes need be repeated
-                return shape[new] if name == codes else 1
-            return leaf.shape[old] if q.shape[old] == shape[new] or name != codes else shape[new]
-
-        return tuple(map(length, range(len(shape))))
-
-    leaves = {
-        name: primitive.bind(leaf, shape=target(name, leaf), broadcast_dimensions=tuple(broadcast_dimensions), **params)
-        for name, leaf in q.named_leaves().items()
-    }
-    return q._rebuilt(leaves, moved, tuple(shape))
-
-
 @register("reshape")
 def reshape(primitive: Any, q: LeafwiseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
     del primitive
@@ -255,26 +254,45 @@ def reshape(primitive: Any, q: LeafwiseArray, *, new_sizes: Sequence[int], **par
 
 
 def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> Any:
-    """The array with its leaves reshaped; NotImplemented if that would move elements out of their blocks."""
+    """The array with its leaves reshaped; NotImplemented if that would move elements out of their blocks.
+
+    Axes with blocks may be split and merged where blocks stay whole: along the last axis of those that are merged.
+    """
     q = q._single()
     if 0 in q.shape or math.prod(q.shape) != math.prod(new_sizes):
         return NotImplemented
-    sizes: dict[str, list[int]] = {name: [] for name in q.named_leaves()}
     moved: dict[int, int] = {}
+    sizes: dict[str, list[int]] = {name: [] for name in q.named_leaves()}
+    merged: dict[str, list[int]] = {name: [] for name in q.named_leaves()}  # axes along which entries are needed
     for olds, news in _groups(q.shape, new_sizes):
-        for name, leaf in q.named_leaves().items():
-            grains = {q.grains(old)[name] for old in olds}
-            if len(olds) == len(news) == 1:
-                sizes[name] += [leaf.shape[olds[0]]]
-            elif grains <= {1}:
-                sizes[name] += [new_sizes[new] for new in news]
-            elif grains == {ALL}:
-                sizes[name] += [1] * len(news)
-            else:
-                return NotImplemented
+        kept = len(olds) == len(news) == 1
+        blocked = [] if kept else [old for old in olds if q.block(old) > 1]
+        if blocked and not _keeps_blocks(q, olds, [new_sizes[new] for new in news]):
+            return NotImplemented
         moved.update(zip(olds, news, strict=False))
-    leaves = {name: lax.reshape(leaf, sizes[name]) for name, leaf in q.named_leaves().items()}
-    return q._rebuilt(leaves, moved, tuple(new_sizes))
+        moved.update({old: new for old in blocked for new in news[-1:]})
+        for name, leaf in q.named_leaves().items():
+            lengths = [new_sizes[new] for new in news]
+            if kept:
+                lengths = [leaf.shape[olds[0]]]
+            elif {q.grains(old)[name] for old in olds} == {ALL}:
+                lengths = [1] * len(news)
+            else:
+                merged[name] += olds
+                if blocked:
+                    lengths[-1] //= q._grain(name, blocked[0])
+            sizes[name] += lengths
+    leaves = q.spread(merged)
+    if leaves is None:
+        return NotImplemented
+    return q._rebuilt({n: lax.reshape(leaf, sizes[n]) for n, leaf in leaves.items()}, moved, tuple(new_sizes))
+
+
+def _keeps_blocks(q: LeafwiseArray, olds: Sequence[int], new_sizes: Sequence[int]) -> bool:
+    """Whether only the last of the axes has blocks, and the last of the new ones takes them over whole."""
+    *others, last = olds
+    fits = all(size % q.block(last) == 0 for size in (q.shape[last], *new_sizes[-1:]))
+    return len(new_sizes) > 0 and fits and all(q.block(axis) == 1 for axis in others)
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -298,65 +316,6 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
             continue
         groups.append((olds, news))
     return groups
-
-
-@register("squeeze")
-def squeeze(primitive: Any, q: LeafwiseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
-    q = q._single()
-    gone = {axis % q.ndim for axis in dimensions}
-    kept = [axis for axis in range(q.ndim) if axis not in gone]
-    if any(q._grain(name, axis) > 1 for axis in gone for name in q.named_leaves()):
-        return NotImplemented
-    leaves = {n: primitive.bind(leaf, dimensions=dimensions, **params) for n, leaf in q.named_leaves().items()}
-    return q._rebuilt(leaves, {old: new for new, old in enumerate(kept)}, tuple(q.shape[axis] for axis in kept))
-
-
-@register("slice")
-def slice_rule(
-    primitive: Any,
-    q: LeafwiseArray,
-    *,
-    start_indices: Sequence[int],
-    limit_indices: Sequence[int],
-    strides: Sequence[int] | None,
-    **params: Any,
-) -> Any:
-    q = q._single()
-    strides = strides or (1,) * q.ndim
-    bounds = list(zip(start_indices, limit_indices, strides, strict=True))
-    for axis, (start, limit, stride) in enumerate(bounds):
-        at = q.alignment(axis)
-        if at > 1 and (start % at or stride != 1 or (limit % at and limit != q.shape[axis])):
-            return NotImplemented
-
-    def part(name: str, leaf: jax.Array) -> jax.Array:
-        ranges = [
-            (0, 1, 1) if grain == ALL else (start // grain, -(-limit // grain), stride)
-            for grain, (start, limit, stride) in zip((q.grains(a)[name] for a in range(q.ndim)), bounds, strict=True)
-        ]
-        starts, limits, steps = zip(*ranges, strict=True) if ranges else ((), (), ())
-        return primitive.bind(leaf, start_indices=starts, limit_indices=limits, strides=steps, **params)
-
-    shape = tuple(-(-(limit - start) // stride) for start, limit, stride in bounds)
-    return q._rebuilt({n: part(n, leaf) for n, leaf in q.named_leaves().items()}, _unmoved(q.ndim), shape)
-
-
-@register("dynamic_slice")
-def dynamic_slice(primitive: Any, q: LeafwiseArray, *starts: Any, slice_sizes: Sequence[int], **params: Any) -> Any:
-    q = q._single()
-    if any(q.alignment(axis) > 1 and size != q.shape[axis] for axis, size in enumerate(slice_sizes)):
-        return NotImplemented
-    # JAX moves a start that would run over the end; a leaf that is broadcast must not move with it.
-    bounds = [d - n for d, n in zip(q.shape, slice_sizes, strict=True)]
-    starts = tuple(jnp.clip(start, 0, bound) for start, bound in zip(starts, bounds, strict=True))
-
-    def part(name: str, leaf: jax.Array) -> jax.Array:
-        whole = [q.grains(axis)[name] != 1 for axis in range(q.ndim)]
-        first = [jnp.zeros_like(s) if w else s for s, w in zip(starts, whole, strict=True)]
-        sizes = [d if w else n for d, n, w in zip(leaf.shape, slice_sizes, whole, strict=True)]
-        return primitive.bind(leaf, *first, slice_sizes=tuple(sizes), **params)
-
-    return q._rebuilt({n: part(n, leaf) for n, leaf in q.named_leaves().items()}, _unmoved(q.ndim), tuple(slice_sizes))
 
 
 @register("gather")
@@ -446,51 +405,3 @@ def _fill_value(dtype: Any) -> Any:
         return jnp.nan
     info = jnp.iinfo(dtype)
     return info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
-
-
-@register("concatenate")
-def concatenate(primitive: Any, *operands: LeafwiseArray, dimension: int, **params: Any) -> Any:
-    arrays = [q._single() for q in operands]
-    first = arrays[0]
-    names = first.named_leaves().keys()
-    alike = all(
-        type(q) is type(first) and q.named_leaves().keys() == names and _unlike(q) == _unlike(first) for q in arrays
-    )
-    if not alike or any(ALL in q.grains(dimension).values() for q in arrays):
-        return NotImplemented
-    if any(q.shape[dimension] % q.alignment(dimension) for q in arrays[:-1]):
-        return NotImplemented
-    columns = {name: [q.named_leaves()[name] for q in arrays] for name in first.named_leaves()}
-    for leaves in columns.values():
-        if len({_replaced(leaf.shape, dimension, 0) for leaf in leaves}) > 1:
-            return NotImplemented
-    joined = {name: primitive.bind(*leaves, dimension=dimension, **params) for name, leaves in columns.items()}
-    total = sum(q.shape[dimension] for q in arrays)
-    return first._rebuilt(joined, _unmoved(first.ndim), _replaced(first.shape, dimension, total))
-
-
-def _unlike(q: LeafwiseArray) -> tuple[Any, ...]:
-    """The static fields that must agree for arrays to be joined: all but how much padding there is."""
-    return tuple(getattr(q, name) for name in q._static_fields if name != "padding")
-
-
-@register("convert_element_type")
-def convert_element_type(
-    primitive: Any, q: LeafwiseArray, *, new_dtype: Any, weak_type: bool = False, **params: Any
-) -> Any:
-    """Only the dtype on record changes: the array is rounded to it when it is decoded."""
-    del primitive, params
-    if weak_type or not jnp.issubdtype(new_dtype, jnp.floating):
-        return NotImplemented
-    return q.with_dtype(new_dtype)
-
-
-@register("copy")
-def copy(primitive: Any, q: LeafwiseArray, **params: Any) -> Any:
-    return jtu.tree_map(lambda leaf: primitive.bind(leaf, **params), q)
-
-
-@register("sharding_constraint")
-def sharding_constraint(primitive: Any, q: LeafwiseArray, *, sharding: Any, **params: Any) -> Any:
-    del primitive, params
-    return q.with_sharding(sharding) if isinstance(sharding, NamedSharding) else NotImplemented

@@ -17,7 +17,7 @@ from eformer.kernels import Matrix, reference
 
 from ._base import checked_array, laid_out, normalized_axes, register_format
 from ._documented import *  # noqa: F403  # the documented handlers of primitives
-from ._leafwise import LeafwiseArray, Leaves, axis_from_start
+from ._leafwise import LeafwiseArray, Leaves, axis_from_start, unmoved
 
 SCALES = ("tensor", "channel", None)
 
@@ -137,8 +137,17 @@ class Array1B(LeafwiseArray):
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
         # Nothing is known of what made the values but their sign: an element became 0, or the scale with its sign.
-        x, scale = jnp.abs(original.astype(jnp.float32)), jnp.float32(1) if self.scale is None else self.scale
+        x, scale = jnp.abs(original.astype(jnp.float32)), jnp.float32(1) if self.scale is None else jnp.abs(self.scale)
         return jnp.maximum(x, jnp.abs(x - scale))
+
+    def unit_codes(self) -> jax.Array:
+        return reference.pack_ternary(jnp.ones(4), 0)[0]
+
+    def with_scale(self) -> Self:
+        if self.scale is not None:
+            return self
+        ones = jnp.ones((1,) * self.ndim, jnp.float32)
+        return self._rebuilt({**self.named_leaves(), "scale": ones}, unmoved(self.ndim), self.shape)
 
     def _grain(self, name: str, axis: int) -> int:
         packed = name == "weight" and self.weight.ndim and axis == self.axis % self.weight.ndim

@@ -92,7 +92,10 @@ class Array8B(LeafwiseArray):
         return self.quantize(array, dtype=self.dtype, use_kernel=self.use_kernel)
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(self.scale / 2, original.shape)
+        return jnp.broadcast_to(jnp.abs(self.scale) / 2, original.shape)
+
+    def unit_codes(self) -> int:
+        return 1
 
     def _grain(self, name: str, axis: int) -> int:
         del name, axis
@@ -100,7 +103,8 @@ class Array8B(LeafwiseArray):
 
     def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
         ndim = len(shape)
-        axis = tuple(moved[a % self.ndim] - ndim for a in self.axis or () if a % self.ndim in moved)
+        axes = {moved[a % self.ndim] for a in self.axis or () if a % self.ndim in moved}
+        axis = tuple(a - ndim for a in axes if leaves["scale"].shape[a] == 1)  # the others have scales of their own now
         return type(self)(
             leaves["scale"],
             leaves["weight"],

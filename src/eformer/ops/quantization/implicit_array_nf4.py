@@ -206,7 +206,7 @@ class ArrayNF4(LeafwiseArray):
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
         del original
-        absmax = self._plain_absmax()
+        absmax = jnp.abs(self._plain_absmax())
         if not self.ndim:
             return absmax * _HALF_GAP
         bound = jnp.repeat(absmax, self.block_size, self.axis)
@@ -216,6 +216,9 @@ class ArrayNF4(LeafwiseArray):
         # The nested absmax is off by half the widest step of the dynamic map, and what it multiplies is 1 at most.
         width = float(np.max(np.diff(reference.dynamic_map()))) / 2
         return bound * _HALF_GAP + 2 * width * jnp.max(self.nested, initial=0)
+
+    def unit_codes(self) -> int:
+        return 17 * int(np.argmax(reference.NF4_CODES))  # in both halves of a byte
 
     def _grain(self, name: str, axis: int) -> int:
         if not self.packed.ndim or axis != self.axis % self.packed.ndim:

@@ -1,0 +1,295 @@
+"""Slices, joins, updates and padding move the leaves of an array, and decode nothing.
+
+Along each axis a leaf has one entry per element, per block, or for the whole axis (see `_leafwise`). A rule cuts and
+joins leaves between blocks. To join arrays along an axis that a scale covers whole, it first repeats the scale along
+that axis (`spread`), as long as the scale stays smaller than the array. Everything else is declined.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eformer.jaximus import register
+
+from ._divisible import Leaves
+from ._leafwise import ALL, LeafwiseArray, replaced, unmoved
+
+
+@register("broadcast_in_dim")
+def broadcast_in_dim(
+    primitive: Any, q: LeafwiseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+) -> Any:
+    if not q.ndim or any(value is not None for value in params.values()):  # a scalar; a sharding asked for
+        return NotImplemented
+    q = q._single()
+    moved = dict(enumerate(broadcast_dimensions))
+    if any(q.shape[old] != shape[new] and q._is_blocked(old) for old, new in moved.items()):
+        return NotImplemented
+    came_from = {new: old for old, new in moved.items()}
+    codes = q.array_fields[0]
+
+    def target(name: str, leaf: jax.Array) -> tuple[int, ...]:
+        def length(new: int) -> int:
+            old = came_from.get(new)
+            if old is None:  # a new axis: only the codes need be repeated
+                return shape[new] if name == codes else 1
+            return leaf.shape[old] if q.shape[old] == shape[new] or name != codes else shape[new]
+
+        return tuple(map(length, range(len(shape))))
+
+    leaves = {
+        name: primitive.bind(leaf, shape=target(name, leaf), broadcast_dimensions=tuple(broadcast_dimensions), **params)
+        for name, leaf in q.named_leaves().items()
+    }
+    return q._rebuilt(leaves, moved, tuple(shape))
+
+
+@register("squeeze")
+def squeeze(primitive: Any, q: LeafwiseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+    q = q._single()
+    gone = {axis % q.ndim for axis in dimensions}
+    kept = [axis for axis in range(q.ndim) if axis not in gone]
+    if any(q._grain(name, axis) > 1 for axis in gone for name in q.named_leaves()):
+        return NotImplemented
+    leaves = {n: primitive.bind(leaf, dimensions=dimensions, **params) for n, leaf in q.named_leaves().items()}
+    return q._rebuilt(leaves, {old: new for new, old in enumerate(kept)}, tuple(q.shape[axis] for axis in kept))
+
+
+@register("slice")
+def slice_rule(
+    primitive: Any,
+    q: LeafwiseArray,
+    *,
+    start_indices: Sequence[int],
+    limit_indices: Sequence[int],
+    strides: Sequence[int] | None,
+    **params: Any,
+) -> Any:
+    q = q._single()
+    strides = strides or (1,) * q.ndim
+    bounds = list(zip(start_indices, limit_indices, strides, strict=True))
+    for axis, (start, limit, stride) in enumerate(bounds):
+        at = q.alignment(axis)
+        if at > 1 and (start % at or stride != 1 or (limit % at and limit != q.shape[axis])):
+            return NotImplemented
+
+    def part(name: str, leaf: jax.Array) -> jax.Array:
+        ranges = [
+            (0, 1, 1) if grain == ALL else (start // grain, -(-limit // grain), stride)
+            for grain, (start, limit, stride) in zip((q.grains(a)[name] for a in range(q.ndim)), bounds, strict=True)
+        ]
+        starts, limits, steps = zip(*ranges, strict=True) if ranges else ((), (), ())
+        return primitive.bind(leaf, start_indices=starts, limit_indices=limits, strides=steps, **params)
+
+    shape = tuple(-(-(limit - start) // stride) for start, limit, stride in bounds)
+    return q._rebuilt({n: part(n, leaf) for n, leaf in q.named_leaves().items()}, unmoved(q.ndim), shape)
+
+
+@register("split")
+def split(primitive: Any, q: LeafwiseArray, *, sizes: Sequence[int], axis: int, **params: Any) -> Any:
+    del primitive, params
+    q = q._single()
+    starts = [int(start) for start in itertools.accumulate(sizes, initial=0)]
+    if any(start % q.alignment(axis) for start in starts[:-1]):
+        return NotImplemented
+    return [q.sliced(start, int(size), axis) for start, size in zip(starts, sizes, strict=False)]
+
+
+@register("unstack")
+def unstack(primitive: Any, q: LeafwiseArray, *, axis: int, **params: Any) -> Any:
+    del primitive, params
+    q = q._single()
+    if q.block(axis) > 1:
+        return NotImplemented
+    return [squeeze(lax.squeeze_p, q.sliced(i, 1, axis), dimensions=(axis,)) for i in range(q.shape[axis])]
+
+
+@register("rev")
+def rev(primitive: Any, q: LeafwiseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+    q = q._single()
+    if any(q.block(axis) > 1 for axis in dimensions):
+        return NotImplemented
+    leaves = {n: primitive.bind(leaf, dimensions=tuple(dimensions), **params) for n, leaf in q.named_leaves().items()}
+    return q._rebuilt(leaves, unmoved(q.ndim), q.shape)  # a length of 1 is its own reverse
+
+
+@register("tile")
+def tile(primitive: Any, q: LeafwiseArray, *, reps: Sequence[int], **params: Any) -> Any:
+    q = q._single()
+    if any(count != 1 and q.shape[axis] % q.alignment(axis) for axis, count in enumerate(reps)):
+        return NotImplemented
+
+    def tiled(name: str, leaf: jax.Array) -> jax.Array:
+        counts = tuple(1 if q.grains(axis)[name] == ALL else count for axis, count in enumerate(reps))
+        return primitive.bind(leaf, reps=counts, **params)
+
+    shape = tuple(n * count for n, count in zip(q.shape, reps, strict=True))
+    return q._rebuilt({n: tiled(n, leaf) for n, leaf in q.named_leaves().items()}, unmoved(q.ndim), shape)
+
+
+# --- several arrays ---
+
+
+def _alike(arrays: Sequence[LeafwiseArray], axes: Sequence[int]) -> list[Leaves] | None:
+    """The leaves of arrays of one format, with entries of their own along `axes` and equal lengths along the others.
+
+    None where there is no such form of them.
+    """
+    first = arrays[0]
+    found: list[Leaves] = []
+    for q in arrays:
+        leaves = q.spread(dict.fromkeys(q.named_leaves(), axes))
+        if leaves is None or type(q) is not type(first) or _unlike(q) != _unlike(first):
+            return None
+        found.append(leaves)
+
+    def lengths(leaves: Leaves) -> Any:
+        return {n: [d for axis, d in enumerate(leaf.shape) if axis not in axes] for n, leaf in leaves.items()}
+
+    return found if all(lengths(leaves) == lengths(found[0]) for leaves in found) else None
+
+
+def _unlike(q: LeafwiseArray) -> tuple[Any, ...]:
+    """The static fields that must agree for arrays to be joined: all but how much padding there is."""
+    return tuple(getattr(q, name) for name in q._static_fields if name != "padding")
+
+
+@register("concatenate")
+def concatenate(primitive: Any, *operands: LeafwiseArray, dimension: int, **params: Any) -> Any:
+    arrays = [q._single() for q in operands]
+    leaves = _alike(arrays, (dimension,))
+    if leaves is None or any(q.shape[dimension] % q.block(dimension) for q in arrays[:-1]):
+        return NotImplemented
+    joined = {
+        name: primitive.bind(*(each[name] for each in leaves), dimension=dimension, **params) for name in leaves[0]
+    }
+    first, total = arrays[0], sum(q.shape[dimension] for q in arrays)
+    return first._rebuilt(joined, unmoved(first.ndim), replaced(first.shape, dimension, total))
+
+
+@register("stack")
+def stack(primitive: Any, *operands: LeafwiseArray, axis: int, **params: Any) -> Any:
+    arrays = [q._single() for q in operands]
+    leaves = _alike(arrays, ())
+    if leaves is None:
+        return NotImplemented
+    joined = {name: primitive.bind(*(each[name] for each in leaves), axis=axis, **params) for name in leaves[0]}
+    first = arrays[0]
+    moved, shape = inserted(first, axis, len(arrays))
+    return first._rebuilt(joined, moved, shape)
+
+
+def inserted(q: LeafwiseArray, axis: int, size: int) -> tuple[dict[int, int], tuple[int, ...]]:
+    """Where the axes of `q` go, and its shape, when one of `size` is put before `axis`."""
+    moved = {old: old + (old >= axis) for old in range(q.ndim)}
+    return moved, (*q.shape[:axis], size, *q.shape[axis:])
+
+
+@register("select_n")
+def select_n(primitive: Any, which: jax.Array, *cases: LeafwiseArray, **params: Any) -> Any:
+    """By one number for all; where each element chooses for itself, only if every leaf has an entry for each."""
+    arrays = [q._single() for q in cases]
+    leaves = _alike(arrays, ())
+    first = arrays[0]
+    if leaves is None or (which.ndim and any(leaf.shape != first.shape for leaf in leaves[0].values())):
+        return NotImplemented
+    chosen = {name: primitive.bind(which, *(each[name] for each in leaves), **params) for name in leaves[0]}
+    return first._rebuilt(chosen, unmoved(first.ndim), first.shape)
+
+
+# --- where the place is known only when the program runs ---
+
+
+def _clipped(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
+    """JAX moves a start that would run over the end; a leaf that is broadcast must not move with it."""
+    return [jnp.clip(start, 0, d - n) for start, d, n in zip(starts, shape, sizes, strict=True)]
+
+
+@register("dynamic_slice")
+def dynamic_slice(primitive: Any, q: LeafwiseArray, *starts: Any, slice_sizes: Sequence[int], **params: Any) -> Any:
+    """Along blocks, where a start may be inside one, the blocks that hold the slice are decoded and no other."""
+    q = q._single()
+    clipped = _clipped(starts, q.shape, slice_sizes)
+    at = [q.alignment(axis) if size != q.shape[axis] else 1 for axis, size in enumerate(slice_sizes)]
+    # `n` elements from anywhere touch at most so many blocks.
+    sizes = [n if b == 1 else (1 + -(-(n - 1) // b)) * b for n, b in zip(slice_sizes, at, strict=True)]
+    if any(n > d or (b > 1 and d % b) for n, d, b in zip(sizes, q.shape, at, strict=True)):
+        return NotImplemented
+    firsts = [
+        start if b == 1 else jnp.minimum(start // b * b, d - n)
+        for start, d, n, b in zip(clipped, q.shape, sizes, at, strict=True)
+    ]
+
+    def part(name: str, leaf: jax.Array) -> jax.Array:
+        grains = [q.grains(axis)[name] if sizes[axis] != q.shape[axis] else ALL for axis in range(q.ndim)]
+        first = [jnp.zeros_like(s) if g == ALL else s // g for s, g in zip(firsts, grains, strict=True)]
+        lengths = [d if g == ALL else n // g for d, n, g in zip(leaf.shape, sizes, grains, strict=True)]
+        return primitive.bind(leaf, *first, slice_sizes=tuple(lengths), **params)
+
+    found = q._rebuilt({n: part(n, leaf) for n, leaf in q.named_leaves().items()}, unmoved(q.ndim), tuple(sizes))
+    if tuple(sizes) == tuple(slice_sizes) and max(at, default=1) == 1:
+        return found
+    within = [start - first for start, first in zip(clipped, firsts, strict=True)]
+    return primitive.bind(found.decoded(), *within, slice_sizes=slice_sizes, **params)
+
+
+@register("dynamic_update_slice")
+def dynamic_update_slice(primitive: Any, q: LeafwiseArray, update: LeafwiseArray, *starts: Any, **params: Any) -> Any:
+    q, update = q._single(), update._single()
+    partial = [axis for axis in range(q.ndim) if q.shape[axis] != update.shape[axis]]
+    leaves = _alike([q, update], partial)
+    if leaves is None or any(q.block(axis) > 1 for axis in partial):
+        return NotImplemented
+    clipped = _clipped(starts, q.shape, update.shape)
+    firsts = [start if axis in partial else jnp.zeros_like(start) for axis, start in enumerate(clipped)]
+    updated = {name: primitive.bind(leaves[0][name], leaves[1][name], *firsts, **params) for name in leaves[0]}
+    return q._rebuilt(updated, unmoved(q.ndim), q.shape)
+
+
+@register("pad")
+def pad(primitive: Any, q: LeafwiseArray, value: jax.Array, *, padding_config: Any, **params: Any) -> Any:
+    """Padding has the code of 1 and the value as its scale: the value is known only when the program runs."""
+    q = q._single().with_scale()
+    longer = [axis for axis, amounts in enumerate(padding_config) if max(amounts) > 0]
+    codes, *scales = q.named_leaves()
+    unit = q.unit_codes()
+    if unit is None or any(q.block(axis) > 1 for axis, amounts in enumerate(padding_config) if any(amounts)):
+        return NotImplemented
+    leaves = q.spread(dict.fromkeys(q.named_leaves(), longer))
+    if leaves is None or not all(holds(leaves[name].dtype, value.dtype) for name in scales):
+        return NotImplemented
+
+    def padded(name: str, leaf: jax.Array) -> jax.Array:
+        kept = [leaf.shape[axis] == 1 and q.shape[axis] != 1 for axis in range(q.ndim)]
+        amounts = [(0, 0, 0) if k else tuple(amount) for k, amount in zip(kept, padding_config, strict=True)]
+        filling = jnp.asarray(unit if name == codes else value).astype(leaf.dtype)
+        return primitive.bind(leaf, filling, padding_config=tuple(amounts), **params)
+
+    pairs = zip(q.shape, padding_config, strict=True)
+    shape = tuple(n + max(n - 1, 0) * interior + low + high for n, (low, high, interior) in pairs)
+    return q._rebuilt({name: padded(name, leaf) for name, leaf in leaves.items()}, unmoved(q.ndim), shape)
+
+
+@register("convert_element_type")
+def convert_element_type(
+    primitive: Any, q: LeafwiseArray, *, new_dtype: Any, weak_type: bool = False, **params: Any
+) -> Any:
+    """Only the dtype on record changes: the array is rounded to it when it is decoded."""
+    del primitive, params
+    if weak_type or not jnp.issubdtype(new_dtype, jnp.floating):
+        return NotImplemented
+    return q.with_dtype(new_dtype)
+
+
+def holds(wide: Any, narrow: Any) -> bool:
+    """Whether each number of the floating point dtype `narrow` is one of `wide`."""
+    if not jnp.issubdtype(narrow, jnp.floating):
+        return False
+    wide, narrow = jnp.finfo(wide), jnp.finfo(narrow)
+    return wide.nexp >= narrow.nexp and wide.nmant >= narrow.nmant

@@ -1,0 +1,57 @@
+"""Multiplication, division and negation of a quantized array: its scales take them over, and its codes stay.
+
+`decode()` is linear in the scales, so `(code * scale) * x == code * (scale * x)` but for rounding. In float32 each side
+rounds twice, so they differ by at most two epsilons. In half precision the dense array rounds twice too. The scales are
+float32, so on this side one such rounding is left, at the end: the result is nearer to the exact product, and at most
+three halves of an epsilon from the dense one. Infinities, NaN and division by zero come out alike, for 0 times them is
+NaN on both sides. The ends of float32's range do differ: a `scale * x` below the smallest normal number may be flushed
+to zero, while an element of INT8 is up to 127 times as large; where `scale * x` overflows, so does all that it scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from eformer.jaximus import register
+
+from ._leafwise import LeafwiseArray, unmoved
+from ._movement import broadcast_in_dim, holds
+
+
+@register("mul")
+@register("div")
+def scale_by(primitive: Any, q: LeafwiseArray, x: jax.Array, **params: Any) -> Any:
+    """By a number, or by an array that differs along no axis along which the scales have blocks."""
+    shape = np.broadcast_shapes(q.shape, x.shape)
+    if shape != q.shape and q.ndim == len(shape):
+        axes = {"broadcast_dimensions": tuple(range(q.ndim)), "sharding": None}
+        q = broadcast_in_dim(lax.broadcast_in_dim_p, q, shape=shape, **axes)
+    if q is NotImplemented or shape != q.shape:
+        return NotImplemented
+    varies = [axis for axis, size in enumerate(x.shape) if size != 1]
+    return _with_scales(q, varies, x.dtype, lambda leaf: primitive.bind(leaf, x.astype(leaf.dtype), **params))
+
+
+@register("neg")
+def negate(primitive: Any, q: LeafwiseArray, **params: Any) -> Any:
+    return _with_scales(q, [], q.dtype, lambda leaf: primitive.bind(leaf, **params))
+
+
+def _with_scales(q: LeafwiseArray, axes: list[int], dtype: Any, function: Callable[[jax.Array], jax.Array]) -> Any:
+    """`function` of the scales, which get entries of their own along `axes`; it computes with numbers of `dtype`."""
+    q = q._single().with_scale()
+    codes, *scales = q.named_leaves()
+    blocks = any(q._grain(name, axis) > 1 for name in scales for axis in axes)
+    leaves = q.spread(dict.fromkeys(scales, axes))
+    if blocks or leaves is None or not jnp.issubdtype(q.dtype, jnp.floating):
+        return NotImplemented
+    if not all(holds(leaves[name].dtype, dtype) for name in scales):
+        return NotImplemented
+    scaled = {name: function(leaves[name]) for name in scales}
+    return q._rebuilt({codes: leaves[codes], **scaled}, unmoved(q.ndim), q.shape)
