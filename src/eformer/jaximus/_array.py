@@ -227,6 +227,10 @@ class ImplicitArray(ArrayManners, metaclass=_ArrayMeta):
         """What enters a function that is traced apart: this array, or what it can be made of there at less cost."""
         return self
 
+    def divisible(self) -> ImplicitArray:
+        """An equal array whose leaves can be divided over devices as it is, if this one's can't."""
+        return self
+
     def leaf_specs(self, spec: PartitionSpec) -> Any:
         """This tree with a `PartitionSpec` for each leaf, such that sharding the leaves so shards the array by `spec`.
 

@@ -145,10 +145,11 @@ class ImplicitTrace(Trace):
         with jexc.set_current_trace(self.parent_trace), _serving(primitive, map(unwrap, tracers)):
             for tracer, spec in zip(tracers, params.pop("in_specs"), strict=True):
                 operand = unwrap(tracer)
-                leaf_specs = _leaf_specs(operand, spec, params["mesh"]) if is_implicit(operand) else spec
-                with because(f"its leaves can't be laid out as {spec} has it, a device would cut a block"):
-                    operands.append(materialize(operand) if leaf_specs is None else operand)
-                specs.append(spec if leaf_specs is None else leaf_specs)
+                if is_implicit(operand):
+                    with because(f"its leaves can't be laid out as {spec} has it, a device would cut a block"):
+                        operand, spec = _divided(operand, spec, params["mesh"])
+                operands.append(operand)
+                specs.append(spec)
             leaves, treedef = jtu.tree_flatten(operands)
             leaf_specs = jtu.tree_leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
 
@@ -166,10 +167,14 @@ class ImplicitTrace(Trace):
             return primitive.bind(*leaves, subfuns=(body,), in_specs=tuple(leaf_specs), **params)
 
 
-def _leaf_specs(operand: ImplicitArray, spec: Any, mesh: Any) -> Any:
-    """`operand.leaf_specs(spec)`, which finds the mesh of the `shard_map` around it."""
+def _divided(operand: ImplicitArray, spec: Any, mesh: Any) -> tuple[Any, Any]:
+    """The operand in a form whose leaves `shard_map` can divide, and their specs; dense where there is none."""
     with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
-        return operand.leaf_specs(spec)
+        for form in (operand, operand.divisible()):
+            leaf_specs = form.leaf_specs(spec)
+            if leaf_specs is not None:
+                return form, leaf_specs
+    return materialize(operand), spec
 
 
 def _serving(primitive: Any, operands: Iterable[Any]) -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
 """Quantized arrays: INT8, NF4, binary and ternary at two bits, and RSR operators."""
 
-from . import _convolution as _convolution  # these register rules
+from . import _collectives as _collectives  # these register rules
+from . import _convolution as _convolution
 from . import _layout as _layout
 from . import _matmul as _matmul
 from . import _movement as _movement

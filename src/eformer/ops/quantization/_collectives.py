@@ -1,0 +1,85 @@
+"""Collectives in `shard_map` that move a quantized array as it is stored: codes and scales, never the dense array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from eformer.jaximus import register
+
+from ._leafwise import ALL, LeafwiseArray, replaced, unmoved
+from ._movement import inserted
+
+_TYPED = {"all_gather": "varying", "all_gather_invariant": "invarying"}  # whether devices may differ in the result
+
+
+def _gathered(
+    primitive: Any, q: LeafwiseArray, *, all_gather_dimension: int, axis_name: Any, tiled: bool, **params: Any
+) -> Any:
+    q, axis, groups = q._single(), all_gather_dimension, params.get("axis_index_groups")
+    count = _group_size(axis_name, groups)
+    gather = {"axis": axis, "tiled": tiled, "axis_index_groups": groups, "to": _TYPED[primitive.name]}
+    if not tiled:
+        leaves = {name: lax.all_gather(leaf, axis_name, **gather) for name, leaf in q.named_leaves().items()}
+        return q._rebuilt(leaves, *inserted(q, axis, count))
+    parts = _joinable(q, axis, axis_name)
+    if parts is None:
+        return NotImplemented
+    leaves = {n: leaf if shared else lax.all_gather(leaf, axis_name, **gather) for n, (leaf, shared) in parts.items()}
+    return q._rebuilt(leaves, unmoved(q.ndim), replaced(q.shape, axis, count * q.shape[axis]))
+
+
+for _name in _TYPED:
+    register(_name)(_gathered)
+
+
+@register("all_to_all")
+def all_to_all(
+    primitive: Any, q: LeafwiseArray, *, axis_name: Any, split_axis: int, concat_axis: int, **params: Any
+) -> Any:
+    del primitive
+    q, groups = q._single(), params.get("axis_index_groups")
+    count = _group_size(axis_name, groups)
+    length = q.shape[split_axis] // count
+    parts = _joinable(q, concat_axis, axis_name)
+    if parts is None or length % q.block(split_axis):
+        return NotImplemented
+
+    def moved(name: str, leaf: jax.Array, shared: bool) -> jax.Array:
+        over = {"axis_index_groups": groups, "tiled": True}
+        if q.grains(split_axis)[name] == ALL and leaf.shape[split_axis] == 1:  # one entry for all parts
+            return leaf if shared else lax.all_gather(leaf, axis_name, axis=concat_axis, **over)
+        parts = lax.all_to_all(leaf, axis_name, split_axis, concat_axis, **over)
+        return lax.slice_in_dim(parts, 0, 1, axis=concat_axis) if shared else parts  # all the same
+
+    shape = replaced(q.shape, split_axis, length)
+    shape = replaced(shape, concat_axis, shape[concat_axis] * count)
+    return q._rebuilt({name: moved(name, *part) for name, part in parts.items()}, unmoved(q.ndim), shape)
+
+
+def _group_size(axis_name: Any, groups: Any) -> int:
+    return lax.axis_size(axis_name) if groups is None else len(groups[0])
+
+
+def _joinable(q: LeafwiseArray, axis: int, axis_name: Any) -> dict[str, tuple[jax.Array, bool]] | None:
+    """The leaves that devices can join along `axis`, and whether one entry of the leaf serves them all as it is.
+
+    None where a block would be cut, or a leaf be as large as the array.
+    """
+    if q.shape[axis] % q.block(axis):
+        return None
+    shared = {n: q.grains(axis)[n] == ALL and _is_shared(q, n, axis_name) for n in q.named_leaves()}
+    leaves = q.spread({name: () if one else (axis,) for name, one in shared.items()})
+    return None if leaves is None else {name: (leaf, shared[name]) for name, leaf in leaves.items()}
+
+
+def _is_shared(q: LeafwiseArray, name: str, axis_name: Any) -> bool:
+    """Whether the devices along `axis_name` are known to have the same leaf, as each has the one scale of an axis.
+
+    JAX knows which arrays differ, unless `shard_map` is told not to check (`check_vma=False`): then not even codes do.
+    """
+    axes = {*axis_name} if isinstance(axis_name, (tuple, list)) else {axis_name}
+    varying = {each: jax.typeof(leaf).mat.varying for each, leaf in q.named_leaves().items()}
+    return axes <= varying[q.array_fields[0]] and not axes & varying[name]
