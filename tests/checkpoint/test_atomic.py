@@ -310,6 +310,30 @@ def test_what_comes_in_between_waits(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_that_another_user_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It may be read, but neither written nor removed."""
+    lock = tmp_path / ".model.safetensors.lock"
+    lock.touch()
+    opened, unlink = os.open, os.unlink
+
+    def open_(path: Any, flags: int, *mode: int) -> int:
+        if path == lock and flags & (os.O_RDWR | os.O_CREAT):
+            raise PermissionError(errno.EACCES, "not yours")
+        return opened(path, flags, *mode)
+
+    def unlink_(path: Any) -> None:
+        if path == lock:
+            raise PermissionError(errno.EACCES, "not yours")
+        unlink(path)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "unlink", unlink_)
+    save(tmp_path, filled(0), max_shard_bytes=200)
+    save(tmp_path, filled(1), overwrite=True)
+    assert values(tmp_path) == {1.0}
+    assert {path.name for path in tmp_path.iterdir()} == {lock.name, "model.safetensors"}
+
+
 # --- full disks ---
 
 

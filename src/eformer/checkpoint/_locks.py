@@ -25,7 +25,13 @@ class OpenFile:
 
     def __init__(self, path: Path, flags: int = 0) -> None:
         safely = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # no link to elsewhere, no pipe that waits
-        self.path, self.handle = path, os.open(path, os.O_RDWR | safely | flags, 0o666)
+        self.path = path
+        try:
+            self.handle = os.open(path, os.O_RDWR | safely | flags, 0o666)
+        except PermissionError:
+            if flags & os.O_EXCL or not os.path.lexists(path):
+                raise
+            self.handle = os.open(path, os.O_RDONLY | safely)  # another user's; to hold it, that is enough
 
     def hold(self) -> bool | None:
         """Lock it until it is closed: False if another has it, None where the file system has no locks."""
@@ -69,7 +75,8 @@ def locked(path: Path) -> Iterator[bool]:
         yield file is not None
     finally:
         if file is not None:
-            path.unlink(missing_ok=True)  # while it is held: who waits for it finds that it is gone, and makes another
+            with contextlib.suppress(OSError):  # another user's, in a folder where that matters
+                path.unlink(missing_ok=True)  # while it is held: who waits for it finds it gone, and makes another
             file.close()
 
 
