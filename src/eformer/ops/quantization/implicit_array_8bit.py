@@ -143,7 +143,7 @@ def matmul_bf16_int8_weight_only(lhs_bf16: jax.Array, rhs_q_int8: jax.Array, rhs
         raise ValueError(f"scale {rhs_scale.shape} does not broadcast over rhs {rhs_q_int8.shape}")
     q = Array8B(rhs_scale.astype(jnp.float32), rhs_q_int8)
     lhs = lhs_bf16 if lhs_bf16.dtype in (jnp.bfloat16, jnp.float16) else lhs_bf16.astype(jnp.float32)
-    multiply = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
+    multiply: Any = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
     return implicit(multiply)(lhs, q, (((lhs.ndim - 1,), (0,)), ((), ())))
 
 
