@@ -449,6 +449,17 @@ def test_implicit_result_of_another_class():
     assert_same(implicit(jax.jit(lambda q: {"y": jnp.sin(q)}))(New(X))["y"], X + 1)
 
 
+def test_operands_that_do_not_go_together_reach_no_rule():
+    New = new_class()
+
+    @register("dot_general")
+    def rule(_primitive, _x: jax.Array, _q: New, **_params):
+        raise AssertionError("asked")
+
+    with pytest.raises(TypeError, match="contracting dimensions to have the same shape"):
+        implicit(lambda x, q: lax.dot_general(x, q, (((0,), (0,)), ((), ()))))(jnp.ones(4), New(X))
+
+
 def test_weak_result_is_made_strong():
     New = new_class()
 

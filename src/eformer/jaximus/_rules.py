@@ -109,12 +109,13 @@ def register(primitive: Primitive | str, *, precedence: int = 0) -> Callable[[Ha
 def dispatch(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Run `primitive` on operands of which one is implicit, or whose jaxprs close over an implicit array."""
     classes, candidates = _plan(primitive, tuple([type(o) if is_implicit(o) else jax.Array for o in operands]))
+    expected = _expected(primitive, operands, params) if candidates else None
     for handler, name, swapped in candidates:
         with serving(primitive, classes, name):
             out = handler(primitive, *(reversed(operands) if swapped else operands), **params)
             if out is not NotImplemented:
                 note_served()
-                return _checked(primitive, name, operands, params, out)
+                return out if expected is None else _checked(primitive, name, expected, out)
     if not classes:
         return primitive.bind(*operands, **params)
     note_fallback(primitive, classes, lambda cls: cls.warn_on_materialize)
@@ -147,11 +148,18 @@ def _plan(
     return classes, tuple(candidates)
 
 
-def _checked(primitive: Primitive, name: str, operands: Sequence[Any], params: dict[str, Any], out: Any) -> Any:
-    """`out`, if it has the shape and dtype that the primitive gives for dense operands."""
+def _expected(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """The type of what the primitive gives for dense operands; None for control flow, where each step is checked.
+
+    It raises as dense JAX does, before a rule sees operands that do not go together.
+    """
     if next(iter(jexc.jaxprs_in_params(params)), None) is not None:
-        return out  # control flow: its outputs were checked one by one inside
-    expected, _ = primitive.abstract_eval(*map(abstract_value, operands), **params)
+        return None
+    return primitive.abstract_eval(*map(abstract_value, operands), **params)[0]
+
+
+def _checked(primitive: Primitive, name: str, expected: Any, out: Any) -> Any:
+    """`out`, if it has the expected shape and dtype."""
     if not primitive.multiple_results:
         return _checked_output(primitive, name, expected, out)
     if not isinstance(out, (list, tuple)) or len(out) != len(expected):
