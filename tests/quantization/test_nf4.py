@@ -147,6 +147,18 @@ def test_vmap_of_arrays_quantized_one_by_one():
     assert_same_array(out.materialize(), jnp.matrix_transpose(q.materialize()))
 
 
+def test_a_stack_of_vectors_quantized_one_by_one():
+    w = normal((2, 8))
+    each = [quantize(row, block_size=2, double_quantization=True) for row in w]
+    leaves = [jnp.stack(pair) for pair in zip(*map(jax.tree.leaves, each), strict=True)]
+    q = jax.tree.unflatten(jax.tree.structure(each[0]), leaves)
+    dense = jnp.stack([row.materialize() for row in each])
+    assert_same_array(q.materialize(), dense)
+    assert_same_array(q.T.materialize(), dense.T)
+    x = jnp.eye(2)
+    assert_same_array(implicit(jnp.matmul)(x, q), x @ dense)
+
+
 def test_verbose_says_what_was_made(capsys):
     ArrayNF4.quantize(normal(), verbose=True)
     assert capsys.readouterr().out == "ArrayNF4(float32[6, 10], 54 bytes)\n"

@@ -153,6 +153,8 @@ class ArrayNF4(LeafwiseArray):
     def stored_matrix(self) -> Matrix | None:
         if self.axis < -2 or (self.nested is None and self.absmax.dtype != jnp.float32):
             return None
+        if self.offset is not None and self.offset.ndim != self.packed.ndim - 2:
+            return None  # a stack of vectors
         if self.nested is None or self.offset is None:
             blocks = tuple(
                 -(-n // self.block_size) if axis - 3 == self.axis else n for axis, n in enumerate(self.shape)
@@ -264,7 +266,8 @@ def _encode_absmax(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _decode_absmax(codes: jax.Array, nested: jax.Array, offset: jax.Array) -> jax.Array:
-    matrix = codes.reshape(*codes.shape[:-2], math.prod(codes.shape[-2:]))
+    # The axes that `offset` has are stacked: in front of a matrix, or of the vectors that were quantized one by one.
+    matrix = codes.reshape(*codes.shape[: offset.ndim], math.prod(codes.shape[offset.ndim :]))
     return reference.decode_dynamic(matrix, nested, offset).reshape(codes.shape)
 
 
