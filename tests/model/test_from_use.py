@@ -105,6 +105,9 @@ SUMMED = {
     "vmap over x": (lambda w, x: jax.vmap(lambda x: x @ w)(x), (64, 96), X, -2),
     "vmap over w": (lambda w, x: jax.vmap(lambda w: x @ w)(w), (2, 64, 96), X, -2),
     "vmap over the last": (lambda w, x: jax.vmap(lambda w: x @ w, in_axes=2)(w), (64, 96, 2), X, -3),
+    "stop_gradient": (lambda w, x: x @ lax.stop_gradient(w), (64, 96), X, -2),
+    "barrier": (lambda w, x: jnp.matmul(*lax.optimization_barrier((x, w))), (64, 96), X, -2),
+    "split": (lambda w, x: x @ jnp.split(w, 2, axis=1)[1], (64, 96), X, -2),
     "repacked": (lambda w, x: jax.tree.map(lambda w: x @ w, {"a": [w]}), (64, 96), X, -2),
     "columns in parts": (
         lambda w, x: lax.map(lambda i: x @ lax.dynamic_slice(w, (0, i), (64, 32)), jnp.array([0, 32])),
