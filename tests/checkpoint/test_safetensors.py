@@ -472,7 +472,15 @@ def test_ternary_codes_of_earlier_files(tmp_path: Path):
 
 
 def test_a_damaged_array_is_not_saved(tmp_path: Path):
-    q = quantize(normal((1000, 1)), dtype="nf4")
-    wide = dataclasses.replace(q, block_size=2**20)
-    with pytest.raises(ValueError, match="'w' can't be saved: decoding"):
-        save(tmp_path, {"w": wide})
+    q = quantize(normal((10, 4)), dtype="nf4")
+    damaged = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), q)
+    with pytest.raises(ValueError, match="'w' can't be saved: that is no ArrayNF4: packed must be uint8"):
+        save(tmp_path, {"w": damaged})
+
+
+def test_a_block_that_is_longer_than_its_row_takes_no_memory(tmp_path: Path):
+    q = quantize(normal((10, 3)), dtype="nf4")
+    wide = dataclasses.replace(q, block_size=2**30)
+    again = load(save(tmp_path, {"w": wide}))["w"]
+    assert again.block_size == 2**30
+    assert np.array_equal(again.materialize(), q.materialize())

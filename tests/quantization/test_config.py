@@ -137,8 +137,12 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "scale of 1-bit": (lambda: quantize(W, dtype="ternary", scale="row"), ValueError, "`scale='row'` must be one of"),
     "simulate no bool": (lambda: QuantizationConfig(simulate=1), TypeError, "`simulate` must be True or False, got 1"),
     "integers to train": (lambda: straight_through(W.astype(np.int32)), TypeError, "floating point.*int32"),
-    "scale of another rank": (lambda: Array8B(W[0], W), ValueError, r"scale \(10,\) must have the 2 axes"),
-    "scale that does not fit": (lambda: Array8B(W[:, :2], W), ValueError, "does not broadcast over"),
+    "scale of another rank": (
+        lambda: Array8B(W[0], W.astype(np.int8)),
+        ValueError,
+        r"scale \(10,\) must have the 2 axes",
+    ),
+    "scale that does not fit": (lambda: Array8B(W[:, :2], W.astype(np.int8)), ValueError, "does not broadcast over"),
     "packed that is no uint8": (lambda: ArrayNF4(W, W), TypeError, "packed must be uint8.* got float32"),
     "blocks that do not fit": (
         lambda: ArrayNF4(W.astype(np.uint8), W, 4),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -106,35 +105,15 @@ def rebuild(described: Any, leaf: Callable[[str], Any], depth: int = 0) -> Quant
     values = {name: _decoded(value) for name, value in static.items()}
     for name, value in leaves.items():
         values[name] = leaf(value) if isinstance(value, str) else rebuild(value, leaf, depth + 1)
-    return _made(cls, fields, values)
-
-
-def _made(cls: type[QuantizedArray], fields: dict[str, Any], values: dict[str, Any]) -> QuantizedArray:
     try:
-        made = cls(**values) if values.keys() <= _parameters(cls) else _of_fields(cls, fields, values)
+        made = cls.of_fields(values)
         shape = checked_shape(list(made.shape))
-        made.dtype.itemsize  # noqa: B018  raises unless it is a dtype
     except FORMAT_ERRORS as error:
         raise CheckpointError(f"that is no {cls.__name__}: {str(error)[:300]}") from None
     if shape is None:
         raise CheckpointError(f"a {cls.__name__} of shape {str(made.shape)[:100]} is absurd")
+    check_decoding(made)
     return made
-
-
-def _of_fields(cls: type[QuantizedArray], fields: dict[str, Any], values: dict[str, Any]) -> QuantizedArray:
-    """For a constructor that takes something else: the fields as they are, as when JAX restructures a tree."""
-    missing = fields.keys() - values.keys()
-    if missing:
-        raise TypeError(f"it needs {', '.join(sorted(missing))}")
-    made = object.__new__(cls)
-    for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
-
-
-@functools.cache
-def _parameters(cls: type) -> frozenset[str]:
-    return frozenset(inspect.signature(cls).parameters)
 
 
 def _is_static(field: dataclasses.Field[Any]) -> bool:
@@ -167,7 +146,16 @@ def _decoded(value: Any) -> Any:
 
 
 def check_decoding(q: QuantizedArray) -> None:
-    """A CheckpointError unless the leaves of `q` decode to its shape, within the memory that its size explains."""
+    """A CheckpointError unless the leaves of `q` decode to its shape, within the memory that its size explains.
+
+    A class whose rules speak of all its leaves knows; one that does not is tried out.
+    """
+    try:
+        q.check()
+    except FORMAT_ERRORS as error:
+        raise CheckpointError(f"that is no {type(q).__name__}: {str(error)[:300]}") from None
+    if all(field.name in q.rules for field in dataclasses.fields(q) if not _is_static(field)):
+        return
     leaves, treedef = jtu.tree_flatten(q)
     problem = _problem(treedef, tuple((np.shape(leaf), np.dtype(leaf.dtype)) for leaf in leaves))
     if problem is not None:

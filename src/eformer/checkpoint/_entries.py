@@ -13,7 +13,7 @@ from jax import tree_util as jtu
 
 from eformer.ops.quantization import QuantizedArray
 
-from ._describe import check_decoding, code_version, format_name
+from ._describe import code_version, format_name
 from ._error import CheckpointError
 from ._header import Tensor
 
@@ -75,6 +75,11 @@ class DenseEntry(Entry):
         return self.tensors[0].view()
 
 
+def dtype_here(tensor: Tensor) -> np.dtype:
+    """The dtype that a leaf of a quantized array has: of 64 bits only if JAX is set to hold such."""
+    return jax.dtypes.canonicalize_dtype(tensor.dtype)
+
+
 class QuantizedEntry(Entry):
     """Tensors that are the leaves of a quantized array; `like` has their shapes in place, `codes` is their version."""
 
@@ -90,9 +95,10 @@ class QuantizedEntry(Entry):
         return self._like
 
     def host(self) -> QuantizedArray:
+        leaves = [tensor.view().astype(dtype_here(tensor), copy=False) for tensor in self.tensors]
+        made = jtu.tree_unflatten(jtu.tree_structure(self._like), leaves)
         try:
-            check_decoding(self._like)
-        except CheckpointError as error:
-            raise CheckpointError(error.what, file=self.tensors[0].file.name, tensor=self.name) from None
-        made = jtu.tree_unflatten(jtu.tree_structure(self._like), [tensor.view() for tensor in self.tensors])
+            made.check_values()
+        except ValueError as error:
+            raise CheckpointError(str(error)[:300], file=self.tensors[0].file.name, tensor=self.name) from None
         return made if self._codes == code_version(type(made)) else made.recoded(self._codes)

@@ -12,7 +12,7 @@ from jax import tree_util as jtu
 
 from ._bitsandbytes import recognise
 from ._describe import KEY, VERSION, rebuild
-from ._entries import ArrayInfo, DenseEntry, Entry, QuantizedEntry
+from ._entries import ArrayInfo, DenseEntry, Entry, QuantizedEntry, dtype_here
 from ._error import CheckpointError
 from ._file import MappedFile
 from ._gguf import MAGIC, read_gguf
@@ -201,7 +201,7 @@ def _quantized(name: str, described: Any, tensors: dict[str, Tensor], file: str)
     def leaf(tensor: str) -> jax.ShapeDtypeStruct:
         if tensor not in tensors:
             raise CheckpointError(f"its tensor {tensor[:100]!r} is missing")
-        alive.append(jax.ShapeDtypeStruct(tensors[tensor].shape, tensors[tensor].dtype))
+        alive.append(jax.ShapeDtypeStruct(tensors[tensor].shape, dtype_here(tensors[tensor])))
         known[id(alive[-1])] = tensors[tensor]
         return alive[-1]
 

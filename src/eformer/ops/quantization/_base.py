@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from eformer.jaximus import ImplicitArray, aux_field, unobserved
 from eformer.kernels.reference import cast
 
+from ._validation import Rules, a_bool, a_number_type, check_fields, int8_or_none
+
 ShardingType = NamedSharding | PartitionSpec | None
 
 
@@ -26,17 +28,53 @@ class QuantizedArray(ImplicitArray):
     """An implicit array whose leaves are codes and scales.
 
     `materialize() == decode()` rounded to `dtype`. `use_kernel=False` makes its matmuls decode the whole array first.
+
+    `rules` says what each field may hold, in a class together with what its bases say.
     """
+
+    rules: ClassVar[Rules] = {"use_kernel": a_bool, "activation_dtype": int8_or_none, "dtype": a_number_type}
 
     use_kernel: bool = aux_field(default=True, kw_only=True)
     activation_dtype: str | None = aux_field(default=None, kw_only=True)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.rules = {name: rule for base in reversed(cls.__mro__) for name, rule in vars(base).get("rules", {}).items()}
         if not isinstance(cls.__dict__.get("sharding", property()), property):
             type.__delattr__(
                 cls, "sharding"
             )  # the default of an argument of the constructor; the attribute is the property below
+
+    @classmethod
+    def of_fields(cls, values: Mapping[str, Any]) -> Self:
+        """The array of these fields, taken as they are; what is wrong with them raises as in the constructor.
+
+        A field that is not named has its default.
+        """
+        made = object.__new__(cls)
+        for field in dataclasses.fields(cls):
+            value = values.get(field.name, field.default)
+            if value is dataclasses.MISSING or (field.name == "dtype" and value is None):
+                raise TypeError(f"{cls.__name__} needs `{field.name}`")
+            object.__setattr__(made, field.name, value)
+        made._settle(None)
+        return made
+
+    def _settle(self, shape: Sequence[int] | None) -> None:
+        check_fields(self, self.rules)
+        super()._settle(shape)
+        self._check_shapes()
+
+    def check(self) -> None:
+        """A TypeError or ValueError unless the leaves make one array of this class: trees can be restructured."""
+        check_fields(self, self.rules)
+        self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        """A ValueError unless the leaves, each of which has its dtype, have shapes that make one array together."""
+
+    def check_values(self) -> None:
+        """A ValueError if leaves of NumPy arrays hold codes that the format does not have."""
 
     @abc.abstractmethod
     def decode(self) -> jax.Array:
@@ -90,7 +128,7 @@ class QuantizedArray(ImplicitArray):
         values of NF4 to as many of a block's: each product is off by at most half a step of either. On TPU it is all
         rows, for INT8.
         """
-        check_activation_dtype(activation_dtype)
+        int8_or_none("activation_dtype", activation_dtype)
         changed = jtu.tree_map(lambda leaf: leaf, self)
         object.__setattr__(changed, "activation_dtype", activation_dtype)
         return changed
@@ -140,11 +178,6 @@ class QuantizedArray(ImplicitArray):
         else:
             raise TypeError(f"the axes must be None, a PartitionSpec, a tuple or a str, got {axes!r}")
         return self.with_sharding(named_sharding(mesh, spec))
-
-
-def check_activation_dtype(activation_dtype: Any) -> None:
-    if activation_dtype not in (None, "int8"):
-        raise ValueError(f"`activation_dtype` must be None or 'int8', got {activation_dtype!r}")
 
 
 @jax.jit  # one program: a product and a sum that are compiled together round once, so they must be everywhere

@@ -10,11 +10,11 @@ import jax
 
 from eformer.jaximus import ste
 
-from ._base import Format, QuantizedArray, check_activation_dtype, find_format, formats
+from ._base import Format, QuantizedArray, find_format, formats
+from ._validation import a_bool, an_even_length, int8_or_none
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_8bit import Array8B as Array8B
 from .implicit_array_nf4 import ArrayNF4 as ArrayNF4
-from .implicit_array_nf4 import check_block_size
 
 
 class QuantizationType(enum.StrEnum):
@@ -55,11 +55,10 @@ class QuantizationConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _checked_type(self.dtype))
-        check_block_size(self.block_size)
+        an_even_length("block_size", self.block_size)
         for name in ("simulate", "use_kernel"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}")
-        check_activation_dtype(self.activation_dtype)
+            a_bool(name, getattr(self, name))
+        int8_or_none("activation_dtype", self.activation_dtype)
 
 
 def quantize(

@@ -42,6 +42,20 @@ class LeafwiseArray(DivisibleArray):
     def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
         """The same format of other leaves: `moved` says where each axis went, `shape` is the new array's."""
 
+    def _check_shapes(self) -> None:
+        """Each leaf has the array's axes, and along each an entry per grain, or but for the codes one for all."""
+        shape, (codes, *_) = self.shape, self.array_fields
+        for name, leaf in self.named_leaves().items():
+            if len(leaf.shape) != len(shape):
+                raise ValueError(f"{name} {leaf.shape} must have the {len(shape)} axes of {codes} {shape}")
+            for axis, (found, size) in enumerate(zip(leaf.shape, shape, strict=True)):
+                entries = -(-size // self._grain(name, axis))
+                if found != entries and (found != 1 or name == codes):
+                    raise ValueError(
+                        f"{name} {leaf.shape} does not broadcast over a {type(self).__name__} of shape {shape}: along "
+                        f"axis {axis} it must have {entries} entries{'' if name == codes else ' or 1'}"
+                    )
+
     def factors(self) -> tuple[jax.Array, jax.Array | None]:
         """`values` and `scale`, of this array's rank, with `values * scale == decode()`; a None is 1."""
         return self.decode(), None

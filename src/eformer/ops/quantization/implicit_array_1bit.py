@@ -18,6 +18,7 @@ from eformer.kernels import Matrix, reference
 from ._base import checked_array, laid_out, normalized_axes, register_format
 from ._documented import *  # noqa: F403  # the documented handlers of primitives
 from ._leafwise import LeafwiseArray, Leaves, axis_from_start, unmoved
+from ._validation import FLOATS, Leaf, Rules, an_int, check_fields
 
 SCALES = ("tensor", "channel", None)
 
@@ -34,6 +35,12 @@ class Array1B(LeafwiseArray):
 
     array_fields = ("weight", "scale")
     nan_code = 0xAA  # in each of the four
+    rules: ClassVar[Rules] = {
+        "weight": Leaf("uint8, four values a byte", (jnp.uint8,)),
+        "scale": Leaf("floating point", FLOATS, optional=True),
+        "axis": an_int,
+        "padding": an_int,
+    }
 
     weight: jax.Array
     scale: jax.Array | None = dataclasses.field(default=None, kw_only=True)
@@ -50,8 +57,10 @@ class Array1B(LeafwiseArray):
                 object.__setattr__(self, name, getattr(made, name))
             if self.dtype is None:
                 object.__setattr__(self, "dtype", made.dtype)
+        check_fields(self, self.rules)
         if self.weight.ndim:
-            object.__setattr__(self, "axis", normalized_axes(max(self.axis, -self.weight.ndim), self.weight.ndim)[0])
+            axis = -1 if self.axis == -2 and self.weight.ndim == 1 else self.axis
+            object.__setattr__(self, "axis", normalized_axes(axis, self.weight.ndim)[0])
         if self.dtype is None:
             object.__setattr__(self, "dtype", jnp.dtype(jnp.float32))
 
@@ -60,11 +69,15 @@ class Array1B(LeafwiseArray):
         if shape is not None and len(shape) == self.weight.ndim > 0:
             object.__setattr__(self, "padding", self.weight.shape[self.axis] * 4 - shape[self.axis])
         super()._settle(shape)
-        if not 0 <= self.padding < 4:
+
+    def _check_shapes(self) -> None:
+        ndim = self.weight.ndim
+        if not 0 <= self.padding < 4 or (ndim and not (-ndim <= self.axis < 0 <= min(self.shape))):
             raise ValueError(
-                f"weight {self.weight.shape} packs four values a byte along axis {self.axis}: "
-                f"that is no array of shape {shape}"
+                f"weight {self.weight.shape} packs four values a byte along axis {self.axis}, counted from the end, "
+                f"the last byte without {self.padding} of them: that is no array of shape {self.shape}"
             )
+        super()._check_shapes()
 
     @classmethod
     def quantize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import InitVar
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from eformer.kernels import Matrix, reference
 from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
 from ._documented import *  # noqa: F403  # the documented handlers of primitives
 from ._leafwise import LeafwiseArray, Leaves
+from ._validation import FLOATS, Leaf, Rules, check_fields, ints_or_none
 
 
 class Array8B(LeafwiseArray):
@@ -34,6 +35,11 @@ class Array8B(LeafwiseArray):
     """
 
     array_fields = ("weight", "scale")
+    rules: ClassVar[Rules] = {
+        "weight": Leaf("int8", (jnp.int8,)),
+        "scale": Leaf("floating point, a scale per slice", FLOATS),
+        "axis": ints_or_none,
+    }
 
     scale: jax.Array
     weight: jax.Array
@@ -41,12 +47,9 @@ class Array8B(LeafwiseArray):
     sharding: InitVar[ShardingType] = None  # pyright: ignore[reportIncompatibleMethodOverride]  # see QuantizedArray
 
     def __post_init__(self, sharding: ShardingType) -> None:
-        ndim = self.weight.ndim
-        if self.scale.ndim != ndim:
-            raise ValueError(f"scale {self.scale.shape} must have the {ndim} axes of weight {self.weight.shape}")
-        if any(s not in (1, w) for s, w in zip(self.scale.shape, self.weight.shape, strict=True)):
-            raise ValueError(f"scale {self.scale.shape} does not broadcast over weight {self.weight.shape}")
-        axis = self.axis
+        check_fields(self, self.rules)
+        super()._check_shapes()
+        ndim, axis = self.weight.ndim, self.axis
         if axis is None:
             axis = tuple(i - ndim for i in range(ndim) if self.scale.shape[i] == 1)
         object.__setattr__(self, "axis", normalized_axes(axis, ndim))
@@ -55,6 +58,13 @@ class Array8B(LeafwiseArray):
         placed = self.with_sharding(sharding)
         object.__setattr__(self, "scale", placed.scale)
         object.__setattr__(self, "weight", placed.weight)
+
+    def _check_shapes(self) -> None:
+        super()._check_shapes()
+        if self.axis is None or self.axis != normalized_axes(self.axis, self.ndim):
+            raise ValueError(f"`axis={self.axis}` must be sorted and counted from the end, as the constructor makes it")
+        if any(self.scale.shape[axis] != 1 for axis in self.axis):
+            raise ValueError(f"scale {self.scale.shape} must have length 1 along the axes {self.axis}: `axis`")
 
     @classmethod
     def quantize(

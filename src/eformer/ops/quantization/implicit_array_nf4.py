@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,9 @@ from eformer.kernels import Matrix, reference
 from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
 from ._documented import *  # noqa: F403  # the documented handlers of primitives
 from ._leafwise import LeafwiseArray, Leaves, axis_from_start
+from ._validation import FLOATS, Leaf, Rules, an_even_length, an_int, check_fields
 
+NESTED_BLOCK = 256  # scales that share a scale
 # Half the distance between neighbouring codes, at most: between -1 and the next.
 _HALF_GAP = float(np.max(np.diff(reference.NF4_CODES))) / 2
 
@@ -46,6 +48,15 @@ class ArrayNF4(LeafwiseArray):
     """
 
     array_fields = ("packed", "absmax")
+    rules: ClassVar[Rules] = {
+        "packed": Leaf("uint8, two codes a byte", (jnp.uint8,)),
+        "absmax": Leaf("floating point, or with `nested` uint8", (*FLOATS, jnp.uint8)),
+        "nested": Leaf("float32 or float64", (jnp.float32, jnp.float64), optional=True),
+        "offset": Leaf("float32 or float64", (jnp.float32, jnp.float64), optional=True),
+        "block_size": an_even_length,
+        "axis": an_int,
+        "padding": an_int,
+    }
 
     packed: jax.Array
     absmax: jax.Array = None  # pyright: ignore[reportAssignmentType]  # never None once constructed
@@ -57,15 +68,14 @@ class ArrayNF4(LeafwiseArray):
     padding: int = aux_field(default=0, kw_only=True)
 
     def __post_init__(self, sharding: ShardingType) -> None:
-        check_block_size(self.block_size)
+        an_even_length("block_size", self.block_size)
         if self.absmax is None:
             made = self.quantize(self.packed, self.block_size, axis=self.axis)
             for name in ("packed", "absmax", "axis", "padding"):
                 object.__setattr__(self, name, getattr(made, name))
             if self.dtype is None:
                 object.__setattr__(self, "dtype", made.dtype)
-        if self.packed.dtype != jnp.uint8:
-            raise TypeError(f"packed must be uint8, two codes a byte, got {self.packed.dtype}")
+        check_fields(self, self.rules)
         if self.packed.ndim:
             object.__setattr__(self, "axis", normalized_axes(self.axis, self.packed.ndim)[0])
         if self.dtype is None:
@@ -79,15 +89,42 @@ class ArrayNF4(LeafwiseArray):
         if shape is not None and len(shape) == self.packed.ndim > 0:
             object.__setattr__(self, "padding", self.packed.shape[self.axis] * 2 - shape[self.axis])
         super()._settle(shape)
-        self._check_leaves()
 
-    def _check_leaves(self) -> None:
-        blocks = -(-self.shape[self.axis] // self.block_size) if self.ndim else 1
-        if self.padding not in (0, 1) or (self.ndim and self.absmax.shape[self.axis] not in (1, blocks)):
+    def _check_shapes(self) -> None:
+        ndim, absmax = self.packed.ndim, self.absmax
+        if self.padding not in (0, 1) or (ndim and not (-ndim <= self.axis < 0 <= min(self.shape))):
             raise ValueError(
-                f"packed {self.packed.shape} of two codes a byte and absmax {self.absmax.shape} of blocks of "
-                f"{self.block_size} along axis {self.axis}: that is no array of shape {self.shape}. Axes that `vmap` "
-                f"or `scan` takes off the leaves must be in front of that axis"
+                f"packed {self.packed.shape} of two codes a byte, `axis={self.axis}` and `padding={self.padding}`: "
+                f"that is no array. `axis` is counted from the end, and `padding` is 1 for an odd length, else 0"
+            )
+        try:
+            super()._check_shapes()
+        except ValueError as error:
+            raise ValueError(
+                f"packed {self.packed.shape} of two codes a byte and absmax {absmax.shape} of blocks of "
+                f"{self.block_size} along axis {self.axis}: that is no array of shape {self.shape}. {error}. Axes that "
+                f"`vmap` or `scan` takes off the leaves must be in front of that axis"
+            ) from None
+        self._check_nested()
+
+    def _check_nested(self) -> None:
+        """Scales of scales come together: codes per block, a scale per 256 of them, and a mean per matrix."""
+        if self.nested is None and self.offset is None and self.absmax.dtype != jnp.uint8:
+            return
+        if self.nested is None or self.offset is None or self.absmax.dtype != jnp.uint8:
+            raise ValueError(
+                f"a quantized absmax is uint8, with `nested` and `offset`; got {self.absmax.dtype} with "
+                f"`nested` {getattr(self.nested, 'shape', None)} and `offset` {getattr(self.offset, 'shape', None)}"
+            )
+        entries = tuple(-(-size // self._grain("absmax", axis)) for axis, size in enumerate(self.shape))
+        if self.absmax.shape != entries:
+            raise ValueError(f"a quantized absmax has a code per block, {entries}; got {self.absmax.shape}")
+        stack, matrix = self.absmax.shape[:-2], math.prod(self.absmax.shape[-2:])
+        wanted = (*stack, -(-matrix // NESTED_BLOCK)), stack
+        if (self.nested.shape, self.offset.shape) != wanted:
+            raise ValueError(
+                f"absmax {self.absmax.shape} has `nested` {wanted[0]}, a scale per {NESTED_BLOCK} of a matrix, and "
+                f"`offset` {wanted[1]}; got {self.nested.shape} and {self.offset.shape}"
             )
 
     @classmethod
@@ -106,7 +143,7 @@ class ArrayNF4(LeafwiseArray):
         For a weight (K, N) that is used as `x @ w`, `axis=0` groups what is summed over, as most checkpoints do.
         `double_quantization` takes 4.127 bits a weight instead of 4.5. `verbose` prints what was made.
         """
-        check_block_size(block_size)
+        an_even_length("block_size", block_size)
         x = checked_array(array)
         axes = normalized_axes(axis, x.ndim) if x.ndim else (-1,)
         if len(axes) != 1:
@@ -144,14 +181,19 @@ class ArrayNF4(LeafwiseArray):
         return (*shape[:axis], shape[axis] * 2 - self.padding, *shape[axis + 1 :])
 
     def decode(self) -> jax.Array:
-        self._check_leaves()  # a tree may have been restructured since it was constructed
+        self._check_shapes()  # a tree may have been restructured since it was constructed
         absmax = self._plain_absmax()
         if not self.packed.ndim:
             return reference.decode_nf4(self.packed[None], absmax[None], self.block_size, 0, 1)[0]
-        return reference.decode_nf4(self.packed, absmax, self.block_size, self.axis, self.shape[self.axis])
+        length = self.shape[self.axis]
+        block_size = min(self.block_size, max(length, 2))  # decoding fills blocks up, and a file chooses their length
+        return reference.decode_nf4(self.packed, absmax, block_size, self.axis, length)
 
     def stored_matrix(self) -> Matrix | None:
-        if self.axis < -2 or (self.nested is None and self.absmax.dtype != jnp.float32):
+        floats = [
+            leaf for leaf in (self.absmax, self.nested, self.offset) if leaf is not None and leaf.dtype != jnp.uint8
+        ]
+        if self.axis < -2 or any(leaf.dtype != jnp.float32 for leaf in floats):
             return None
         if self.offset is not None and self.offset.ndim != self.packed.ndim - 2:
             return None  # a stack of vectors
@@ -240,13 +282,6 @@ class ArrayNF4(LeafwiseArray):
             use_kernel=self.use_kernel,
             activation_dtype=self.activation_dtype,
         )
-
-
-def check_block_size(block_size: Any) -> None:
-    if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer)):
-        raise TypeError(f"`block_size` must be an int, got {type(block_size).__name__} {block_size!r}")
-    if block_size < 2 or block_size % 2:
-        raise ValueError(f"`block_size={block_size}` must be even and at least 2: two 4-bit codes share a byte")
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

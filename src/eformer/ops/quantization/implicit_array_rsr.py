@@ -43,7 +43,6 @@ from eformer.kernels import cpu, reference
 
 from ._base import (
     asked_of,
-    check_activation_dtype,
     checked_array,
     is_explicit,
     laid_out,
@@ -53,6 +52,7 @@ from ._base import (
 )
 from ._divisible import DivisibleArray, Grain, Leaves
 from ._quantized_matmul import multiply, quantized_matmul
+from ._validation import Leaf, Part, Rules, a_number_type, an_int, check_fields
 
 MAX_K = 16  # the table of `2**k` sums of a block outgrows every cache soon after
 # The sums of this many rows of x stay in cache (2 cores of an AMD EPYC; `benchmarks/matmul.py` shows the effect).
@@ -182,6 +182,13 @@ class RSROperatorBinary(RSROperator):
     Array([[6, 9]], dtype=uint8)
     """
 
+    rules: ClassVar[Rules] = {
+        "codes": Leaf("uint8, or from `k=9` on uint16", (jnp.uint8, jnp.uint16)),
+        "k": lambda _, k: check_k(k),
+        "padding": an_int,
+        "org_dtype": a_number_type,
+    }
+
     codes: jax.Array
     k: int = aux_field()
     padding: int = aux_field()
@@ -201,16 +208,9 @@ class RSROperatorBinary(RSROperator):
         activation_dtype: str | None = None,
     ) -> None:
         check_k(k)
-        check_activation_dtype(activation_dtype)
         if (one_hot_maps is None) == (codes is None):
             raise TypeError("give `one_hot_maps` or `codes`: either says what the matrix is, and none or both do not")
-        if not isinstance(padding, int):
-            raise TypeError(f"`padding` must be an int, got {type(padding).__name__} {padding!r}")
-        if not 0 <= padding < k:
-            raise ValueError(f"`padding={padding}` must be from 0 to {k - 1}: with `k={k}` more would be a whole block")
         codes = _checked_codes(one_hot_maps, k) if codes is None else _in_range(jnp.asarray(codes), k)
-        if padding and not codes.shape[-2]:
-            raise ValueError(f"`padding={padding}` columns of no block: a matrix without columns has `padding=0`")
         org_dtype = _checked_dtype(org_dtype)
         dtype = org_dtype if dtype is None else _checked_dtype(dtype)
         static = {"k": k, "padding": padding, "org_dtype": org_dtype, "dtype": dtype}
@@ -218,6 +218,25 @@ class RSROperatorBinary(RSROperator):
         for name, value in {"codes": codes, **static, **how}.items():
             object.__setattr__(self, name, value)
         self._settle(shape)
+
+    def _check_shapes(self) -> None:
+        if len(self.codes.shape) < 2 or self.codes.dtype != (jnp.uint8 if self.k <= 8 else jnp.uint16):
+            raise ValueError(
+                f"codes for `k={self.k}` are {'uint8' if self.k <= 8 else 'uint16'} of shape (num_blocks, n), got "
+                f"{self.codes.dtype}{list(self.codes.shape)}"
+            )
+        if not 0 <= self.padding < self.k:
+            raise ValueError(
+                f"`padding={self.padding}` must be from 0 to {self.k - 1}: "
+                f"with `k={self.k}` more would be a whole block"
+            )
+        if self.padding and not self.codes.shape[-2]:
+            raise ValueError(f"`padding={self.padding}` columns of no block: a matrix without columns has `padding=0`")
+
+    def check_values(self) -> None:
+        largest = int(np.max(self.codes, initial=0))
+        if largest >= 2**self.k:
+            raise ValueError(f"codes for `k={self.k}` are from 0 to {2**self.k - 1}, and there is a {largest}")
 
     @classmethod
     def from_matrix(cls, A: jax.Array, k: int = 8, org_dtype: Any = jnp.float32) -> Self:
@@ -289,23 +308,29 @@ class RSROperatorTernary(RSROperator):
            [1., 0., 0.]], dtype=float32)
     """
 
+    rules: ClassVar[Rules] = {"rsr_b1": Part(RSROperatorBinary), "rsr_b2": Part(RSROperatorBinary)}
+
     rsr_b1: RSROperatorBinary
     rsr_b2: RSROperatorBinary
 
     def __post_init__(self) -> None:
-        for name in ("rsr_b1", "rsr_b2"):
-            if not isinstance(getattr(self, name), RSROperatorBinary):
-                raise TypeError(f"`{name}` must be an RSROperatorBinary, got {type(getattr(self, name)).__name__}")
+        check_fields(self, self.rules)
+        if self.dtype is None:
+            object.__setattr__(self, "dtype", self.rsr_b1.dtype)
+
+    def _check_shapes(self) -> None:
         first, second = ((b.shape, b.k) for b in self._binaries())
         if first != second:
             raise ValueError(
                 f"`rsr_b1` and `rsr_b2` must have the same shape and `k`, for the matrix is their difference: got "
                 f"{first[0]} with `k={first[1]}` and {second[0]} with `k={second[1]}`"
             )
-        dtype = _checked_dtype(self.rsr_b1.dtype if self.dtype is None else self.dtype)
-        if jnp.issubdtype(dtype, jnp.unsignedinteger):
-            raise ValueError(f"`dtype={dtype}` can't hold -1; a signed or floating point dtype can")
-        object.__setattr__(self, "dtype", dtype)
+        if jnp.issubdtype(self.dtype, jnp.unsignedinteger):
+            raise ValueError(f"`dtype={self.dtype}` can't hold -1; a signed or floating point dtype can")
+
+    def check_values(self) -> None:
+        for binary in self._binaries():
+            binary.check_values()
 
     @classmethod
     def from_matrix(cls, A: jax.Array, k: int = 8) -> Self:

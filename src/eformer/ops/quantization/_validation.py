@@ -1,0 +1,106 @@
+"""What each field of a quantized array may hold: a table in the class, checked wherever such an array is made.
+
+Constructors and files go through the same check, so a file can make no array that a constructor refuses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from eformer.jaximus import is_implicit
+
+MAX_LENGTH = 2**31 - 1  # of a block: what 32 bits hold, with room for every sum of lengths in 64
+
+Static = Callable[[str, Any], None]  # raises unless the field of that name may have that value
+
+
+class Leaf(NamedTuple):
+    """A leaf that is an array of one of these dtypes; `words` says it to a reader."""
+
+    words: str
+    dtypes: tuple[Any, ...]
+    optional: bool = False
+
+
+class Part(NamedTuple):
+    """A leaf that is an implicit array of this class."""
+
+    kind: type
+
+
+Rules = Mapping[str, Leaf | Part | Static]
+
+FLOATS = (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16)
+
+
+def check_fields(array: Any, rules: Rules) -> None:
+    """A TypeError or ValueError unless each field holds what its rule says."""
+    for name, rule in rules.items():
+        value = getattr(array, name)
+        if isinstance(rule, Leaf):
+            _check_leaf(type(array).__name__, name, value, rule)
+        elif isinstance(rule, Part):
+            if not isinstance(value, rule.kind):
+                raise TypeError(f"`{name}` must be an {rule.kind.__name__}, got {type(value).__name__}")
+        else:
+            rule(name, value)
+
+
+def _check_leaf(owner: str, name: str, value: Any, rule: Leaf) -> None:
+    if value is None:
+        if not rule.optional:
+            raise TypeError(f"{owner} needs `{name}`: {rule.words}")
+    elif is_implicit(value) or not hasattr(value, "dtype"):
+        raise TypeError(f"{name} must be an array, {rule.words}, got {type(value).__name__}")
+    elif not _is_one_of(value.dtype, rule.dtypes):
+        raise TypeError(f"{name} must be {rule.words}, got {value.dtype}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_one_of(dtype: Any, dtypes: tuple[Any, ...]) -> bool:
+    return any(jnp.issubdtype(dtype, each) for each in dtypes)
+
+
+def an_int(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"`{name}` must be an int, got {type(value).__name__} {value!r}")
+
+
+def a_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, got {value!r}")
+
+
+def ints_or_none(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, (int, np.integer, list, tuple)):
+        raise TypeError(f"`{name}` must be an int or a tuple of ints, got {value!r}")
+    for each in value if isinstance(value, (list, tuple)) else ():
+        if isinstance(each, bool) or not isinstance(each, (int, np.integer)):
+            raise TypeError(f"`{name}` must be an int or a tuple of ints, got {value!r}")
+
+
+def an_even_length(name: str, value: Any) -> None:
+    an_int(name, value)
+    if not 2 <= value <= MAX_LENGTH or value % 2:
+        raise ValueError(
+            f"`{name}={value}` must be even and at least 2, and at most {MAX_LENGTH}: two 4-bit codes share a byte"
+        )
+
+
+def int8_or_none(name: str, value: Any) -> None:
+    if value is not None and (not isinstance(value, str) or value != "int8"):
+        raise ValueError(f"`{name}` must be None or 'int8', got {value!r}")
+
+
+def a_number_type(name: str, value: Any) -> None:
+    """A dtype that values can be decoded to; None while a constructor has still to find it."""
+    if value is None:
+        return
+    found = jnp.dtype(value)
+    if not (jnp.issubdtype(found, jnp.floating) or jnp.issubdtype(found, jnp.integer)):
+        raise TypeError(f"`{name}` must be a floating point or integer dtype, got {found}")
