@@ -34,6 +34,7 @@ WRONG = {
     "no object": (file_of(b"[]"), "no JSON object"),
     "not UTF-8": (file_of(b'{"\xff": 1}'), "the header can't be read"),
     "too deep": (file_of(b'{"a":' + b"[" * 100_000), "the header can't be read"),
+    "deep": (file_of(b'{"a":' + b"[" * 450 + b"]" * 450 + b"}"), "more than 400 levels deep"),
     "a number of a million digits": (file_of(b'{"a":' + b"1" * 10**6 + b"}"), "the header can't be read"),
     "a name twice": (file_of(b'{"x":1,"x":2}'), "'x' is there twice"),
     "metadata of numbers": (file_of({"__metadata__": {"a": 1}}), "must map text to text"),

@@ -29,24 +29,28 @@ STATE = ".quant_state.bitsandbytes__"
 FLOATS = ("float32", "float16", "bfloat16")
 NESTED_BLOCK = 256
 LARGEST = float(np.finfo(np.float32).max)
+AT_ONCE = 1 << 16  # elements, even: decoded in pieces of so many
 MAX_STATE = 1 << 16  # bytes of a state, which has some 200
 
 
-def recognise(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Entry], set[str]]:
-    """The arrays that bitsandbytes wrote among `tensors`, and the names of all tensors they are made of."""
+def recognise(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    """The arrays that bitsandbytes wrote among `tensors`."""
     found: dict[str, Entry] = {}
-    used: set[str] = set()
-    for name in tensors:
+    for name, tensor in tensors.items():
         if STATE in name:
             weight = name.partition(STATE)[0]
-            found[weight] = FourBit(weight, name, tensors)
-            used |= {tensor.name for tensor in found[weight].tensors}
+            made = FourBit(weight, name, tensors)
         elif name.endswith(".SCB") or name == "SCB":
             weight = name.removesuffix("SCB") + "weight"
-            if weight in tensors and tensors[weight].dtype == np.int8:
-                found[weight] = EightBit(weight, tensors)
-                used |= {tensor.name for tensor in found[weight].tensors}
-    return found, used
+            if weight not in tensors or tensors[weight].dtype != np.int8:
+                continue
+            made = EightBit(weight, tensors)
+        else:
+            continue
+        if weight in found:
+            raise CheckpointError("two quantization states are of that weight", file=tensor.file.name, tensor=weight)
+        found[weight] = made
+    return found
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ class FourBit(Entry):
         else:
             absmax = self._absmax()
             if block != state.blocksize:
-                absmax = absmax[np.arange(state.size // block) * block // state.blocksize]
+                absmax = np.repeat(absmax, state.blocksize // block)[: state.size // block]
             leaves = [packed, absmax]
         shapes, structure = jtu.tree_flatten(self.like)
         return jtu.tree_unflatten(structure, [a.reshape(s.shape) for a, s in zip(leaves, shapes, strict=True)])
@@ -200,21 +204,28 @@ class FourBit(Entry):
         return decode_absmax(absmax, scale, values, self.state.nested_blocksize, self.state.offset)
 
     def _decoded(self, packed: np.ndarray) -> np.ndarray:
-        state = self.state
-        values = (
-            self.parts["quant_map"]
-            .view()
-            .reshape(16)[np.stack([packed >> 4, packed & 15], -1).reshape(-1)[: state.size]]
-        )
-        scale = np.repeat(self._absmax(), state.blocksize)[: state.size]
-        with np.errstate(invalid="ignore", over="ignore"):
-            return (values * scale).astype(state.dtype).reshape(state.shape)
+        """Piece by piece: what lies between codes and values takes many times the room of either."""
+        state, absmax = self.state, self._absmax()
+        values = self.parts["quant_map"].view().reshape(16)
+        out = np.empty(state.size, state.dtype)
+        for start in range(0, state.size, AT_ONCE):
+            codes = packed[start // 2 : (start + AT_ONCE) // 2]
+            piece = out[start : start + AT_ONCE]
+            found = values[np.stack([codes >> 4, codes & 15], -1).reshape(-1)[: piece.size]]
+            with np.errstate(invalid="ignore", over="ignore"):
+                piece[:] = found * absmax[np.arange(start, start + piece.size) // state.blocksize]
+        return out.reshape(state.shape)
 
 
 def decode_absmax(codes: np.ndarray, scale: np.ndarray, values: np.ndarray, block: int, offset: float) -> np.ndarray:
     """`values[code] * scale + offset`, with a scale per `block` of the flat codes."""
+    out = np.empty(codes.size, np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
-        return values[codes] * np.repeat(scale, block)[: codes.size] + np.float32(offset)
+        for start in range(0, codes.size, AT_ONCE):
+            piece = codes[start : start + AT_ONCE]
+            out[start : start + piece.size] = values[piece] * scale[np.arange(start, start + piece.size) // block]
+        out += np.float32(offset)
+    return out
 
 
 class EightBit(Entry):

@@ -5,12 +5,40 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import stat
 from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
 
 from ._error import CheckpointError
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+def check_plain(path: str | os.PathLike[str], mode: int | None = None) -> None:
+    """A CheckpointError if `path` is there and is no plain file, or a link to one: of pipes and devices, reading waits."""
+    if mode is None:
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            return
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "a device")
+        raise CheckpointError(f"it is {kind}, and must be a plain file", file=os.fspath(path))
+
+
+def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
+    """A plain file for reading; what is none is refused at once, also where it takes the place of a file just now."""
+    check_plain(path)
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    file = os.fdopen(os.open(path, flags), "rb")
+    try:
+        check_plain(path, os.stat(file.fileno()).st_mode)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 class MappedFile:
@@ -27,7 +55,7 @@ class MappedFile:
             return
         self.path = Path(source)
         self.name = str(self.path)
-        with open(self.path, "rb") as file:
+        with open_plain(self.path) as file:
             size = os.fstat(file.fileno()).st_size
             if not size:
                 raise CheckpointError("the file is empty", file=self.name)

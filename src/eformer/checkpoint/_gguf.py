@@ -20,7 +20,12 @@ from ._header import Tensor, checked_shape
 MAGIC = b"GGUF"
 MAX_AXES = 4
 MAX_DEPTH = 4  # of arrays of arrays in the metadata
-ROWS_AT_ONCE = 1 << 14  # blocks decoded at a time, so that what lies between bytes and floats stays small
+# Steps that the header may take, of about a microsecond: a text of the metadata takes one, and the largest vocabularies
+# have some 800,000 tokens and merges. What takes longer than a text counts for more.
+MAX_STEPS = 1 << 21
+STEPS_OF_TENSOR, STEPS_OF_PAIR, STEPS_OF_ARRAY = 16, 8, 8
+ROWS_AT_ONCE = 1 << 14  # blocks encoded at a time
+AT_ONCE = 1 << 16  # elements decoded at a time: what lies between bytes and floats takes several times their room
 
 STRING, ARRAY = 8, 9
 SCALARS: dict[int, struct.Struct] = {
@@ -49,6 +54,7 @@ class Reader:
         self.file, self.at = file, 0
         self.data = file.data.data
         self.size = len(file)
+        self.steps = MAX_STEPS
 
     def wrong(self, what: str, tensor: str | None = None) -> CheckpointError:
         return CheckpointError(what, file=self.file.name, tensor=tensor)
@@ -76,11 +82,14 @@ class Reader:
         except UnicodeDecodeError:
             raise self.wrong("a name is not UTF-8") from None
 
-    def count(self, least: int, what: str) -> int:
-        """A number of things that take at least so many bytes each: no more than the file can hold."""
+    def count(self, least: int, what: str, steps: int = 0) -> int:
+        """A number of things that take at least so many bytes each, and so many steps: no more than there can be."""
         number = self.scalar(_U64)
         if number * least > self.size - self.at:
             raise self.wrong(f"{number} {what} can't be in the {self.size - self.at} bytes that are left")
+        self.steps -= number * steps
+        if self.steps < 0:
+            raise self.wrong(f"{number} {what}, with all that came before, are more than a model has")
         return number
 
     def value(self, kind: int, depth: int = 0) -> Any:
@@ -94,7 +103,11 @@ class Reader:
         if inner in SCALARS:
             number = self.count(SCALARS[inner].size, "numbers")
             return np.frombuffer(self.take(number * SCALARS[inner].size), SCALARS[inner].format).tolist()
-        number = self.count(8, "values")
+        if inner == STRING:
+            return [self.text() for _ in range(self.count(8, "texts", 1))]
+        number = self.count(12, "arrays in an array", STEPS_OF_ARRAY)
+        if inner != ARRAY:
+            raise self.wrong(f"the metadata has an array of type {inner}, which GGUF has not")
         return [self.value(inner, depth + 1) for _ in range(number)]
 
 
@@ -106,8 +119,8 @@ def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], dict[str, Any]]:
     version = reader.scalar(_U32)
     if version not in (2, 3):
         raise reader.wrong(f"GGUF version {version}; versions 2 and 3 can be read, little-endian")
-    tensors = reader.count(24, "tensors")
-    pairs = reader.count(13, "metadata entries")
+    tensors = reader.count(24, "tensors", STEPS_OF_TENSOR)
+    pairs = reader.count(13, "metadata entries", STEPS_OF_PAIR)
     metadata: dict[str, Any] = {}
     for _ in range(pairs):
         name = reader.name()
@@ -192,8 +205,9 @@ class GgufEntry(Entry):
         decode = DECODERS.get(self.kind) or self._decoder_of_package()
         out = np.empty((len(blocks), form.elements), np.float32)
         with np.errstate(all="ignore"):
-            for start in range(0, len(blocks), ROWS_AT_ONCE):
-                out[start : start + ROWS_AT_ONCE] = decode(blocks[start : start + ROWS_AT_ONCE])
+            rows = AT_ONCE // form.elements
+            for start in range(0, len(blocks), rows):
+                out[start : start + rows] = decode(blocks[start : start + rows])
         return out.reshape(self.shape)
 
     def _decoder_of_package(self) -> Callable[[np.ndarray], np.ndarray]:

@@ -15,7 +15,11 @@ from ._file import MappedFile
 MAX_HEADER = 100_000_000  # bytes; the limit that the format's own reader has
 MAX_AXES = 32  # NumPy ends at 64, and nothing real is near
 MAX_ELEMENTS = 2**48  # of an array, empty axes not counted: what holds no byte must not have an absurd shape either
+MAX_DEPTH = 400  # of JSON; trees have 100 levels of two
 METADATA = "__metadata__"
+# A tensor takes an object and two lists, a quantized array four objects more; the largest models have some 200,000.
+MAX_TENSORS = 2**18
+MAX_OPENED = {b"{": 2**20, b"[": 2**22}  # objects and lists, and such letters in names: each takes a microsecond or two
 
 
 class Tensor(NamedTuple):
@@ -60,6 +64,8 @@ def read_header(file: MappedFile) -> tuple[dict[str, Tensor], dict[str, str]]:
     metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"`{METADATA}` must map text to text", file=file.name)
+    if len(header) > MAX_TENSORS:
+        raise CheckpointError(f"{len(header)} tensors are more than a model has", file=file.name)
     tensors = {name: _tensor(name, entry, file, 8 + length) for name, entry in header.items()}
     _check_cover(tensors, file, 8 + length)
     return tensors, metadata
@@ -69,10 +75,26 @@ def parse_json(text: bytes, file: str, what: str) -> Any:
     """JSON, whatever it holds; no key twice in an object."""
     if text[:1] not in (b"{", b"["):
         raise CheckpointError(f"{what} is no JSON object", file=file)
+    for letter, most in MAX_OPENED.items():
+        if text.count(letter) > most:
+            raise CheckpointError(f"{what} has more than {most} times {letter.decode()!r}: no model has", file=file)
     try:
-        return _DECODER.decode(text.decode())
+        found = _DECODER.decode(text.decode())
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of too many digits, too deep
         raise CheckpointError(f"{what} can't be read: {str(error)[:200]}", file=file) from None
+    if _is_deep(found):
+        raise CheckpointError(f"{what} can't be read: it is more than {MAX_DEPTH} levels deep", file=file)
+    return found
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (child for node in level for child in (node.values() if type(node) is dict else node))
+        level = [child for child in inner if type(child) in (dict, list)]
+        if not level:
+            return False
+    return True
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -50,16 +51,29 @@ def load(
         names = list(checkpoint)
         meter = Meter(progress, sum(checkpoint.info(name).nbytes for name in names))
 
+        @functools.cache  # a tree that names an array in two places has the same one there
         def read(name: str) -> Any:
-            if name not in checkpoint:
-                raise CheckpointError("the tree names it, and it is not there", file=str(checkpoint.path), tensor=name)
             made = checkpoint.read(name, sharding)
             meter.add(name, checkpoint.info(name).nbytes)
             return made
 
         if flat or checkpoint.tree is None:
             return {name: read(name) for name in names}
+        _check_tree(checkpoint)
         return rebuilt(checkpoint.tree, read)
+
+
+def _check_tree(checkpoint: Checkpoint) -> None:
+    """A CheckpointError, before anything is read, unless the tree is one and names arrays that are there."""
+
+    def check(name: str) -> None:
+        if name not in checkpoint:
+            raise CheckpointError("the tree names it, and it is not there", tensor=name)
+
+    try:
+        rebuilt(checkpoint.tree, check)
+    except CheckpointError as error:
+        raise CheckpointError(error.what, file=str(checkpoint.path or "<bytes>"), tensor=error.tensor) from None
 
 
 def _filled(checkpoint: Checkpoint, like: Any, sharding: ShardingFor, progress: Progress | None) -> Any:

@@ -151,7 +151,11 @@ def _of_index(path: Path, copy: bool) -> Checkpoint:
                 f"the index says it is in {shard.name!r}, and it is not", file=str(path), tensor=missing[0]
             )
         tensors |= {name: found[name] for name in names}
-        arrays |= _ours(own.get(KEY), str(shard))[0]
+        described = _ours(own.get(KEY), str(shard))[0]
+        twice = min(arrays.keys() & described.keys(), default=None)
+        if twice is not None:
+            raise CheckpointError("two shards describe an array of that name", file=str(path), tensor=twice)
+        arrays |= described
     given = metadata.pop(KEY, None)
     tree = given.get("tree") if isinstance(given, dict) else None
     return _made(path, {name: tensors[name] for name in weight_map}, arrays, metadata, tree, list(files.values()))
@@ -183,8 +187,9 @@ def _made(
 ) -> Checkpoint:
     entries: dict[str, Entry] = {name: _quantized(name, each, tensors, files[0].name) for name, each in arrays.items()}
     used = {tensor.name for entry in entries.values() for tensor in entry.tensors}
-    theirs, used_by_them = recognise({name: t for name, t in tensors.items() if name not in used})
-    rest = {name: DenseEntry(t) for name, t in tensors.items() if name not in used and name not in used_by_them}
+    theirs = recognise({name: t for name, t in tensors.items() if name not in used})
+    used = _owners({**theirs, **entries})
+    rest: dict[str, Entry] = {name: DenseEntry(t) for name, t in tensors.items() if name not in used}
     twice = (entries.keys() & rest.keys()) | (entries.keys() & theirs.keys())
     if twice:
         raise CheckpointError(
@@ -192,6 +197,21 @@ def _made(
         )
     kind = "bitsandbytes" if theirs else "safetensors"
     return Checkpoint(path, kind, {**entries, **theirs, **rest}, metadata, tree, files)
+
+
+def _owners(entries: dict[str, Entry]) -> dict[str, str]:
+    """Which array each tensor is a part of. One of two would make them larger together than the file is."""
+    owners: dict[str, str] = {}
+    for name, entry in entries.items():
+        for tensor in entry.tensors:
+            if tensor.name in owners:
+                raise CheckpointError(
+                    f"it is a part of {owners[tensor.name][:100]!r}, and again of {name[:100]!r}",
+                    file=tensor.file.name,
+                    tensor=tensor.name,
+                )
+            owners[tensor.name] = name
+    return owners
 
 
 def _quantized(name: str, described: Any, tensors: dict[str, Tensor], file: str) -> QuantizedEntry:

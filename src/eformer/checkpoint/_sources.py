@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ._error import CheckpointError
+from ._file import open_plain
 from ._header import MAX_HEADER, parse_json
 
 SUFFIX = ".safetensors"
@@ -69,9 +70,12 @@ def is_index(path: Path) -> bool:
 
 def read_index(path: Path) -> tuple[dict[str, Any], dict[str, Path]]:
     """The metadata of an index, and the shard of each tensor."""
-    if path.stat().st_size > MAX_HEADER:
-        raise CheckpointError(f"an index of more than {MAX_HEADER} bytes", file=str(path))
-    return parse_index(path.read_bytes(), path)
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_HEADER:
+            raise CheckpointError(f"an index of more than {MAX_HEADER} bytes", file=str(path))
+        text = file.read(size)
+    return parse_index(text, path)
 
 
 def parse_index(text: bytes, path: Path) -> tuple[dict[str, Any], dict[str, Path]]:

@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> Answer:
     with open_checkpoint(written) as checkpoint:
         after, kept = totals(checkpoint), largest_dense(checkpoint)
     seconds = time.monotonic() - start
-    text, data = _summary(written, before, after, seconds)
-    text, data["replaced"] = f"{text}{place.said}", place.replaced
+    summary, data = _summary(written, before, after, seconds)
+    text, data["replaced"] = [f"{summary}{place.said}"], place.replaced
     if kept is not None:
         text, data["largest_kept"] = f"{text}\nlargest array kept as it was: {kept}", kept
     if args.report is not None:

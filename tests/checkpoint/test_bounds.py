@@ -1,0 +1,228 @@
+"""Loading takes memory in proportion to the file, and opening takes work in proportion to it, whatever the file says."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from quantization.cases import normal
+
+from eformer.checkpoint import CheckpointError, load, open_checkpoint, save, save_bitsandbytes, save_gguf
+from eformer.checkpoint import _gguf as gguf
+from eformer.checkpoint._gguf_blocks import DECODERS, IDS, PLAIN, TYPES
+from eformer.ops.quantization import Array8B, quantize
+
+from .files import ours, parts_of, safetensors_file, with_header
+
+SLACK = 1 << 21  # bytes that reading takes whatever the size: pieces that are decoded, and Python's own
+ROWS, COLUMNS = 512, 2048
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """The most bytes that Python and NumPy had at once; what JAX holds on CPU is NumPy's memory."""
+    tracemalloc.start()
+    try:
+        jax.block_until_ready(call())
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def dense(folder: Path) -> Path:
+    return save(folder, {f"w{i}": np.ones((ROWS, 256), np.float32) for i in range(8)})
+
+
+def quantized(folder: Path) -> Path:
+    return save(folder, {"w": quantize(normal((ROWS, COLUMNS)), dtype="nf4")})
+
+
+def eight_bits(folder: Path) -> Path:
+    return save_bitsandbytes(folder, {"weight": quantize(normal((ROWS, COLUMNS)), dtype="int8")})
+
+
+def four_bits(block_size: int, columns: int, **changes: Any) -> Callable[[Path], bytes]:
+    def make(folder: Path) -> bytes:
+        del folder
+        size = ROWS * columns
+        state = {"quant_type": "nf4", "blocksize": block_size, "dtype": "float32", "shape": [ROWS, columns], **changes}
+        codes = np.arange(16, dtype=np.float32) if state["quant_type"] == "fp4" else _nf4_codes()
+        tensors = {
+            "w": np.ones((size // 2, 1), np.uint8),
+            "w.absmax": np.ones(-(-size // block_size), np.float32),
+            "w.quant_map": codes,
+            f"w.quant_state.bitsandbytes__{state['quant_type']}": np.frombuffer(json.dumps(state).encode(), np.uint8),
+        }
+        return safetensors_file(tensors)
+
+    return make
+
+
+def _nf4_codes() -> np.ndarray:
+    from eformer.kernels.reference import NF4_CODES
+
+    return NF4_CODES
+
+
+def blocks(kind: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        form, name = TYPES[IDS[kind]], b"w"
+        path = folder / "x.gguf"
+        header = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", len(name)) + name
+        header += struct.pack("<IQQIQ", 2, COLUMNS, ROWS, IDS[kind], 0)
+        header += bytes(-len(header) % 32)
+        path.write_bytes(header + bytes(ROWS * COLUMNS // form.elements * form.bytes))
+        return path
+
+    return make
+
+
+# What a byte of the file may become: its own copy, and one more of the largest array while it is placed.
+LOADED: dict[str, tuple[Callable[[Path], Any], float]] = {
+    "ours, dense": (dense, 2),
+    "ours, quantized": (quantized, 2),
+    "bitsandbytes, int8": (eight_bits, 2),
+    "bitsandbytes, nf4": (four_bits(64, COLUMNS), 2),
+    "bitsandbytes, nf4 in blocks cut to 2": (four_bits(64, 2050), 10),  # a float32 for each byte of codes
+    "bitsandbytes, fp4 decoded": (four_bits(64, COLUMNS, quant_type="fp4"), 16),  # two float32 for each byte
+    **{
+        f"gguf, {kind}": (blocks(kind), 2 * max(1, 4 * TYPES[IDS[kind]].elements / TYPES[IDS[kind]].bytes))
+        for kind in (*DECODERS, *(kind for kind in PLAIN if PLAIN[kind].itemsize < 8))
+    },
+}
+
+
+@pytest.mark.parametrize(("make", "times"), LOADED.values(), ids=LOADED)
+def test_memory_of_loading(make: Callable[[Path], Any], times: float, tmp_path: Path):
+    source = make(tmp_path)
+    size = len(source) if isinstance(source, bytes) else source.stat().st_size
+    load(source)  # what is compiled or imported once is not counted
+    assert peak(lambda: load(source)) <= times * size + SLACK
+
+
+def test_a_tensor_is_a_part_of_one_array():
+    description, tensors = parts_of(quantize(normal((64, 128)), dtype="int8"))
+    arrays = {f"w{i}": description for i in range(200)}
+    with pytest.raises(CheckpointError, match=r"tensor 'w\.scale': it is a part of 'w0', and again of 'w1'"):
+        open_checkpoint(safetensors_file(tensors, ours(arrays, None)))
+
+
+def test_a_tensor_is_one_leaf_of_an_array():
+    description, tensors = parts_of(quantize(normal((4, 64)), dtype="nf4", double_quantization=True))
+    description["leaves"]["packed"] = description["leaves"]["absmax"]
+    with pytest.raises(CheckpointError, match="that is no ArrayNF4|and again of 'w'"):
+        open_checkpoint(safetensors_file(tensors, ours({"w": description}, None)))
+
+
+def test_a_tree_that_names_an_array_twice_has_it_once():
+    tree = {"list": ["x"] * 200}
+    found = load(safetensors_file({"x": np.ones(1000, np.float32)}, ours({}, tree)))
+    assert len(found) == 200
+    assert len({id(each) for each in found}) == 1
+
+
+def test_two_states_of_a_weight_are_refused():
+    data = four_bits(64, 64)(Path())
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    state = header["w.quant_state.bitsandbytes__nf4"]
+    length = len(data) - end
+    more = {**state, "data_offsets": [length, length + state["shape"][0]]}
+    text = json.dumps({**header, "w.quant_state.bitsandbytes__nf4.": more}).encode()
+    start, stop = state["data_offsets"]
+    with pytest.raises(CheckpointError, match="nf4 or fp4|two quantization states"):
+        open_checkpoint(with_header(text, data[end:] + data[end + start : end + stop]))
+
+
+def test_two_shards_that_describe_an_array_are_refused(tmp_path: Path):
+    q = Array8B(jnp.ones((2, 1)), jnp.ones((2, 3), jnp.int8), (-1,))
+    description, tensors = parts_of(q)
+    other = {f"{name}.": tensor for name, tensor in tensors.items()}
+    (tmp_path / "a.safetensors").write_bytes(safetensors_file(tensors, ours({"w": description}, None)))
+    (tmp_path / "b.safetensors").write_bytes(safetensors_file(other, ours({"w": description}, None)))
+    index = tmp_path / "model.safetensors.index.json"
+    weight_map = dict.fromkeys(tensors, "a.safetensors") | dict.fromkeys(other, "b.safetensors")
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match="tensor 'w': two shards describe an array of that name"):
+        open_checkpoint(index)
+
+
+# --- headers that are all there is of a file ---
+
+
+def gguf_file(pairs: int, content: bytes, tensors: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs) + content
+
+
+def pair(name: str, value: bytes, kind: int = gguf.ARRAY) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+MANY = 20_000
+EMPTY_ARRAY = struct.pack("<IQ", gguf.ARRAY, 0)
+HEADERS = {
+    "lists in JSON": with_header(b'{"x":[' + b"[]," * MANY + b"[]]}", b""),
+    "objects in JSON": with_header(b'{"x":[' + b"{}," * MANY + b"{}]}", b""),
+    "texts in JSON": with_header(b'{"x":[' + b'"ab",' * MANY + b'"ab"]}', b""),
+    "numbers in JSON": with_header(b'{"x":[' + b"999," * MANY + b"1]}", b""),
+    "one wide letter": with_header(b'{"' + b"a" * MANY * 5 + '\U0001f600":1}'.encode(), b""),
+    "bytes in GGUF": gguf_file(1, pair("x", struct.pack("<IQ", 0, MANY * 4) + b"\x7f" * MANY * 4)),
+    "shorts in GGUF": gguf_file(1, pair("x", struct.pack("<IQ", 2, MANY) + b"\x7f" * MANY * 2)),
+    "texts in GGUF": gguf_file(1, pair("x", struct.pack("<IQ", 8, MANY) + (struct.pack("<Q", 2) + b"ab") * MANY)),
+    "arrays in GGUF": gguf_file(1, pair("x", struct.pack("<IQ", 9, MANY) + EMPTY_ARRAY * MANY)),
+}
+PER_BYTE = 40  # bytes that Python makes of a byte of a header, at most: an empty dict is 64 and takes three letters
+
+
+@pytest.mark.parametrize("data", HEADERS.values(), ids=HEADERS)
+def test_memory_of_headers(data: bytes):
+    def opened() -> None:
+        try:
+            open_checkpoint(data)
+        except CheckpointError:
+            pass
+
+    assert peak(opened) <= PER_BYTE * len(data) + SLACK
+
+
+TOO_MUCH = {
+    "arrays in an array": gguf_file(
+        1, pair("x", struct.pack("<IQ", 9, 2**18 + 1) + EMPTY_ARRAY * (2**18 + 1)), tensors=0
+    ),
+    "arrays in arrays": gguf_file(
+        2, b"".join(pair(name, struct.pack("<IQ", 9, 2**17) + EMPTY_ARRAY * 2**17) for name in "xy")
+    ),
+    "texts": gguf_file(1, pair("x", struct.pack("<IQ", 8, 2**21 + 1) + bytes(8 * (2**21 + 1)))),
+    "tensors": gguf_file(0, bytes(24 * 2**18), tensors=2**18),
+    "metadata entries": gguf_file(2**19, bytes(13 * 2**19)),
+    "objects": with_header(b'{"x":[' + b"{}," * 2**20 + b"{}]}", b""),
+    "lists": with_header(b'{"x":[' + b"[]," * 2**22 + b"[]]}", b""),
+    "empty tensors": with_header(b"{" + b",".join(b'"%d":0' % i for i in range(2**18 + 1)) + b"}", b""),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_work_of_headers(name: str):
+    with pytest.raises(CheckpointError, match="are more than a model has|no model has"):
+        open_checkpoint(TOO_MUCH[name])
+
+
+@pytest.mark.parametrize("kind", [13, 99, 2**32 - 1])
+def test_an_array_of_an_unknown_type_is_refused(kind: int):
+    with pytest.raises(CheckpointError, match=f"array of type {kind}"):
+        open_checkpoint(gguf_file(1, pair("x", struct.pack("<IQ", kind, 0))))
+
+
+def test_a_vocabulary_is_read(tmp_path: Path):
+    words = [str(i) for i in range(50_000)]
+    path = save_gguf(tmp_path / "a.gguf", {"x": np.ones(2, ml_dtypes.bfloat16)}, metadata={"tokens": words})
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.metadata["tokens"] == words
