@@ -42,6 +42,8 @@ COMMANDS = ["quantize", "inspect", "compare", "convert", "bench", "demo"]
         (["quantize", "a", "b", "--rule", "w=nf5"], "unknown format 'nf5'"),
         (["quantize", "a", "b", "--shard", "big"], "'big' is no size: write 5GB, 500MB"),
         (["quantize", "a", "b.bin"], "'b.bin' must end in .safetensors or .gguf, or be a folder"),
+        (["quantize", "a", "b.saftensors"], "did you mean 'b.safetensors'?"),
+        (["convert", "a", "b.ggfu"], "did you mean 'b.gguf'?"),
         (["convert", "a", "b", "--to", "onnx"], "invalid choice: 'onnx'"),
         (["quantize", "a", "b", "--report", "a/model.safetensors", "--force"], "must end in .html or .htm"),
         (["compare", "a", "b", "--report", "a/model.safetensors", "--force"], "must end in .html or .htm"),

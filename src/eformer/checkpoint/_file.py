@@ -17,7 +17,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 
 
 def check_plain(path: str | os.PathLike[str], mode: int | None = None) -> None:
-    """A CheckpointError if `path` is there and is no plain file, or a link to one: of pipes and devices, reading waits."""
+    """A CheckpointError if `path` is there and is no plain file or a link to one: to open a pipe is to wait."""
     if mode is None:
         try:
             mode = os.stat(path).st_mode

@@ -23,6 +23,7 @@ from ._progress import Meter, Progress
 from ._records import Item, Part, contiguous_bytes, items_of
 from ._saving import atomic_file
 from ._sources import GGUF_SUFFIX
+from ._suffix import target_file
 from ._tree import flattened
 from ._write import CHUNK
 
@@ -75,7 +76,7 @@ def write_gguf(
     progress: Progress | None,
     **how: Sequence[Path],
 ) -> Path:
-    path = Path(path) if Path(path).suffix == GGUF_SUFFIX else Path(path) / f"model{GGUF_SUFFIX}"
+    path = target_file(path, GGUF_SUFFIX)
     planned = [_planned(item, type) for item in items]
     given = {name: value for name, value in (metadata or {}).items() if name != "general.alignment"}
     if any(plan.type in ENCODERS for plan in planned):

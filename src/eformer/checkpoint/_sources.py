@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import errno
+import itertools
 import os
 import re
 from pathlib import Path
@@ -14,12 +17,15 @@ from ._header import MAX_HEADER, parse_json
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
 GGUF_SUFFIX = ".gguf"
+MAX_NEIGHBOURS = 1000  # files that a misspelt name is compared with
 
 
 def find_file(path: str | os.PathLike[str]) -> Path:
     """The file to open: `path` itself, or the one file or index of a checkpoint in that folder."""
     path = Path(path)
     if not path.is_dir():
+        if not os.path.lexists(path):
+            raise FileNotFoundError(errno.ENOENT, f"there is no such file or folder{_near(path)}", str(path))
         return path
     for found in (
         [path / f"model{SUFFIX}"],
@@ -62,6 +68,16 @@ def _is_one_of_several(path: Path) -> bool:
     """Whether a file is named as one part of a checkpoint is: model-00001-of-00004.safetensors."""
     found = re.search(r"-(\d{5,})-of-(\d{5,})$", path.stem)
     return found is not None and int(found[2]) > 1
+
+
+def _near(path: Path) -> str:
+    try:
+        with os.scandir(path.parent) as files:
+            names = [file.name for file in itertools.islice(files, MAX_NEIGHBOURS)]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, 1)
+    return f"; did you mean {str(path.with_name(near[0]))!r}?" if near else ""
 
 
 def is_index(path: Path) -> bool:

@@ -25,6 +25,7 @@ from ._progress import Meter, Progress
 from ._records import Part, Record, contiguous_bytes
 from ._saving import Saving
 from ._sources import SUFFIX, parse_index
+from ._suffix import target_file
 
 CHUNK = 1 << 24  # bytes between two calls of `progress`
 ALIGNMENT = 64  # of the first tensor: what vector instructions, and JAX on CPU, like
@@ -45,7 +46,7 @@ def write_safetensors(
 
     `how` are the `sources` and what lies `beside` them, as `Saving` takes them.
     """
-    single = Path(path) if Path(path).suffix == SUFFIX else Path(path) / f"model{SUFFIX}"
+    single = target_file(path, SUFFIX)
     _check_records(records)
     shards = _shards(records, max_shard_bytes)
     meter = Meter(progress, sum(record.nbytes for record in records))

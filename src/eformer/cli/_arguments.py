@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from eformer.checkpoint._suffix import SUFFIXES, check_suffix
 from eformer.model import Rule, default_rules, parse_rule
 from eformer.ops.quantization import formats
 
 KEEP = "keep"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-FILES = (".safetensors", ".gguf")  # all else is the name of a folder
-NO_TARGETS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".json")
+FILES = SUFFIXES  # all else is the name of a folder
 MIN_K = 32  # fewer are not quantized by the rules for whole models
 
 
@@ -56,12 +56,11 @@ def byte_count(text: str) -> int:
 
 def target(text: str) -> Path:
     """A .safetensors or .gguf file, or a folder."""
-    path = Path(text)
-    if path.suffix in NO_TARGETS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must end in {' or '.join(FILES)}, or be a folder: {path.suffix} files are not written"
-        )
-    return path
+    try:
+        check_suffix(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def positive(text: str) -> int:
