@@ -126,7 +126,8 @@ def small_model(one_layer: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("small_model")
 def test_demo(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    text, _ = answer = _demo.run(argparse.Namespace(out=None, repeats=1, force=False))
+    answer = _demo.run(argparse.Namespace(out=None, repeats=1, force=False))
+    text = answer.text
     *_, own = text.splitlines()
     assert own.startswith("with a file of your own: ")
     assert "eformer quantize model.safetensors small.safetensors" in own

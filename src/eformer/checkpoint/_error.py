@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from eformer.model._text import printable
+
 
 class CheckpointError(ValueError):
     """A checkpoint that does not hold together: which file, which tensor, what is wrong."""
 
     def __init__(self, what: str, *, file: str | None = None, tensor: str | None = None) -> None:
-        # A hostile file chooses its names: they are quoted, and cut where they would fill the screen.
+        # A hostile file chooses its names: they are quoted, and cut where they would fill the screen. The rest is made
+        # printable, for a path may hold anything too.
         place = [] if file is None else [file]
         if tensor is not None:
             place.append(f"tensor {tensor[:100]!r}")
-        super().__init__(": ".join([*place, what]))
+        super().__init__(printable(": ".join([*place, what])))
         self.what, self.file, self.tensor = what, file, tensor
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from eformer.model._text import printable
 
 
-class Answer(NamedTuple):
-    text: str
-    data: dict[str, Any]
+class Answer:
+    """Lines for readers, each of them printable whatever names it holds, and data for machines."""
+
+    def __init__(self, lines: Iterable[str], data: dict[str, Any]) -> None:
+        self.lines, self.data = tuple(map(printable, lines)), data
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
 
     def to_json(self) -> str:
         """Strict JSON: null for what is no finite number."""
@@ -25,20 +33,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def printable(text: str) -> str:
-    """What a file says may hold line ends, or move the cursor of a terminal: blanks stand for these."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """Columns under a header: the first `words` stand to the left, the others, which are numbers, to the right."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> list[str]:
+    """Lines of columns under a header: the first `words` stand to the left, the others, numbers, to the right."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
+    return [
         "  ".join(
             cell.ljust(width) if i < words else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
-    )
+    ]

@@ -67,10 +67,10 @@ def run(args: argparse.Namespace) -> Answer:
     for each in args.problems:
         stage(f"measuring {each} ...", sys.stderr)
         timed = measure(each, contenders, args.repeats, args.ring)
-        text += ["", f"x ({each.m}, {each.k}) @ weight ({each.k}, {each.n})", _table(timed)]
+        text += ["", f"x ({each.m}, {each.k}) @ weight ({each.k}, {each.n})", *_table(timed)]
         results = [{**row._asdict(), "speed": timed[0].seconds / row.seconds} for row in timed]
         found.append({**each._asdict(), "results": results})
-    return Answer("\n".join(text), {"jax": jax.__version__, "device": device, "problems": found})
+    return Answer(text, {"jax": jax.__version__, "device": device, "problems": found})
 
 
 def measure(problem: Problem, contenders: Sequence[Rule], repeats: int, ring_bytes: int) -> list[Timed]:
@@ -98,7 +98,7 @@ def _burst(x: jax.Array, ring: Sequence[Any]) -> Callable[[], None]:
     return burst
 
 
-def _table(timed: Sequence[Timed]) -> str:
+def _table(timed: Sequence[Timed]) -> list[str]:
     rows = [
         [t.format, in_bytes(t.nbytes), f"{t.seconds * 1e3:.3f}", f"{timed[0].seconds / t.seconds:.2f}x"] for t in timed
     ]

@@ -34,11 +34,11 @@ def run(args: argparse.Namespace) -> Answer:
     with showing("comparing", sys.stderr) as progress:
         found = compare_checkpoints(args.before, args.after, progress)
     only = {"only_before": list(found.only_before), "only_after": list(found.only_after)}
-    text = [found.report.table(args.sort)]
+    text = found.report.table(args.sort).split("\n")
     text += [f"only in {args.before}: {name}" for name in found.only_before]
     text += [f"only in {args.after}: {name}" for name in found.only_after]
     data = {**json.loads(found.report.to_json()), **only}
     if args.report is not None:
         page = write_page(found.report, args.report, title=Path(args.after).name, force=args.force)
         text, data["report"] = [*text, f"report: {page}"], str(page)
-    return Answer("\n".join(text), data)
+    return Answer(text, data)

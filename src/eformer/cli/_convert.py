@@ -62,4 +62,4 @@ def run(args: argparse.Namespace) -> Answer:
     counts = ", ".join(f"{count} {name}" for name, count in formats.most_common())
     text = f"wrote {written}: {kind}, {sums.arrays} arrays in {in_bytes(sums.nbytes)} ({counts}){place.said}"
     data = {"path": str(written), "kind": kind, "arrays": sums.arrays, "bytes": sums.nbytes}
-    return Answer(text, {**data, "formats": dict(formats), "replaced": place.replaced})
+    return Answer([text], {**data, "formats": dict(formats), "replaced": place.replaced})

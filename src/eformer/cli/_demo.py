@@ -73,12 +73,10 @@ def run(args: argparse.Namespace) -> Answer:
     header = [
         f"MiniLM of {PACKAGE}, {len(SENTENCES)} sentences, JAX {jax.__version__} on {jax.devices()[0].device_kind}"
     ]
-    text = [*header, "", _table(rows), "", NOTES, "", *(f"report: {page}" for page in pages.values())]
+    text = [*header, "", *_table(rows), "", *NOTES, "", *(f"report: {page}" for page in pages.values())]
     text += [f"with a file of your own: {_command()} quantize {OWN}{place.said}"]
     found = [{**row._asdict(), "path": str(files[row.format])} for row in rows]
-    return Answer(
-        "\n".join(text), {"rows": found, "sentences": len(SENTENCES), "reports": list(map(str, pages.values()))}
-    )
+    return Answer(text, {"rows": found, "sentences": len(SENTENCES), "reports": list(map(str, pages.values()))})
 
 
 OWN = "model.safetensors small.safetensors --format nf4 --report small.html"
@@ -91,9 +89,9 @@ def _command() -> str:
 
 
 NOTES = (
-    "cosine: between the embedding of a sentence and that of float32, mean and lowest. neighbours: sentences whose\n"
-    "nearest other sentence is the same. Speed is in multiples of float32, in the same run, for one sentence and for\n"
-    "32. Ternary weights are only rounded here; to be of use, they want training."
+    "cosine: between the embedding of a sentence and that of float32, mean and lowest. neighbours: sentences whose",
+    "nearest other sentence is the same. Speed is in multiples of float32, in the same run, for one sentence and for",
+    "32. Ternary weights are only rounded here; to be of use, they want training.",
 )
 
 
@@ -149,7 +147,7 @@ def _burst(run: Callable[..., jax.Array], params: Any, inputs: tuple[jax.Array, 
     return lambda: run(params, *inputs).block_until_ready()
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[Row]) -> list[str]:
     header = ["format", "on disk", "in memory", "cosine", "lowest", "neighbours"]
     header += [title for batch in BATCHES for title in (f"ms at {batch}", "speed")]
     return table(header, [_cells(row, rows[0]) for row in rows])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from eformer.checkpoint import open_checkpoint
-from eformer.model._text import as_bits, as_shape, in_bytes
+from eformer.model._text import as_bits, as_shape, in_bytes, printable
 
-from ._answer import Answer, printable, table
+from ._answer import Answer, table
 from ._compared import totals
 
 HELP = "list the arrays of a checkpoint; reads no data"
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> Answer:
         for name, info in infos.items()
     ]
     text = [f"{path}: {kind}", *(f"  {_short(name)}: {_short(value)}" for name, value in metadata.items()), ""]
-    text += [table(["name", "shape", "format", "bytes"], rows, words=3)]
+    text += table(["name", "shape", "format", "bytes"], rows, words=3)
     sizes = f"{sums.size:,} values in {in_bytes(sums.nbytes)}, {as_bits(sums.bits)} bits each"
     text += ["", f"{sums.arrays} arrays, {sums.quantized} quantized: {sizes}"]
     arrays = [
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Answer:
     ]
     total = {"arrays": sums.arrays, "quantized": sums.quantized, "bytes": sums.nbytes, "size": sums.size}
     data = {"path": str(path), "kind": kind, "metadata": metadata, "total": {**total, "bits": sums.bits}}
-    return Answer("\n".join(text), {**data, "arrays": arrays})
+    return Answer(text, {**data, "arrays": arrays})
 
 
 def _short(value: object) -> str:

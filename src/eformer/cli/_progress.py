@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from eformer.model._text import in_bytes
+from eformer.model._text import in_bytes, printable
 
 from ._interrupt import check_interrupt
 
@@ -36,7 +36,7 @@ def showing(what: str, stream: TextIO) -> Iterator[Progress]:
 def stage(text: str, stream: TextIO) -> None:
     """A line for the next part of what is too short for a bar."""
     check_interrupt()
-    print(text, file=stream, flush=True)
+    print(printable(text), file=stream, flush=True)
 
 
 @contextlib.contextmanager

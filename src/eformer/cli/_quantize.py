@@ -89,17 +89,17 @@ def run(args: argparse.Namespace) -> Answer:
     summary, data = _summary(written, before, after, seconds)
     text, data["replaced"] = [f"{summary}{place.said}"], place.replaced
     if kept is not None:
-        text, data["largest_kept"] = f"{text}\nlargest array kept as it was: {kept}", kept
+        text, data["largest_kept"] = [*text, f"largest array kept as it was: {kept}"], kept
     if args.report is not None:
         with showing("comparing", sys.stderr) as progress:
             found = compare_checkpoints(args.source, written, progress).report
         page = write_page(found, args.report, title=Path(args.source).name, force=args.force)
-        text, data["report"] = f"{text}\nreport: {page}", str(page)
+        text, data["report"] = [*text, f"report: {page}"], str(page)
         data["error"] = found.distance.relative_error if found.distance else None
     return Answer(text, data)
 
 
-def _summary(path: Path, before: Totals, after: Totals, seconds: float) -> tuple[str, dict[str, object]]:
+def _summary(path: Path, before: Totals, after: Totals, seconds: float) -> tuple[list[str], dict[str, object]]:
     text = (
         f"wrote {path}: {in_bytes(before.nbytes)} became {in_bytes(after.nbytes)}, {as_bits(after.bits)} bits a "
         f"weight; {after.quantized} of {after.arrays} arrays are quantized; {seconds:.1f} s"
@@ -113,4 +113,4 @@ def _summary(path: Path, before: Totals, after: Totals, seconds: float) -> tuple
         "bits": after.bits,
         "seconds": seconds,
     }
-    return text, data
+    return [text], data

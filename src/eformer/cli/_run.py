@@ -12,6 +12,7 @@ import jax
 
 import eformer
 from eformer.model import UnusedRuleWarning
+from eformer.model._text import printable
 
 from . import _bench, _compare, _convert, _demo, _inspect, _quantize
 from ._interrupt import INTERRUPTED, LINE
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _fail(line: str, code: int) -> int:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
     return code
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from importlib import resources
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ._plots import MARKS, error_plot, histogram_plot, mark, size_plot
 from ._svg import element
-from ._text import as_bits, as_cosine, as_nonfinite, as_shape, in_bytes, in_decibels, in_percent, sorted_leaves
+from ._text import as_bits, as_cosine, as_nonfinite, as_shape, escaped, in_bytes, in_decibels, in_percent, sorted_leaves
 
 if TYPE_CHECKING:
     from ._report import Leaf, Report
@@ -22,7 +21,7 @@ _WORDS = 3  # the first columns are sorted as words
 
 
 def page(report: Report, title: str) -> str:
-    name = html.escape(title)
+    name = escaped(title)
     styles, script = (
         resources.files("eformer.model").joinpath(file).read_text("utf-8") for file in ("_page.css", "_page.js")
     )
@@ -55,7 +54,7 @@ def page(report: Report, title: str) -> str:
 def _described(report: Report) -> str:
     names = ", ".join(_formats(report)) or "nothing"
     return (
-        f"{len(report.quantized):,} of {_counted(len(report.leaves), 'array')} quantized to {html.escape(names)}. "
+        f"{len(report.quantized):,} of {_counted(len(report.leaves), 'array')} quantized to {escaped(names)}. "
         "Errors are those of the quantized arrays, in the 2-norm, relative to the array before."
     )
 
@@ -81,7 +80,7 @@ def _summary(report: Report) -> str:
             ("Signal to noise", f"{in_decibels(distance.snr)} dB", f"cosine {as_cosine(distance.cosine)}"),
         ]
     if worst is not None:
-        tiles.append(("Largest relative error", in_percent(worst.error), html.escape(worst.path)))
+        tiles.append(("Largest relative error", in_percent(worst.error), escaped(worst.path)))
     cells = (f"<div><dt>{name}</dt><dd>{value}</dd><dd>{note}</dd></div>" for name, value, note in tiles)
     return f'<dl class="summary">{"".join(cells)}</dl>'
 
@@ -102,7 +101,7 @@ def _notices(report: Report) -> list[str]:
 
 
 def _path(path: str) -> str:
-    return f'<span class="path">{html.escape(path)}</span>'
+    return f'<span class="path">{escaped(path)}</span>'
 
 
 def _plots(report: Report) -> str:
@@ -127,9 +126,7 @@ def _plots(report: Report) -> str:
 
 
 def _figure(title: str, note: str, plot: str, legend: Sequence[tuple[str, str]]) -> str:
-    keys = "".join(
-        f'<span><svg viewBox="0 0 14 14" aria-hidden="true">{s}</svg>{html.escape(n)}</span>' for s, n in legend
-    )
+    keys = "".join(f'<span><svg viewBox="0 0 14 14" aria-hidden="true">{s}</svg>{escaped(n)}</span>' for s, n in legend)
     caption = f"<figcaption><h2>{title}</h2><p>{note}</p></figcaption>"
     return f'<figure>{caption}{plot}<div class="legend">{keys}</div></figure>'
 
@@ -160,7 +157,7 @@ def _cells(leaf: Leaf, columns: int) -> str:
     cells: list[tuple[str, object]] = [
         (_path(leaf.path) + (f'<div class="muted">{html.escape(leaf.reason)}</div>' if leaf.reason else ""), leaf.path),
         (shape, leaf.size),
-        (html.escape(leaf.format), leaf.format),
+        (escaped(leaf.format), leaf.format),
         (in_bytes(leaf.bytes_before), leaf.bytes_before),
         (after, leaf.bytes_after),
         (as_bits(leaf.bits), leaf.bits),
@@ -186,4 +183,4 @@ def _value(value: object) -> str:
         return ""
     if isinstance(value, float) and math.isinf(value):
         return "Infinity" if value > 0 else "-Infinity"
-    return html.escape(str(value))
+    return escaped(str(value))

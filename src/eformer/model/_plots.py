@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ._svg import Scale, element, figure, scale, shorten, text, tick_label, ticks
-from ._text import in_bytes, in_percent
+from ._text import escaped, in_bytes, in_percent
 
 if TYPE_CHECKING:
     from ._histogram import Histogram
@@ -56,7 +56,7 @@ def error_plot(leaves: Sequence[Leaf], formats: Sequence[str]) -> str:
     name = "layer" if starts else "arrays, in the order of the model"
     parts.append(text(name, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, class_="axis", text_anchor="middle"))
     for i, (leaf, error) in enumerate(known):
-        label = element("title", f"{_escaped(leaf.path)}: {in_percent(error)}")
+        label = element("title", f"{escaped(leaf.path)}: {in_percent(error)}")
         parts.append(mark(min(formats.index(leaf.format), MARKS - 1), x(i), y(error * 100), label))
     return figure(WIDTH, HEIGHT, parts, f"Relative error of {len(known)} quantized arrays")
 
@@ -96,9 +96,7 @@ def size_plot(leaves: Sequence[Leaf]) -> str:
     parts.append(text(f"bytes stored, {unit}", WIDTH / 2, height - 6, class_="axis", text_anchor="middle"))
     for i, (name, before, after, count) in enumerate(rows):
         y = ROW * i
-        label = element(
-            "title", _escaped(f"{name}, {count} arrays: {in_bytes(before)} before, {in_bytes(after)} after")
-        )
+        label = element("title", escaped(f"{name}, {count} arrays: {in_bytes(before)} before, {in_bytes(after)} after"))
         parts.append(text(shorten(name, 34), 0, y + 11, class_="name"))
         parts.append(text(f"{in_bytes(before)} → {in_bytes(after)}", WIDTH, y + 11, text_anchor="end"))
         for size, kind in ((before, "before"), (after, "after")):
@@ -141,7 +139,3 @@ def _unit(largest: int) -> tuple[str, float]:
     powers = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
     fitting = [(unit, power) for unit, power in powers.items() if largest >= power]
     return fitting[-1] if fitting else ("B", 1.0)
-
-
-def _escaped(words: str) -> str:
-    return words.replace("&", "&amp;").replace("<", "&lt;")

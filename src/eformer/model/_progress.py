@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from ._text import printable
+
 Progress = Callable[[str, int, int], object]  # (path, bytes done, bytes in all)
 
 
@@ -29,7 +31,7 @@ def _bar() -> Iterator[Progress]:
     except ImportError:
         raise ImportError('`progress=True` needs rich: pip install "eformer[cli]"') from None
     columns = (
-        rich.TextColumn("{task.description}"),
+        rich.TextColumn("{task.description}", markup=False),
         rich.BarColumn(),
         rich.DownloadColumn(),
         rich.TimeRemainingColumn(),
@@ -38,6 +40,6 @@ def _bar() -> Iterator[Progress]:
         task = bar.add_task("quantizing", total=None)
 
         def show(path: str, done: int, total: int) -> None:
-            bar.update(task, description=path, completed=done, total=total)
+            bar.update(task, description=printable(path), completed=done, total=total)
 
         yield show

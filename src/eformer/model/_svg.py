@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Sequence
+
+from ._text import escaped
 
 Scale = Callable[[float], float]  # from a value to a coordinate
 
@@ -16,11 +17,11 @@ def element(name: str, *children: str, **attributes: object) -> str:
 
 
 def _attribute(value: object) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else html.escape(str(value))
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else escaped(str(value))
 
 
 def text(content: str, x: float, y: float, **attributes: object) -> str:
-    return element("text", html.escape(content), x=float(x), y=float(y), **attributes)
+    return element("text", escaped(content), x=float(x), y=float(y), **attributes)
 
 
 def scale(low: float, high: float, start: float, end: float) -> Scale:

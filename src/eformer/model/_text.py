@@ -1,8 +1,10 @@
-"""Numbers for readers, and the report as a plain table."""
+"""Numbers and names for readers, and the report as a plain table."""
 
 from __future__ import annotations
 
+import html
 import math
+import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,25 @@ if TYPE_CHECKING:
 
 SORTS = ("error", "bytes_before", "bytes_after")
 UNKNOWN = "?"
+
+
+def printable(text: str) -> str:
+    """`text` on one line: what would end it, move a cursor or turn the direction of writing is shown as an escape.
+
+    Names in a file are whatever its author wrote. All that is printed goes through here, and through `escaped` what is
+    shown in a page.
+    """
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(letter: str) -> str:
+    if letter.isprintable():
+        return letter
+    return " " if unicodedata.category(letter) == "Zs" else letter.encode("unicode_escape").decode()
+
+
+def escaped(text: str) -> str:
+    return html.escape(printable(text))
 
 
 def in_bytes(count: int) -> str:
@@ -79,17 +100,23 @@ def table(report: Report, sort: str | None) -> str:
     rule = ["-" * width for width in widths]
     lines = [_line(row, widths) for row in (header, rule, *rows, rule, total)]
     if reasons:
-        ends = ["reason", "------", *(leaf.reason for leaf in sorted_leaves(report.leaves, sort))]
+        ends = ["reason", "------", *(printable(leaf.reason) for leaf in sorted_leaves(report.leaves, sort))]
         width = max(map(len, lines))
         lines[: len(ends)] = [f"{line:{width}}  {end}".rstrip() for line, end in zip(lines, ends, strict=False)]
-    lines += [f"matched nothing: {rule}" for rule in report.unused_rules]
+    lines += [f"matched nothing: {printable(rule)}" for rule in report.unused_rules]
     return "\n".join(lines)
 
 
 def _row(leaf: Leaf) -> list[str]:
     after = "shared" if leaf.shared else in_bytes(leaf.bytes_after)
     sizes = [in_bytes(leaf.bytes_before), after, as_bits(leaf.bits)]
-    return [leaf.path, as_shape(leaf.shape), leaf.format, *sizes, *_measures(leaf.distance, leaf.quantized)]
+    return [
+        printable(leaf.path),
+        as_shape(leaf.shape),
+        printable(leaf.format),
+        *sizes,
+        *_measures(leaf.distance, leaf.quantized),
+    ]
 
 
 def _measures(distance: Distance | None, quantized: bool) -> list[str]:
