@@ -135,14 +135,11 @@ def drawn_case(ndim: int, data: Any) -> Case:
 
 SPECIAL = (3, 70)  # more than one block of 64, and more than one vector register
 TYPED = [*((case, jnp.float32) for case in CASES), *((case, dtype) for case in DISTINCT for dtype in FLOATS[1:])]
-INTEGERS = [*((case, jnp.int8) for case in DISTINCT), *((case, jnp.uint8) for case in DEFAULTS)]
-INTEGERS += [(Case.of("int8"), jnp.int32)]
 
 
-@pytest.mark.parametrize(("case", "dtype"), [*TYPED, *INTEGERS], ids=name)
+@pytest.mark.parametrize(("case", "dtype"), TYPED, ids=name)
 def test_round_trip_of_any_dtype(case, dtype):
-    w = np.abs(np.asarray(normal(SPECIAL))) * 9 * (1 if dtype == jnp.uint8 else np.sign(normal(SPECIAL)))
-    check_round_trip(case, jnp.asarray(w.astype(dtype)))
+    check_round_trip(case, normal(SPECIAL, dtype) * 9)
 
 
 @pytest.mark.parametrize("case", [*DISTINCT, NESTED, Case.of("ternary", scale="channel")], ids=str)

@@ -337,7 +337,12 @@ def checked_array(array: Any) -> jax.Array:
         raise TypeError(f"quantize takes an array, got {type(array).__name__}; `jnp.asarray` makes one")
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(f"only floating point and integer arrays can be quantized, got {array.dtype}")
-    return lax.stop_gradient(jnp.asarray(array))
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return lax.stop_gradient(jnp.asarray(array))
+    if isinstance(array, jax.Array):
+        return array
+    with jax.ensure_compile_time_eval():  # integers are looked at, where they can be seen
+        return jnp.asarray(array)
 
 
 def normalized_axes(axis: Any, ndim: int) -> tuple[int, ...]:

@@ -101,6 +101,9 @@ def a_number_type(name: str, value: Any) -> None:
     """A dtype that values can be decoded to; None while a constructor has still to find it."""
     if value is None:
         return
-    found = jnp.dtype(value)
+    try:
+        found = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"`{name}` must be a dtype, got {value!r}") from None
     if not (jnp.issubdtype(found, jnp.floating) or jnp.issubdtype(found, jnp.integer)):
         raise TypeError(f"`{name}` must be a floating point or integer dtype, got {found}")

@@ -17,6 +17,7 @@ from eformer.kernels import Matrix, reference
 
 from ._base import checked_array, laid_out, normalized_axes, register_format
 from ._documented import *  # noqa: F403  # the documented handlers of primitives
+from ._integers import as_floats, without_loss
 from ._leafwise import LeafwiseArray, Leaves, axis_from_start, unmoved
 from ._validation import FLOATS, Leaf, Rules, an_int, check_fields
 
@@ -139,7 +140,7 @@ class Array1B(LeafwiseArray):
 
     def requantized(self, array: jax.Array) -> Array1B:
         scaled = None if self.scale is None else "tensor"
-        return quantize_ternary(array, scale=scaled, use_kernel=self.use_kernel).with_dtype(self.dtype)
+        return quantize_ternary(as_floats(array), scale=scaled, use_kernel=self.use_kernel).with_dtype(self.dtype)
 
     def recoded(self, version: int) -> Self:
         """This, of codes of an earlier version: in the first, 0, 1 and 2 were -1, 0 and 1, and 3 was NaN."""
@@ -214,36 +215,37 @@ def _rounded(rule: Callable[[jax.Array], jax.Array], x: jax.Array, scale: str | 
     return _packed(values), None if scale is None else reference.mean_magnitude(x, values, axes)
 
 
-def _quantize(rule: Callable[[jax.Array], jax.Array], array: jax.Array, scale: str | None, use_kernel: bool) -> Array1B:
+def _quantize(
+    name: str, rule: Callable[[jax.Array], jax.Array], array: jax.Array, scale: str | None, use_kernel: bool
+) -> Array1B:
     if scale not in SCALES:
         raise ValueError(f"`scale={scale!r}` must be one of {', '.join(map(repr, SCALES))}")
     x = checked_array(array)
 
     def make(x: jax.Array) -> Array1B:
-        floats = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
-        packed, scales = _rounded(rule, floats, scale)
+        packed, scales = _rounded(rule, as_floats(x), scale)
         static = {"axis": _pack_axis(x.ndim), "padding": _padding(x), "use_kernel": use_kernel}
         return Array1B(packed, scale=scales, dtype=x.dtype, **static)
 
-    return laid_out(make, x)
+    return without_loss(lambda x: laid_out(make, x), x, name)
 
 
 def quantize_binary(array: jax.Array, scale: str | None = None, *, use_kernel: bool = True) -> Array1B:
-    """The sign of each element, 1 for zero; NaN stays NaN.
+    """The sign of each element, 1 for zero; NaN stays NaN. Integers raise a ValueError unless they are held exactly.
 
     `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude, which is lost without.
     """
-    return _quantize(reference.signs, array, scale, use_kernel)
+    return _quantize("binary", reference.signs, array, scale, use_kernel)
 
 
 def quantize_ternary(array: jax.Array, scale: str | None = None, *, use_kernel: bool = True) -> Array1B:
-    """1 above half a standard deviation of the whole array, -1 below minus that, else 0.
+    """1 above half a standard deviation of the whole array, -1 below minus that, else 0; of integers, if that is exact.
 
     `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude of what is not 0. An array
     that holds a NaN or an infinity has no standard deviation, and becomes all NaN. On a sharded array the deviation is
     summed in another order: an element that lies on the threshold to the last bit can fall on its other side.
     """
-    return _quantize(reference.ternary, array, scale, use_kernel)
+    return _quantize("ternary", reference.ternary, array, scale, use_kernel)
 
 
 @ste

@@ -16,6 +16,7 @@ from eformer.kernels import Matrix, reference
 
 from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
 from ._documented import *  # noqa: F403  # the documented handlers of primitives
+from ._integers import as_floats, without_loss
 from ._leafwise import LeafwiseArray, Leaves
 from ._validation import FLOATS, Leaf, Rules, check_fields, ints_or_none
 
@@ -72,7 +73,8 @@ class Array8B(LeafwiseArray):
     ) -> Self:
         """`array` in INT8, with a scale per slice along `axis`, the last by default; any axes, in any number.
 
-        `dtype` is that of the dense array this stands for, by default `array`'s. The sharding is kept.
+        `dtype` is that of the dense array this stands for, by default `array`'s. The sharding is kept. Integers raise a
+        ValueError unless they are held exactly, as those up to 127 always are.
         """
         x = checked_array(array)
         axes = normalized_axes(tuple(range(x.ndim))[-1:] if axis is None else axis, x.ndim)
@@ -81,7 +83,7 @@ class Array8B(LeafwiseArray):
             weight, scale = _encode(x, axes)
             return cls(scale, weight, axes, dtype=x.dtype if dtype is None else dtype, use_kernel=use_kernel)
 
-        return laid_out(make, x)
+        return without_loss(lambda x: laid_out(make, x), x, "int8", all_up_to=127)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,7 +101,7 @@ class Array8B(LeafwiseArray):
         return Matrix("int8", self.weight, (self.scale,), *self.shape[1:])
 
     def requantized(self, array: jax.Array) -> Array8B:
-        return self.quantize(array, dtype=self.dtype, use_kernel=self.use_kernel)
+        return self.quantize(as_floats(array), dtype=self.dtype, use_kernel=self.use_kernel)
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
         return jnp.broadcast_to(jnp.abs(self.scale) / 2, original.shape)

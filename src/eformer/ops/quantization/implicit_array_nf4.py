@@ -18,6 +18,7 @@ from eformer.kernels import Matrix, reference
 
 from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
 from ._documented import *  # noqa: F403  # the documented handlers of primitives
+from ._integers import as_floats, without_loss
 from ._leafwise import LeafwiseArray, Leaves, axis_from_start
 from ._validation import FLOATS, Leaf, Rules, an_even_length, an_int, check_fields
 
@@ -141,7 +142,8 @@ class ArrayNF4(LeafwiseArray):
         """`array` in NF4 with blocks of `block_size`, even, along `axis`; the sharding is kept.
 
         For a weight (K, N) that is used as `x @ w`, `axis=0` groups what is summed over, as most checkpoints do.
-        `double_quantization` takes 4.127 bits a weight instead of 4.5. `verbose` prints what was made.
+        `double_quantization` takes 4.127 bits a weight instead of 4.5. `verbose` prints what was made. Integers raise a
+        ValueError unless they are held exactly, as those up to 4 always are.
         """
         an_even_length("block_size", block_size)
         x = checked_array(array)
@@ -167,7 +169,8 @@ class ArrayNF4(LeafwiseArray):
                 use_kernel=use_kernel,
             )
 
-        made = laid_out(make, x)
+        # A quantized absmax is not exact itself.
+        made = without_loss(lambda x: laid_out(make, x), x, "nf4", all_up_to=0 if double_quantization else 4)
         if verbose:
             print(made)
         return made
@@ -245,7 +248,7 @@ class ArrayNF4(LeafwiseArray):
 
     def requantized(self, array: jax.Array) -> ArrayNF4:
         nested = self.nested is not None
-        made = self.quantize(array, self.block_size, double_quantization=nested, use_kernel=self.use_kernel)
+        made = self.quantize(as_floats(array), self.block_size, double_quantization=nested, use_kernel=self.use_kernel)
         return made.with_dtype(self.dtype)
 
     def _step_bound(self, original: jax.Array) -> jax.Array:

@@ -51,6 +51,7 @@ from ._base import (
     typed_as,
 )
 from ._divisible import DivisibleArray, Grain, Leaves
+from ._integers import as_floats, without_loss
 from ._quantized_matmul import multiply, quantized_matmul
 from ._validation import Leaf, Part, Rules, a_number_type, an_int, check_fields
 
@@ -252,11 +253,12 @@ class RSROperatorBinary(RSROperator):
         """The operator of the matrix that is 1 where `A` is above 0, and else 0, in the dtype of `A`.
 
         This is what packing to one bit means to an operator of {0, 1}: such a matrix stays as it is. A NaN raises a
-        ValueError where values can be seen; under tracing it becomes 0, for one bit can't tell.
+        ValueError where values can be seen; under tracing it becomes 0, for one bit can't tell. Integers must be held
+        exactly; `from_matrix` takes those of {0, 1} under tracing too.
         """
         x = _checked_rank(checked_array(A))
         _check_no_nan(x)
-        return laid_out(lambda x: cls._of(x, k, x.dtype), x)
+        return without_loss(lambda x: laid_out(lambda x: cls._of(x, k, x.dtype), x), x, cls.__name__)
 
     @classmethod
     def _of(cls, x: jax.Array, k: int, dtype: Any, sign: int = 1) -> Self:
@@ -347,12 +349,16 @@ class RSROperatorTernary(RSROperator):
 
         That is 1 above half a standard deviation of the whole matrix, -1 below minus that, else 0; a matrix of
         {-1, 0, 1} stays as it is. A NaN or an infinity leaves no standard deviation: a ValueError where values can be
-        seen; under tracing the matrix becomes 0, for the format has no code for it.
+        seen; under tracing the matrix becomes 0, for the format has no code for it. Integers must be held exactly;
+        `from_matrix` takes those of {-1, 0, 1} under tracing too.
         """
-        x = _checked_rank(checked_array(A))
-        values = _ternary(x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x)
-        _check_no_nan(values)
-        return laid_out(lambda values: cls._of(values, k, x.dtype), values)
+
+        def make(x: jax.Array) -> Self:
+            values = _ternary(as_floats(x))
+            _check_no_nan(values)
+            return laid_out(lambda values: cls._of(values, k, x.dtype), values)
+
+        return without_loss(make, _checked_rank(checked_array(A)), cls.__name__)
 
     @classmethod
     def _of(cls, values: jax.Array, k: int, dtype: Any) -> Self:
