@@ -32,8 +32,9 @@ test-distributed: $(VENV)/.tests ## the tests with two and four processes
 programs: $(VENV)/.tests ## compare five thousand random programs with dense JAX; `make test` compares some
 	$(VENV)/bin/python -m pytest -n auto tests/jaximus/test_programs.py --programs 5000 $(ARGS)
 
-fuzz: $(VENV)/.tests ## mutated checkpoints, killed and racing saves, then an hour of `make fuzz-core`
-	$(VENV)/bin/python -m pytest -n auto tests/checkpoint/test_fuzz.py --fuzz 100000 $(ARGS)
+fuzz: $(VENV)/.tests ## mutated checkpoints and those that lie, killed and racing saves, then an hour of `make fuzz-core`
+	$(VENV)/bin/python -m pytest -n auto tests/checkpoint/test_fuzz.py tests/checkpoint/test_lies.py \
+		--fuzz 100000 --lies 20000 $(ARGS)
 	$(VENV)/bin/python -m pytest -n 0 tests/checkpoint/test_races.py --kills 500 --races 200 $(ARGS)
 	@$(MAKE) --no-print-directory fuzz-core
 

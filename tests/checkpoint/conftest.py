@@ -10,6 +10,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=2000, metavar="COUNT", help="mutated files to try of each kind")
     parser.addoption("--kills", type=int, default=30, metavar="COUNT", help="saves to kill, at any moment")
     parser.addoption("--races", type=int, default=10, metavar="COUNT", help="rounds of saves that run at once")
+    parser.addoption("--lies", type=int, default=400, metavar="COUNT", help="well-formed files that lie, of all kinds")
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,7 @@ LIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "no dtype": ("nf4", {"static/dtype": ...}, {}, "ArrayNF4 needs `dtype`"),
     "null as dtype": ("nf4", {"static/dtype": None}, {}, "ArrayNF4 needs `dtype`"),
     "a dtype of three bits": ("nf4", {"static/dtype": {"dtype": "int3"}}, {}, "which is no dtype"),
-    "a dtype of text": ("nf4", {"static/dtype": "float32x"}, {}, "that is no ArrayNF4"),
+    "a dtype of text": ("nf4", {"static/dtype": "float32x"}, {}, "`dtype` must be a dtype, got 'float32x'"),
     "a complex dtype": ("int8", {"static/dtype": {"dtype": "complex64"}}, {}, "floating point or integer dtype"),
     "bool": ("binary rsr", {"static/dtype": {"dtype": "bool"}}, {}, "floating point or integer dtype"),
     "an original dtype": ("binary rsr", {"static/org_dtype": {"dtype": "bool"}}, {}, "floating point or integer"),

@@ -263,5 +263,6 @@ class EightBit(Entry):
         return Array8B(scale, weight, (-1,))  # pyright: ignore[reportArgumentType]  # shapes in place of arrays
 
     def host(self) -> Array8B:
-        scale = self.scale.view().reshape(-1, 1) / np.float32(127)
+        with np.errstate(all="ignore"):  # a scale may be a NaN that signals
+            scale = self.scale.view().reshape(-1, 1) / np.float32(127)
         return Array8B(scale, self.weight.view(), (-1,))  # pyright: ignore[reportArgumentType]  # until it is placed
