@@ -155,7 +155,7 @@ def _cells(leaf: Leaf, columns: int) -> str:
     after = f"{in_bytes(leaf.bytes_after)}{' (shared)' if leaf.shared else ''}"
     lost = (leaf.distance.nonfinite_after if leaf.distance else 0) or ""
     cells: list[tuple[str, object]] = [
-        (_path(leaf.path) + (f'<div class="muted">{html.escape(leaf.reason)}</div>' if leaf.reason else ""), leaf.path),
+        (_path(leaf.path) + (f'<div class="muted">{escaped(leaf.reason)}</div>' if leaf.reason else ""), leaf.path),
         (shape, leaf.size),
         (escaped(leaf.format), leaf.format),
         (in_bytes(leaf.bytes_before), leaf.bytes_before),
