@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> Answer:
     return Answer(text, data)
 
 
-def _summary(path: Path, before: Totals, after: Totals, seconds: float) -> tuple[list[str], dict[str, object]]:
+def _summary(path: Path, before: Totals, after: Totals, seconds: float) -> tuple[str, dict[str, object]]:
     text = (
         f"wrote {path}: {in_bytes(before.nbytes)} became {in_bytes(after.nbytes)}, {as_bits(after.bits)} bits a "
         f"weight; {after.quantized} of {after.arrays} arrays are quantized; {seconds:.1f} s"
@@ -113,4 +113,4 @@ def _summary(path: Path, before: Totals, after: Totals, seconds: float) -> tuple
         "bits": after.bits,
         "seconds": seconds,
     }
-    return [text], data
+    return text, data
