@@ -70,7 +70,7 @@ LIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "offset without nested": ("nested", {"leaves/nested": ...}, {}, "with `nested` and `offset`"),
     "nested too long": ("nested", {}, {"nested": np.ones(2, np.float32)}, r"has `nested` \(1,\)"),
     "nested of halves": ("nested", {}, {"nested": np.ones(1, np.float16)}, "nested must be float32"),
-    "an offset per row": ("nested", {}, {"offset": np.ones(4, np.float32)}, r"`offset` \(\)"),
+    "an offset per row": ("nested", {}, {"offset": np.ones(4, np.float32)}, r"has `nested` \(4, 1\)"),
     "nested that is plain": ("nested", {}, {"absmax": np.ones((4, 3), np.float32)}, "a quantized absmax is uint8"),
     "nested that is broadcast": ("nested", {}, {"absmax": np.ones((1, 3), np.uint8)}, "has a code per block"),
     "weights of 16 bits": ("int8", {}, {"weight": np.ones((4, 6), np.int16)}, "weight must be int8, got int16"),

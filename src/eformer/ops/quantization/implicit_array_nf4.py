@@ -120,7 +120,9 @@ class ArrayNF4(LeafwiseArray):
         entries = tuple(-(-size // self._grain("absmax", axis)) for axis, size in enumerate(self.shape))
         if self.absmax.shape != entries:
             raise ValueError(f"a quantized absmax has a code per block, {entries}; got {self.absmax.shape}")
-        stack, matrix = self.absmax.shape[:-2], math.prod(self.absmax.shape[-2:])
+        # A mean per matrix; or per vector, of vectors that were quantized one by one and stacked.
+        stacked = self.ndim - 1 if self.offset.ndim == self.ndim - 1 else max(self.ndim - 2, 0)
+        stack, matrix = self.absmax.shape[:stacked], math.prod(self.absmax.shape[stacked:])
         wanted = (*stack, -(-matrix // NESTED_BLOCK)), stack
         if (self.nested.shape, self.offset.shape) != wanted:
             raise ValueError(
