@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pickle
 from typing import Any
 
 import jax
@@ -68,18 +67,6 @@ def test_ahead_of_time_compiles_once_for_arrays_alike(getkey):
     assert np.any(results[0] != results[1])
 
 
-@pytest.fixture(scope="module")
-def _serializable():
-    """`Scaled`, as a user makes any tree of theirs known to `jax.export`."""
-    jax.export.register_pytree_node_serialization(
-        Scaled,
-        serialized_name="tests.Scaled",
-        serialize_auxdata=pickle.dumps,
-        deserialize_auxdata=pickle.loads,
-    )
-
-
-@pytest.mark.usefixtures("_serializable")
 @pytest.mark.parametrize("function", [matmul, squares], ids=name)
 def test_export(function, getkey):
     x, q = integers(getkey(), (3, 4)), scaled(getkey(), (4, 6))

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +18,13 @@ CANT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 def check_free(path: Path, *, overwrite: bool) -> None:
     """An error unless nothing has that name, or a file or link that may be replaced."""
-    if not os.path.lexists(path):
+    try:
+        mode = os.lstat(path).st_mode  # asked once: another save may remove the file at any moment
+    except FileNotFoundError:
         return
     if not overwrite:
         raise FileExistsError(f"{path} exists; `overwrite=True` replaces it")
-    if not path.is_symlink() and not path.is_file():
+    if not stat.S_ISLNK(mode) and not stat.S_ISREG(mode):
         raise FileExistsError(f"{path} is a folder, or a device: only files are replaced")
 
 

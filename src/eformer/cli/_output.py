@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import stat
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -74,8 +75,13 @@ def _files_at(path: Path) -> dict[Path, tuple[int, ...]]:
         found = (
             [each for each in path.parent.iterdir() if each.name.startswith(path.stem)] if path.parent.is_dir() else []
         )
-    stats = {each: each.lstat() for each in sorted(found) if each.is_file() and not each.name.startswith(".")}
-    return {each: (found.st_ino, found.st_size, found.st_mtime_ns) for each, found in stats.items()}
+    files = {}
+    for each in sorted(found):
+        with contextlib.suppress(FileNotFoundError):  # another command may remove it at any moment
+            stats = each.lstat()
+            if (stat.S_ISREG(stats.st_mode) or stat.S_ISLNK(stats.st_mode)) and not each.name.startswith("."):
+                files[each] = (stats.st_ino, stats.st_size, stats.st_mtime_ns)
+    return files
 
 
 def page_path(text: str) -> Path:
