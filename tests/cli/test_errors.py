@@ -180,6 +180,9 @@ def wait_for(process: subprocess.Popen[str], pattern: str, folder: Path) -> None
         time.sleep(0.01)
 
 
+INTERRUPTED = ("eformer quantize", "eformer")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
 def test_an_interrupt_leaves_nothing(tmp_path: Path):
     # Each shape is compiled for itself, which takes some seconds in all: time to interrupt.
@@ -190,7 +193,8 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert process.returncode == 130, err
-    assert err.endswith("eformer quantize: interrupted; nothing is left half-written\n")
+    # The command says so itself, or, where it was too busy to hear of it, the thread that ends the process.
+    assert err.splitlines()[-1] in [f"{name}: interrupted; nothing is left half-written" for name in INTERRUPTED]
     assert out == ""
     assert contents(tmp_path) == before
 

@@ -20,7 +20,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     """An error unless nothing has that name, or a file or link that may be replaced."""
     try:
         mode = os.lstat(path).st_mode  # asked once: another save may remove the file at any moment
-    except FileNotFoundError:
+    except OSError:  # there is none, or there can be none: the name is too long, say
         return
     if not overwrite:
         raise FileExistsError(f"{path} exists; `overwrite=True` replaces it")
