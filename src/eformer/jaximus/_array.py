@@ -183,7 +183,11 @@ class ImplicitArray(ArrayManners, metaclass=_ArrayMeta):
         _, made_of, misuse = self._record
         if misuse is not None:
             raise ValueError(misuse)
-        if made_of is None or made_of == tuple([getattr(leaf, "dtype", None) for leaf in jtu.tree_leaves(self)]):
+        if made_of is None:
+            return
+        # Most arrays have arrays for all their fields; this is asked of each array of a model whenever it is traced.
+        fields = tuple([getattr(getattr(self, name), "dtype", None) for name in self._data_fields])
+        if made_of == fields or made_of == tuple([getattr(leaf, "dtype", None) for leaf in jtu.tree_leaves(self)]):
             return
         for (path, leaf), dtype in zip(jtu.tree_leaves_with_path(self), made_of, strict=True):
             if dtype is not None and _dtype(leaf) != dtype:
@@ -427,7 +431,7 @@ def _note_misuse(array: ImplicitArray) -> None:
     """Find out whether `vmap` has just taken an axis off the leaves that it must not take."""
     for name in array._data_fields:
         leaf = getattr(array, name)
-        if isinstance(leaf, Tracer):
+        if isinstance(leaf, Tracer) and hasattr(type(leaf), "batch_dim"):  # the tracers of `vmap` have it
             from ._trace import vmapped_axes  # the trace is built on this class
 
             errors = (array.vmap_error(each, axis) for each, axis in vmapped_axes(leaf))
