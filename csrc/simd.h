@@ -195,7 +195,8 @@ static inline LoadedTable LoadTable(const Table& t) { return {_mm512_load_ps(t.b
 
 typedef int32_t Words __attribute__((vector_size(64)));
 
-// Sixteen values of a byte each as words.
+// Sixteen values of a byte each, as words and as floats.
+#if defined(EFORMER_EMULATE_AVX512)  // SIMDe does not have these conversions
 template <class Byte>
 static inline Words ToWords(const Byte* p) {
   typedef Byte Sixteen __attribute__((vector_size(16)));
@@ -203,6 +204,19 @@ static inline Words ToWords(const Byte* p) {
   std::memcpy(&bytes, p, sizeof bytes);
   return __builtin_convertvector(bytes, Words);
 }
+
+static inline Vec ToFloats(Words words) { return __builtin_convertvector(words, Vec); }
+#else  // GCC 12 makes sixteen scalar conversions of `__builtin_convertvector`, which take ten times as long
+static inline Words ToWords(const uint8_t* p) {
+  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+static inline Words ToWords(const int8_t* p) {
+  return (Words)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+static inline Vec ToFloats(Words words) { return (Vec)_mm512_cvtepi32_ps((__m512i)words); }
+#endif
 
 static inline Vec LookUp(__m512 values, Words codes) { return (Vec)_mm512_permutexvar_ps((__m512i)codes, values); }
 
@@ -232,7 +246,7 @@ static inline Strip FromNatural(const Strip& s) {
 
 static inline Strip FromInt8(const int8_t* p) {
   Strip s;
-  for (int i = 0; i < kVecs; ++i) s.v[i] = __builtin_convertvector(ToWords(p + 16 * i), Vec);
+  for (int i = 0; i < kVecs; ++i) s.v[i] = ToFloats(ToWords(p + 16 * i));
   return s;
 }
 
