@@ -26,7 +26,7 @@ from .programs import STACKS, Program, made, type_of
 
 ROUNDING_ERROR = 16  # in units of the dtype's epsilon: sums here have up to 64 terms, whose errors add up like a walk
 MARGIN = 8
-RUNS = 4
+RUNS = 16  # a comparison that either way is as likely stays the same in all of them once in 65,536 times
 
 Function = Callable[..., Any]
 
