@@ -33,7 +33,7 @@ Function = Callable[..., Any]
 
 def differentiated(function: Function, program: Program) -> Function:
     def loss(*inputs: Any) -> jax.Array:
-        floats = [x for x in jtu.tree_leaves(function(*inputs)) if jnp.issubdtype(x.dtype, jnp.floating)]
+        floats = [x for x in jtu.tree_leaves(materialize(function(*inputs))) if jnp.issubdtype(x.dtype, jnp.floating)]
         return sum((jnp.mean(x.astype(jnp.float32)) for x in floats), jnp.float32(0))
 
     return jax.grad(jax.checkpoint(loss) if program.seed % 2 else loss, argnums=2)  # the first that is dense
