@@ -18,7 +18,8 @@ constexpr int kRows = 8;  // of x at a time: their sums lie side by side
 typedef float Rows __attribute__((vector_size(4 * kRows)));
 
 // y[j] = the sum of x[i] over all i whose codes[0][i] has bit j, the highest first, less those of codes[1]. `sums` holds
-// 2^k values: bits of a code beyond k do not count, as they do not in reference.py. Zeros are multiplied too, so that infinities give NaN where they do in a dense product.
+// 2^k values: bits of a code beyond k do not count, as they do not in reference.py. Zeros are multiplied too, so that
+// infinities give NaN where they do in a dense product.
 template <class Value, class Code>
 void SegmentProduct(const Value* x, int64_t n, const std::vector<const Code*>& codes, int64_t k, Value* sums, Value* y) {
   const unsigned mask = (1u << k) - 1;
