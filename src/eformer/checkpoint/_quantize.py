@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from eformer._warnings import warn
 from eformer.model import Rule, UnusedRuleWarning, apply_rule, find_rule
 from eformer.ops.quantization import QuantizedArray
 
@@ -102,10 +102,9 @@ def _warn_unused(rules: Sequence[Rule], weights: dict[str, Rule | None]) -> None
     unused = [str(rule) for rule in rules if id(rule) not in used and not rule.optional]
     if unused:
         some = ", ".join(map(repr, list(weights)[:3])) or "there is none"
-        warnings.warn(
+        warn(
             f"no floating point array is left for {', '.join(unused)}; names look like this: {some}",
             UnusedRuleWarning,
-            stacklevel=3,
         )
 
 

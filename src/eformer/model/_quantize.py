@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from eformer._warnings import warn
 from eformer.ops.quantization import QuantizedArray
 
 from ._defaults import default_rules
@@ -164,4 +164,4 @@ def _quoted(rules: Sequence[str]) -> str:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, UnusedRuleWarning, stacklevel=4)
+    warn(message, UnusedRuleWarning)
