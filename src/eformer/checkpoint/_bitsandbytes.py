@@ -29,7 +29,7 @@ STATE = ".quant_state.bitsandbytes__"
 FLOATS = ("float32", "float16", "bfloat16")
 NESTED_BLOCK = 256
 LARGEST = float(np.finfo(np.float32).max)
-AT_ONCE = 1 << 16  # elements, even: decoded in pieces of so many
+AT_ONCE = 1 << 16  # elements that are decoded at a time; even, since two share a byte
 MAX_STATE = 1 << 16  # bytes of a state, which has some 200
 
 

@@ -83,7 +83,7 @@ class Reader:
             raise self.wrong("a name is not UTF-8") from None
 
     def count(self, least: int, what: str, steps: int = 0) -> int:
-        """A number of things that take at least so many bytes each, and so many steps: no more than there can be."""
+        """Read a count of items; raise if they need more bytes than are left, or more steps than the budget."""
         number = self.scalar(_U64)
         if number * least > self.size - self.at:
             raise self.wrong(f"{number} {what} can't be in the {self.size - self.at} bytes that are left")

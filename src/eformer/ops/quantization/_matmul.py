@@ -120,7 +120,7 @@ def _product(x: Any, q: LeafwiseArray, contraction: Contraction, dtype: Any, pre
     as_dense = AsDense(dtype, precision)
     if not _sums_in_float32(x.dtype, q.dtype, dtype) or not _is_single(precision):
         return _in_jax(x, q, contraction, as_dense).astype(dtype)
-    x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)  # as the dense product does
+    x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)  # as the dense matmul does
     if not (q.use_kernel and _use_kernel.value):
         return _in_jax(x, q, contraction).astype(dtype)
     if not _exceeds_default(precision):
@@ -149,9 +149,9 @@ _HALF_OR_SINGLE = frozenset(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float
 
 
 def _sums_in_float32(x: Any, q: Any, out: Any) -> bool:
-    """Whether the dense product of these dtypes is one of float32 or less, which the kernels are as exact as.
+    """Whether the dense matmul of these dtypes sums in float32 or less, so that the kernels are as exact.
 
-    Integers and bools in `x` the dense product converts to the dtype of the result.
+    The dense matmul converts integers and bools in `x` to the dtype of the result.
     """
     return q in _HALF_OR_SINGLE and out in _HALF_OR_SINGLE and (x in _HALF_OR_SINGLE or x.kind in "iub")
 

@@ -217,7 +217,7 @@ def dynamic_slice(primitive: Any, q: LeafwiseArray, *starts: Any, slice_sizes: S
     q = q._single()
     clipped = _clipped(starts, q.shape, slice_sizes)
     at = [q.alignment(axis) if size != q.shape[axis] else 1 for axis, size in enumerate(slice_sizes)]
-    # `n` elements from anywhere touch at most so many blocks.
+    # The most blocks that `n` neighbouring elements can touch, wherever they begin.
     sizes = [n if b == 1 else (1 + -(-(n - 1) // b)) * b for n, b in zip(slice_sizes, at, strict=True)]
     if any(n > d or (b > 1 and d % b) for n, d, b in zip(sizes, q.shape, at, strict=True)):
         return NotImplemented
