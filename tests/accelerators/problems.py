@@ -45,7 +45,7 @@ class Problem(NamedTuple):
 
         return jax.eval_shape(leaves, jax.ShapeDtypeStruct(self.shape, jnp.float32))
 
-    def matrix(self, codes: jax.Array, scales: tuple[jax.Array, ...]) -> Matrix:
+    def matrix(self, codes: tuple[jax.Array, ...], scales: tuple[jax.Array, ...]) -> Matrix:
         """The matrix with these leaves; what is static of it is that of a small one."""
         small = WEIGHTS[self.weight](jnp.ones((1, 64, 64), jnp.float32))
         return replace(small, codes=codes, scales=scales, rows=self.shape[1], cols=self.shape[2])

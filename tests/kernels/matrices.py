@@ -12,12 +12,12 @@ from eformer.kernels import Matrix, reference
 
 def int8(w: jax.Array, axis: tuple[int, ...]) -> Matrix:
     codes, scale = reference.encode_int8(w, axis)
-    return Matrix("int8", codes, (scale,), *w.shape[1:])
+    return Matrix("int8", (codes,), (scale,), *w.shape[1:])
 
 
 def nf4(w: jax.Array, axis: int, block_size: int) -> Matrix:
     packed, absmax = reference.encode_nf4(w, block_size, axis)
-    return Matrix("nf4", packed, (absmax,), *w.shape[1:], packed_axis=axis - 1, block_size=block_size)
+    return Matrix("nf4", (packed,), (absmax,), *w.shape[1:], packed_axis=axis - 1, block_size=block_size)
 
 
 def nested_nf4(w: jax.Array, axis: int, block_size: int) -> Matrix:
@@ -30,7 +30,7 @@ def nested_nf4(w: jax.Array, axis: int, block_size: int) -> Matrix:
 def ternary(w: jax.Array, axis: int, scale_axes: tuple[int, ...] | None) -> Matrix:
     values = jnp.clip(jnp.round(w), -1, 1)
     scales = () if scale_axes is None else (reference.mean_magnitude(w, values, scale_axes),)
-    return Matrix("ternary", reference.pack_ternary(values, axis), scales, *w.shape[1:], packed_axis=axis - 1)
+    return Matrix("ternary", (reference.pack_ternary(values, axis),), scales, *w.shape[1:], packed_axis=axis - 1)
 
 
 def oracle(matrix: Matrix) -> jax.Array:
@@ -38,14 +38,14 @@ def oracle(matrix: Matrix) -> jax.Array:
     length = (matrix.rows, matrix.cols)[matrix.packed_axis]
     axis, scales = matrix.packed_axis + 1, matrix.scales
     if matrix.format == "int8":
-        return reference.decode_int8(matrix.codes, scales[0])
+        return reference.decode_int8(matrix.codes[0], scales[0])
     if matrix.format == "ternary":
-        values = reference.unpack_ternary(matrix.codes, axis, length)
+        values = reference.unpack_ternary(matrix.codes[0], axis, length)
         return values * scales[0] if scales else values
     if len(scales) > 1:
         flat = scales[0].reshape(matrix.count, -1)
         scales = (reference.decode_dynamic(flat, *scales[1:3]).reshape(scales[0].shape),)
-    return reference.decode_nf4(matrix.codes, scales[0], matrix.block_size, axis, length)
+    return reference.decode_nf4(matrix.codes[0], scales[0], matrix.block_size, axis, length)
 
 
 FORMATS = {

@@ -250,7 +250,7 @@ def test_special_numbers_in_scales(name, special):
 def test_a_ternary_code_of_nan(rows, contracted_axis, instructions):
     w = normal((1, 66, 70)).round().clip(-1, 1)
     w[0, 5, 7] = np.nan
-    matrix = Matrix("ternary", reference.pack_ternary(jnp.asarray(w), 1), (), 66, 70)
+    matrix = Matrix("ternary", (reference.pack_ternary(jnp.asarray(w), 1),), (), 66, 70)
     x = normal((1, rows, (66, 70)[contracted_axis]), seed=1)
     with cpu.instruction_set(instructions):
         exact, rounded = (cpu.matmul(jnp.asarray(x), matrix, contracted_axis, round_x=r) for r in (False, True))
@@ -262,7 +262,7 @@ def test_a_ternary_code_of_nan(rows, contracted_axis, instructions):
 @pytest.mark.parametrize("contracted_axis", [0, 1])
 def test_nothing(shape, rows, contracted_axis):
     codes = jnp.zeros(shape, jnp.int8)
-    matrix = Matrix("int8", codes, (), *shape[1:])
+    matrix = Matrix("int8", (codes,), (), *shape[1:])
     out = cpu.matmul(jnp.ones((shape[0], rows, shape[1 + contracted_axis])), matrix, contracted_axis)
     np.testing.assert_array_equal(out, np.zeros((shape[0], rows, shape[2 - contracted_axis])))
 
@@ -272,9 +272,9 @@ BAD = {
     "x must be float32, bfloat16 or float16": ({}, jnp.ones((1, 1, 64), jnp.int32)),
     r"x must be \(1, any, 64\), got": ({}, jnp.ones((1, 1, 63))),
     r"x must be \(1, any, 64\), got .*\(2, 1, 64": ({}, jnp.ones((2, 1, 64))),
-    "codes must be uint8": ({"codes": jnp.zeros((1, 32, 8), jnp.int8)}, jnp.ones((1, 1, 64))),
-    r"codes must be uint8 \(1, 32, 8": ({"codes": jnp.zeros((1, 31, 8), jnp.uint8)}, jnp.ones((1, 1, 64))),
-    "codes must have 3 axes": ({"codes": jnp.zeros((1, 32, 8, 1), jnp.uint8)}, jnp.ones((1, 1, 64))),
+    "codes must be uint8": ({"codes": (jnp.zeros((1, 32, 8), jnp.int8),)}, jnp.ones((1, 1, 64))),
+    r"codes must be uint8 \(1, 32, 8": ({"codes": (jnp.zeros((1, 31, 8), jnp.uint8),)}, jnp.ones((1, 1, 64))),
+    "codes must have 3 axes": ({"codes": (jnp.zeros((1, 32, 8, 1), jnp.uint8),)}, jnp.ones((1, 1, 64))),
     r"absmax must be float32 \(1, 1, 8": ({"scales": (jnp.ones((1, 2, 8)),)}, jnp.ones((1, 1, 64))),
     "nf4 takes 1 or 4 scale buffers": ({"scales": ()}, jnp.ones((1, 1, 64))),
     "quantized absmax must be uint8": ({"scales": (jnp.ones((1, 1, 8)),) * 4}, jnp.ones((1, 1, 64))),
@@ -284,7 +284,7 @@ BAD = {
     "rows and cols must be 0 to .* got rows -64": ({"rows": -64}, jnp.ones((1, 1, 64))),
     "rows and cols must be 0 to .* got rows 9223372036854775807": ({"rows": 2**63 - 1}, jnp.ones((1, 1, 64))),
     "one scale, float32, that broadcasts": (
-        {"format": "int8", "codes": jnp.zeros((1, 64, 8), jnp.int8), "scales": (jnp.ones((1, 2, 8)),)},
+        {"format": "int8", "codes": (jnp.zeros((1, 64, 8), jnp.int8),), "scales": (jnp.ones((1, 2, 8)),)},
         jnp.ones((1, 1, 64)),
     ),
 }
@@ -356,13 +356,13 @@ def test_many_calls_at_once_give_equal_results():
     matrix = nf4(jnp.asarray(normal((1, 1024, 1024))), 1, 64)
     x = jnp.asarray(normal((1, 1, 1024), seed=1))
     expected = np.asarray(cpu.matmul(x, matrix, 0))
-    arrays = (x, matrix.codes, *matrix.scales)
+    arrays = (x, *matrix.codes, *matrix.scales)
     devices = jax.devices()
     wrong: list[int] = []
 
     def call(device: int) -> None:
         here = jax.device_put(arrays, devices[device % len(devices)])
-        run = jax.jit(lambda x, codes, *scales: cpu.matmul(x, replace(matrix, codes=codes, scales=scales), 0))
+        run = jax.jit(lambda x, codes, *scales: cpu.matmul(x, replace(matrix, codes=(codes,), scales=scales), 0))
         wrong.extend(device for _ in range(50) if not np.array_equal(run(*here), expected))
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]

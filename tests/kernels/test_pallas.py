@@ -68,7 +68,7 @@ def run_on_tpu(matrix: Matrix, x: jax.Array, contracted_axis: int, **options: An
     options = {"tiles": tpu.Tiles(8, max(128, rows), 128), "interpret": True, **options}
 
     @jax.jit
-    def run(x: jax.Array, codes: jax.Array, scales: Any) -> jax.Array:
+    def run(x: jax.Array, codes: Any, scales: Any) -> jax.Array:
         return tpu.matmul(x, replace(matrix, codes=codes, scales=scales), contracted_axis, **options)
 
     return run(x, matrix.codes, matrix.scales)
@@ -76,7 +76,7 @@ def run_on_tpu(matrix: Matrix, x: jax.Array, contracted_axis: int, **options: An
 
 def run_on_gpu(matrix: Matrix, x: jax.Array, contracted_axis: int) -> jax.Array:
     @jax.jit
-    def run(x: jax.Array, codes: jax.Array, scales: Any) -> jax.Array:
+    def run(x: jax.Array, codes: Any, scales: Any) -> jax.Array:
         return gpu.matmul(x, replace(matrix, codes=codes, scales=scales), contracted_axis, interpret=True)
 
     return run(x, matrix.codes, matrix.scales)

@@ -17,7 +17,7 @@ class Matrix:
     """
 
     format: str  # "int8", "nf4" or "ternary"
-    codes: jax.Array  # (count, rows, cols), shorter along the packed axis
+    codes: tuple[jax.Array, ...]  # planes of bits, mostly one: (count, rows, cols), shorter along the packed axis
     scales: tuple[jax.Array, ...]
     rows: int
     cols: int
@@ -26,4 +26,4 @@ class Matrix:
 
     @property
     def count(self) -> int:
-        return self.codes.shape[0]
+        return self.codes[0].shape[0]

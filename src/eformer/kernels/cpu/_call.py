@@ -93,7 +93,7 @@ def matmul(
     width = matrix.cols if contracted_axis == 0 else matrix.rows
     call = jax.ffi.ffi_call("eformer_matmul", jax.ShapeDtypeStruct((matrix.count, x.shape[1], width), jnp.float32))
     rounding = {"round_x": round_x, "round_values": round_values}
-    return call(x, matrix.codes, *matrix.scales, contracted_axis=contracted_axis, **rounding, **_attributes(matrix))
+    return call(x, *matrix.codes, *matrix.scales, contracted_axis=contracted_axis, **rounding, **_attributes(matrix))
 
 
 def decode(matrix: Matrix) -> jax.Array:
@@ -101,7 +101,7 @@ def decode(matrix: Matrix) -> jax.Array:
     call = jax.ffi.ffi_call(
         "eformer_decode", jax.ShapeDtypeStruct((matrix.count, matrix.rows, matrix.cols), jnp.float32)
     )
-    return call(matrix.codes, *matrix.scales, **_attributes(matrix))
+    return call(*matrix.codes, *matrix.scales, **_attributes(matrix))
 
 
 def segment_product(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.Array:

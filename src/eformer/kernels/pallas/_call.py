@@ -27,7 +27,7 @@ def matmul(
 
     None where there is no kernel, or XLA's own program is better. With `round_x`, x may be rounded to 8 bits.
     """
-    if 0 in x.shape or 0 in matrix.codes.shape:
+    if 0 in x.shape or 0 in matrix.codes[0].shape:
         return None
     if device.platform != "tpu":
         from . import gpu  # imports Triton's side of Pallas

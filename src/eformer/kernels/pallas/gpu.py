@@ -85,7 +85,7 @@ def matmul(
     else:
         x, out_scale = beside_product(x, matrix, contracted_axis)
         scales, scaled = ([], False) if out_scale is None else ([out_scale[:, 0]], True)
-    n_bytes, k_bytes = matrix.codes.shape[2 - contracted_axis], matrix.codes.shape[1 + contracted_axis]
+    n_bytes, k_bytes = matrix.codes[0].shape[2 - contracted_axis], matrix.codes[0].shape[1 + contracted_axis]
     n = matrix.cols if contracted_axis == 0 else matrix.rows
     programs = count * pl.cdiv(m, tiles.m) * pl.cdiv(n_bytes, tiles.n)
     # Some 256 programs fill a GPU; each takes 4 steps at least.
@@ -109,7 +109,7 @@ def matmul(
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=2),
         interpret=interpret,
         name=f"{plan.format}_matmul",
-    )(x.astype(dtype), matrix.codes, *(alike(x, jnp.asarray(table)) for table in tables), *scales)
+    )(x.astype(dtype), *matrix.codes, *(alike(x, jnp.asarray(table)) for table in tables), *scales)
     return out[:, 0] if splits == 1 else jnp.sum(out, 1)
 
 

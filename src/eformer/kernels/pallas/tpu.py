@@ -99,7 +99,7 @@ def supports(matrix: Matrix) -> bool:
 
 def default_tiles(matrix: Matrix, m: int) -> Tiles:
     """Large enough that twice as large would save less than 10% of v5e's static cycles."""
-    _, rows, cols = matrix.codes.shape
+    _, rows, cols = matrix.codes[0].shape
     least = max(LANES, 4 * matrix.block_size) if matrix.format == "nf4" else LANES  # eight rows of scales
     return Tiles(
         min(_round_up(m, 8), 512),
@@ -139,7 +139,7 @@ def matmul(
         contracted_axis,
         matrix.packed_axis,
         matrix.block_size,
-        matrix.codes.shape[1:],
+        matrix.codes[0].shape[1:],
         scales[0].shape[1:] if scales else (),
         tiles or default_tiles(matrix, m),
         scale_after and matrix.packed_axis == 0 == contracted_axis and matrix.block_size >= 32,
@@ -155,7 +155,7 @@ def matmul(
     run = plan.paired_rows
     x = _padded(x, {1: grid[1] * plan.tiles.m, 2: grid[3] * plan.depth * plan.summed_operands})
     x = deinterleaved(x, plan.summed_operands, run, x.dtype if plan.integer else jnp.bfloat16, interpret)
-    operands, specs = [x, matrix.codes], [_x_spec(plan), _codes_spec(plan)]
+    operands, specs = [x, *matrix.codes], [_x_spec(plan), _codes_spec(plan)]
     if plan.format != "int8":
         table = alike(x, _tables(plan))
         operands.append(table)

@@ -136,7 +136,7 @@ class Array1B(LeafwiseArray):
         if self.axis < -2 or (self.scale is not None and self.scale.dtype != jnp.float32):
             return None
         scales = () if self.scale is None else (self.scale,)
-        return Matrix("ternary", self.weight, scales, *self.shape[1:], packed_axis=self.axis + 2)
+        return Matrix("ternary", (self.weight,), scales, *self.shape[1:], packed_axis=self.axis + 2)
 
     def requantized(self, array: jax.Array) -> Array1B:
         scaled = None if self.scale is None else "tensor"

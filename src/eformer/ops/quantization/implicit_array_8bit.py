@@ -98,7 +98,7 @@ class Array8B(LeafwiseArray):
     def stored_matrix(self) -> Matrix | None:
         if self.scale.dtype != jnp.float32 or self.weight.dtype != jnp.int8:
             return None
-        return Matrix("int8", self.weight, (self.scale,), *self.shape[1:])
+        return Matrix("int8", (self.weight,), (self.scale,), *self.shape[1:])
 
     def requantized(self, array: jax.Array) -> Array8B:
         return self.quantize(as_floats(array), dtype=self.dtype, use_kernel=self.use_kernel)

@@ -210,7 +210,7 @@ class ArrayNF4(LeafwiseArray):
         else:
             scales = (self.absmax, self.nested, self.offset, jnp.asarray(reference.dynamic_map()))
         packed_axis = self.axis + 2
-        return Matrix("nf4", self.packed, scales, *self.shape[1:], packed_axis=packed_axis, block_size=self.block_size)
+        return Matrix("nf4", (self.packed,), scales, *self.shape[1:], packed_axis, self.block_size)
 
     def _plain_absmax(self) -> jax.Array:
         if self.nested is None or self.offset is None:
