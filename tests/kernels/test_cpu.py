@@ -327,13 +327,13 @@ def test_segments(k, rows, signs):
     values = bits[0] - bits[1] if signs == 2 else bits[0]
     x = normal((2, rows, 40), seed=1)
     lies = tuple(c | ((1 << 8 * c.dtype.itemsize) - 2**k) for c in codes)  # bits beyond `k` do not count
-    out = cpu.segment_product(jnp.asarray(x), lies, k)
+    out = cpu.segment_matmul(jnp.asarray(x), lies, k)
     assert_product(
         out, np.concatenate([x] * signs, -1), np.concatenate(bits, 1) * np.repeat([1, -1], 40)[: signs * 40, None], 0
     )
     assert out.shape == (2, rows, 3 * k)
     x[1, 0, 7] = np.inf
-    out = cpu.segment_product(jnp.asarray(x), tuple(codes), k)
+    out = cpu.segment_matmul(jnp.asarray(x), tuple(codes), k)
     dense = product(x, values, 0)
     assert np.all(np.isnan(out) | (np.asarray(out) == dense) | np.isfinite(dense))
     assert not np.any(np.isfinite(out) & ~np.isfinite(dense))
@@ -342,10 +342,10 @@ def test_segments(k, rows, signs):
 def test_bad_codes_of_segments_are_refused_in_words():
     x, codes = jnp.ones((1, 1, 8)), jnp.zeros((1, 2, 8), jnp.uint8)
     for message, call in {
-        "x must be float32 of 3 axes": lambda: cpu.segment_product(x.astype(jnp.bfloat16), (codes,), 4),
-        "codes must be uint16": lambda: cpu.segment_product(x, (codes,), 9),
-        r"codes must be uint8 \(1, blocks, 8\)": lambda: cpu.segment_product(x, (codes[..., :7],), 4),
-        "k must be 1 to 16": lambda: cpu.segment_product(x, (codes,), 17),
+        "x must be float32 of 3 axes": lambda: cpu.segment_matmul(x.astype(jnp.bfloat16), (codes,), 4),
+        "codes must be uint16": lambda: cpu.segment_matmul(x, (codes,), 9),
+        r"codes must be uint8 \(1, blocks, 8\)": lambda: cpu.segment_matmul(x, (codes[..., :7],), 4),
+        "k must be 1 to 16": lambda: cpu.segment_matmul(x, (codes,), 17),
     }.items():
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             call().block_until_ready()

@@ -6,5 +6,5 @@ from ._call import instruction_set as instruction_set
 from ._call import instruction_sets as instruction_sets
 from ._call import is_available as is_available
 from ._call import matmul as matmul
-from ._call import segment_product as segment_product
+from ._call import segment_matmul as segment_matmul
 from ._call import use_core as use_core

@@ -104,7 +104,7 @@ def decode(matrix: Matrix) -> jax.Array:
     return call(*matrix.codes, *matrix.scales, **_attributes(matrix))
 
 
-def segment_product(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.Array:
+def segment_matmul(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.Array:
     """Float32 x (count, rows, n) times the bits of codes[0] (count, blocks, n), less those of codes[1] if there is one.
 
     Each code is `k` bits, for `k` columns of the result (count, rows, blocks * k), the highest first.

@@ -75,7 +75,7 @@ class RSROperator(DivisibleArray):
 
     def _product(self, x: jax.Array) -> jax.Array:
         """`x` of shape (*stack, rows, n) times this of shape (*stack, n, m), in the dtype of `x`."""
-        return _segment_product(x, *self._codes_and_k())[..., : self.shape[-1]]
+        return _segment_matmul(x, *self._codes_and_k())[..., : self.shape[-1]]
 
     def _codes_and_k(self) -> tuple[tuple[jax.Array, ...], int]:
         """The codes of the binary matrices and their `k`; a ValueError where they do not go together.
@@ -93,7 +93,7 @@ class RSROperator(DivisibleArray):
     def product_on_cpu(self, x: jax.Array, contracted_axis: int) -> jax.Array | None:
         if contracted_axis != 0 or x.dtype != jnp.float32 or not cpu.is_available():
             return None
-        return cpu.segment_product(x, *self._codes_and_k())[..., : self.shape[-1]]
+        return cpu.segment_matmul(x, *self._codes_and_k())[..., : self.shape[-1]]
 
     def dot(self, v: Any) -> Any:  # an implicit array too
         """`v @ A` for `v` of shape (..., n), without `A`: note the order, which is not that of `jax.Array.dot`.
@@ -471,18 +471,18 @@ _decoded = jax.jit(reference.decode_rsr, static_argnums=(1, 2))
 _ternary = jax.jit(reference.ternary)
 
 
-def _segment_product(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.Array:
+def _segment_matmul(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.Array:
     """`x` (*stack, rows, n) times the bits of `codes[0]` (*stack, blocks, n), less those of `codes[1]` if there is one.
 
     Block by block: the sums of all blocks at once would be `2**k / k` times as large as the result.
     """
     rows, n = x.shape[-2:]
     if codes[0].ndim > 2:
-        return lax.map(lambda each: _segment_product(each[0], each[1], k), (x, codes))
+        return lax.map(lambda each: _segment_matmul(each[0], each[1], k), (x, codes))
     if isinstance(rows, int) and rows > MAX_ROWS:  # a symbol, in a program to export, is not known to be more
         pieces = -(-rows // MAX_ROWS)
         filled = jnp.pad(x, ((0, -rows % pieces), (0, 0))).reshape(pieces, -(-rows // pieces), n)
-        parts = lax.map(lambda piece: _segment_product(piece, codes, k), filled)
+        parts = lax.map(lambda piece: _segment_matmul(piece, codes, k), filled)
         return lax.collapse(parts, 0, 2)[:rows]
     table = reference.decode_rsr(jnp.arange(2**k, dtype=jnp.uint16)[None], k, k).astype(x.dtype).T
 
