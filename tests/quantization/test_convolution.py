@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from eformer.jaximus import MaterializationWarning, explain, implicit, materialization_error
-from eformer.ops.quantization import _convolution
+from eformer.ops.quantization._matmul import _convolution
 
 from .cases import Case, dense, example, f64, name, normal
 

@@ -18,11 +18,11 @@ from eformer.ops.quantization import (
     Array8B,
     ArrayNF4,
     QuantizationConfig,
-    _contraction,
     is_kernel_available,
     nf4_use_kernel,
     quantize,
 )
+from eformer.ops.quantization._matmul import _tiles
 from eformer.ops.quantization.implicit_array_8bit import matmul_bf16_int8_weight_only
 
 from .cases import (
@@ -354,7 +354,7 @@ def test_nan_in_the_weight_goes_where_it_goes_in_the_dense_product(case, numbers
 def small_tiles(monkeypatch):
     """Tiles of so few elements that small arrays have several. Shapes that only these tests use keep `jit` from
     finding programs of whole products."""
-    monkeypatch.setattr(_contraction, "TILE_ELEMENTS", 64)
+    monkeypatch.setattr(_tiles, "TILE_ELEMENTS", 64)
     assert is_kernel_available()
     with cpu.use_core(False):
         yield
@@ -454,7 +454,7 @@ def test_tiled_products_under_vmap_and_scan(case):
 # --- what the programs hold ---
 
 LARGE = (2048, 2048)
-TILE_BYTES = 4 * _contraction.TILE_ELEMENTS  # a decoded tile, in float32
+TILE_BYTES = 4 * _tiles.TILE_ELEMENTS  # a decoded tile, in float32
 
 
 def matmul(x: Any, q: Any) -> Any:

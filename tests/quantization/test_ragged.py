@@ -22,7 +22,8 @@ from eformer.jaximus import (
     materialize,
 )
 from eformer.kernels import cpu
-from eformer.ops.quantization import ArrayNF4, _ragged, quantize
+from eformer.ops.quantization import ArrayNF4, quantize
+from eformer.ops.quantization._matmul import _ragged
 
 from .cases import Case, assert_product, assert_same, example, f64, name, normal
 

@@ -1,11 +1,8 @@
 """Quantized arrays: INT8, NF4, binary and ternary at two bits, and RSR operators."""
 
 from . import _collectives as _collectives  # these register rules
-from . import _convolution as _convolution
 from . import _layout as _layout
-from . import _matmul as _matmul
 from . import _movement as _movement
-from . import _ragged as _ragged
 from . import _scaling as _scaling
 from ._base import Format as Format
 from ._base import QuantizedArray as QuantizedArray
@@ -15,8 +12,11 @@ from ._config import QuantizationConfig as QuantizationConfig
 from ._config import QuantizationType as QuantizationType
 from ._config import quantize as quantize
 from ._config import straight_through as straight_through
-from ._matmul import is_kernel_available as is_kernel_available
-from ._matmul import nf4_use_kernel as nf4_use_kernel
+from ._matmul import _convolution as _convolution
+from ._matmul import _lowering as _lowering
+from ._matmul import _ragged as _ragged
+from ._matmul._rule import is_kernel_available as is_kernel_available
+from ._matmul._rule import nf4_use_kernel as nf4_use_kernel
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_1bit import straight_through_1bit as straight_through_1bit
 from .implicit_array_8bit import Array8B as Array8B

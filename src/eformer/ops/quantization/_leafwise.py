@@ -22,12 +22,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from eformer.jaximus import Deferred, ImplicitArray, register
 
 from ._base import sharding_of, shards
-from ._divisible import DivisibleArray, Grain, Leaves
+from ._matmul._operand import Grain, Leaves, MatmulOperand
 
 ALL: Grain = 0
 
 
-class LeafwiseArray(DivisibleArray):
+class LeafwiseArray(MatmulOperand):
     """A quantized array each leaf of which has the array's rank."""
 
     # The leaves that have the array's axes, the codes first; `decode()` is linear in the others.

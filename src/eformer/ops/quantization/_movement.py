@@ -17,8 +17,8 @@ from jax import lax
 
 from eformer.jaximus import register
 
-from ._divisible import Leaves
 from ._leafwise import ALL, LeafwiseArray, replaced, unmoved
+from ._matmul._operand import Leaves
 
 
 @register("broadcast_in_dim")

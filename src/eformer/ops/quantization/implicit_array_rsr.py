@@ -50,9 +50,9 @@ from ._base import (
     shards,
     typed_as,
 )
-from ._divisible import DivisibleArray, Grain, Leaves
 from ._integers import as_floats, without_loss
-from ._quantized_matmul import multiply, quantized_matmul
+from ._matmul._operand import Grain, Leaves, MatmulOperand
+from ._matmul._primitive import matmul, matmul_in_xla
 from ._validation import Leaf, Part, Rules, a_number_type, an_int, check_fields
 
 MAX_K = 16  # the table of `2**k` sums of a block outgrows every cache soon after
@@ -60,7 +60,7 @@ MAX_K = 16  # the table of `2**k` sums of a block outgrows every cache soon afte
 MAX_ROWS = 256
 
 
-class RSROperator(DivisibleArray):
+class RSROperator(MatmulOperand):
     """What the binary and the ternary operator share: all that follows from the binary matrices they are made of."""
 
     commute_ops: ClassVar[bool] = True
@@ -90,7 +90,7 @@ class RSROperator(DivisibleArray):
             raise ValueError(f"codes for `k={k}` are {_code_dtype(k)}, and those of both halves alike, got {given}")
         return codes, k
 
-    def product_on_cpu(self, x: jax.Array, contracted_axis: int) -> jax.Array | None:
+    def matmul_on_cpu(self, x: jax.Array, contracted_axis: int) -> jax.Array | None:
         if contracted_axis != 0 or x.dtype != jnp.float32 or not cpu.is_available():
             return None
         return cpu.segment_matmul(x, *self._codes_and_k())[..., : self.shape[-1]]
@@ -504,10 +504,10 @@ def _multiply(x: jax.Array, q: RSROperator, dtype: Any) -> jax.Array:
     count = math.prod(stack)
     stacked = jtu.tree_map(lambda codes: codes.reshape(count, *codes.shape[-2:]), q)
     x = x.reshape(count, *free, x.shape[-1]).astype(_accumulator(dtype))
-    return quantized_matmul(x, stacked, 0, dtype).reshape(*stack, *free, q.shape[-1])
+    return matmul(x, stacked, 0, dtype).reshape(*stack, *free, q.shape[-1])
 
 
-@multiply.register
+@matmul_in_xla.register
 def _(q: RSROperator, x: jax.Array, contracted_axis: int, *, in_tiles: bool = True) -> jax.Array:
     del in_tiles
     if contracted_axis == 0:

@@ -9,14 +9,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 
-def mesh_of(devices: Sequence[Any], starts: Sequence[np.ndarray]) -> Mesh:
+def infer_mesh(devices: Sequence[Any], starts: Sequence[np.ndarray]) -> Mesh:
     """A mesh over all devices with an axis for each prime factor of their number, in an order that names most parts.
 
     XLA knows devices by their number, and no mesh. What any mesh divides, and parts of its axes, this one can name.
     """
 
     def named(sizes: tuple[int, ...]) -> int:
-        return sum(len(axes) for each in starts for axes in axes_of(each, sizes))
+        return sum(len(axes) for each in starts for axes in mesh_axes(each, sizes))
 
     sizes = max(_orders(_primes(len(devices))), key=named)
     return Mesh(np.array(devices, object).reshape(sizes), tuple(f"axis{i}" for i in range(len(sizes))))
@@ -36,7 +36,7 @@ def _orders(factors: list[int]) -> list[tuple[int, ...]]:
     return [(factor, *rest) for factor, others in without.items() for rest in _orders(others)]
 
 
-def starts_of(operand: Any, devices: Sequence[Any]) -> np.ndarray:
+def shard_starts(operand: Any, devices: Sequence[Any]) -> np.ndarray:
     """For each device, where in each dimension its part begins, were that as long as there are devices."""
     shape = (len(devices),) * len(operand.shape)
     if operand.sharding.is_fully_replicated:
@@ -45,12 +45,12 @@ def starts_of(operand: Any, devices: Sequence[Any]) -> np.ndarray:
     return np.array([[part.start or 0 for part in indices[device]] for device in devices])
 
 
-def axes_of(starts: np.ndarray, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+def mesh_axes(starts: np.ndarray, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Which axes of a mesh of `sizes` divide each dimension, the outermost first; none, if these can't say it all."""
-    return [_axes_of_dimension(each.reshape(sizes)) for each in starts.T]
+    return [_mesh_axes_of_dimension(each.reshape(sizes)) for each in starts.T]
 
 
-def _axes_of_dimension(starts: np.ndarray) -> tuple[int, ...]:
+def _mesh_axes_of_dimension(starts: np.ndarray) -> tuple[int, ...]:
     steps = [int(np.take(starts, 1, axis).flat[0]) for axis in range(starts.ndim)]
     axes = sorted((axis for axis, step in enumerate(steps) if step), key=lambda axis: -steps[axis])
     rest = starts.size

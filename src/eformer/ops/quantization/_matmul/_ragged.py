@@ -1,4 +1,4 @@
-"""`ragged_dot` with quantized matrices: each group of rows is multiplied by a matrix of its own (mixture of experts).
+"""`ragged_dot` with quantized matrices: each group of rows is matmul by a matrix of its own (mixture of experts).
 
 The rows of a group follow each other, so the work is cut into steps of one block of rows and one matrix: as many as
 there are blocks and groups together, at most. A step reads the codes of its matrix and no others. All steps together
@@ -19,11 +19,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from eformer.jaximus import register
+from eformer.ops.quantization._base import asked_of
+from eformer.ops.quantization._leafwise import LeafwiseArray, transpose
 
-from ._base import asked_of
-from ._contraction import Contraction, varying_alike
-from ._leafwise import LeafwiseArray, transpose
-from ._matmul import as_tuples, multiplied, result_dtype, stacked
+from ._rule import as_tuples, matmul, result_dtype, stacked
+from ._tiles import Contraction, varying_alike
 
 BLOCK_ROWS = 64  # rows in a step: fewer read the codes more often, more multiply rows of other groups in vain
 
@@ -88,7 +88,7 @@ def _step(
 ) -> jax.Array:
     taken = [lax.dynamic_slice_in_dim(leaf, which, 1, 0) for leaf in leaves]
     numbers = (((rows.ndim,), (1 + contracted_axis,)), ((0,), (0,)))
-    made = multiplied(lax.expand_dims(rows, (0,)), jtu.tree_unflatten(treedef, taken), numbers, dtype, precision)
+    made = matmul(lax.expand_dims(rows, (0,)), jtu.tree_unflatten(treedef, taken), numbers, dtype, precision)
     return lax.squeeze(made, (0,))
 
 

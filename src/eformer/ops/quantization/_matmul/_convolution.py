@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from eformer.jaximus import register
+from eformer.ops.quantization._base import asked_of, is_explicit, sharding_of
+from eformer.ops.quantization._leafwise import LeafwiseArray
 
-from ._base import asked_of, is_explicit, sharding_of
-from ._leafwise import LeafwiseArray
-from ._matmul import multiplied
+from ._rule import matmul
 
 # Patches overlap, so that all of them together are larger than the input. Above this many times its size, and the size
 # of the kernel, a matmul for each position in the window takes less memory.
@@ -74,7 +74,7 @@ def conv_general_dilated(
     patches = math.prod((*sizes, *window)) * lhs.shape[features]
     dtype = jnp.dtype(preferred_element_type or lhs.dtype)
     summed = ((features, *range(x.ndim, x.ndim + len(window))), (rhs_features, *window_axes))
-    multiply = functools.partial(multiplied, numbers=(summed, ((), ())), precision=precision)
+    multiply = functools.partial(matmul, numbers=(summed, ((), ())), precision=precision)
     if patches <= max(MAX_GROWTH * image, rhs.size):
         pieces = lax.concatenate([at(position) for position in positions], x.ndim)
         out = multiply(lax.reshape(pieces, (*pieces.shape[: x.ndim], *window)), rhs, dtype=dtype)

@@ -16,8 +16,7 @@ from jax import lax
 
 from eformer.jaximus import note_materialized
 from eformer.kernels.reference import cast
-
-from ._leafwise import LeafwiseArray
+from eformer.ops.quantization._leafwise import LeafwiseArray
 
 # `benchmarks/matmul.py` shows what this does; chosen on 2 cores of an AMD EPYC (AVX2).
 TILE_ELEMENTS = 2**20  # decoded at once: 4 MB
@@ -64,7 +63,7 @@ class AsDense(NamedTuple):
         return self.dtype if algorithm or self.dtype not in (jnp.bfloat16, jnp.float16) else jnp.dtype(jnp.float32)
 
 
-def product(
+def matmul_in_tiles(
     x: jax.Array,
     q: LeafwiseArray,
     contraction: Contraction,
@@ -117,7 +116,7 @@ def _joined(parts: jax.Array, last: list[jax.Array], axis: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _whole(x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense | None) -> jax.Array:
     dtype = x.dtype if x.dtype == q.dtype else jnp.float32
-    return contract(x, q, contraction, dtype) if as_dense is None else _dense_dot(x, q, contraction, as_dense)
+    return _matmul(x, q, contraction, dtype) if as_dense is None else _dense_dot(x, q, contraction, as_dense)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -143,7 +142,7 @@ def _tiled(
         if axis in x_axes:
             x = lax.dynamic_slice_in_dim(x, start, piece.shape[axis], x_axes[axis])
         if as_dense is None:
-            return contract(x, piece, contraction, jnp.float32)
+            return _matmul(x, piece, contraction, jnp.float32)
         return _dense_dot(x, piece, contraction, as_dense)
 
     count, rest = divmod(q.shape[axis], tile)
@@ -174,7 +173,7 @@ def _dense_dot(x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dens
     return lax.dot_general(x, dense, contraction.numbers, precision, preferred_element_type=as_dense.sums)
 
 
-def contract(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: Any) -> jax.Array:
+def _matmul(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: Any) -> jax.Array:
     """The product in float32, of operands in `dtype`; a scale goes where it costs least.
 
     One that varies only along axes that are summed over multiplies `x`; one that varies along none of them multiplies
@@ -183,18 +182,18 @@ def contract(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: An
     values, scale = q.factors()
     varies = set() if scale is None else {a for a in range(q.ndim) if scale.shape[a] != 1}
     if scale is None:
-        return _dot(x.astype(dtype), values.astype(dtype), contraction)
+        return _dot_general(x.astype(dtype), values.astype(dtype), contraction)
     if varies and varies <= set(contraction.q_summed):
         x = x.astype(jnp.float32) * _beside_x(scale, x, contraction)
         dtype = jnp.float32 if dtype == jnp.float16 else dtype  # which would lose the digits of a small scale
-        return _dot(x.astype(dtype), values.astype(dtype), contraction)
+        return _dot_general(x.astype(dtype), values.astype(dtype), contraction)
     if not varies & set(contraction.q_summed):
-        out = _dot(x.astype(dtype), values.astype(dtype), contraction)
+        out = _dot_general(x.astype(dtype), values.astype(dtype), contraction)
         return out * _beside_result(scale, x, out, contraction)
-    return _dot(x.astype(dtype), cast(q.decode(), q.dtype).astype(dtype), contraction)
+    return _dot_general(x.astype(dtype), cast(q.decode(), q.dtype).astype(dtype), contraction)
 
 
-def _dot(x: jax.Array, values: jax.Array, contraction: Contraction) -> jax.Array:
+def _dot_general(x: jax.Array, values: jax.Array, contraction: Contraction) -> jax.Array:
     return lax.dot_general(x, values, contraction.numbers, preferred_element_type=jnp.float32)
 
 

@@ -13,11 +13,11 @@ from jax import lax
 
 from eformer.jaximus import materialize, note_materialized, register, unobserved
 from eformer.kernels import cpu
+from eformer.ops.quantization._base import asked_of, is_explicit, sharding_of, typed_as
+from eformer.ops.quantization._leafwise import LeafwiseArray, reshaped
 
-from ._base import asked_of, is_explicit, sharding_of, typed_as
-from ._contraction import AsDense, Contraction, Numbers, in_pieces, product
-from ._leafwise import LeafwiseArray, reshaped
-from ._quantized_matmul import quantized_matmul
+from ._primitive import matmul as matmul_stacks
+from ._tiles import AsDense, Contraction, Numbers, in_pieces, matmul_in_tiles
 
 _use_kernel = jax.make_user_context(default_value=True)
 
@@ -58,12 +58,10 @@ def dot_general(
         **params,
     }
     dtype = preferred_element_type or result_dtype(lhs.dtype, rhs.dtype, precision)
-    multiply = functools.partial(
-        multiplied, numbers=as_tuples(dimension_numbers), dtype=jnp.dtype(dtype), precision=precision
-    )
+    times = functools.partial(matmul, numbers=as_tuples(dimension_numbers), dtype=jnp.dtype(dtype), precision=precision)
     if asked or any(is_explicit(sharding_of(leaf)) for leaf in jax.tree.leaves((lhs, rhs))):
-        return typed_as(lambda lhs, rhs: primitive.bind(*materialize([lhs, rhs]), **dense_params), multiply)(lhs, rhs)
-    return multiply(lhs, rhs)
+        return typed_as(lambda lhs, rhs: primitive.bind(*materialize([lhs, rhs]), **dense_params), times)(lhs, rhs)
+    return times(lhs, rhs)
 
 
 def result_dtype(lhs: Any, rhs: Any, precision: Any = None) -> Any:
@@ -80,15 +78,15 @@ def as_tuples(numbers: Any) -> Numbers:
     return (l_summed, r_summed), (l_batch, r_batch)
 
 
-def multiplied(lhs: Any, rhs: Any, numbers: Numbers, dtype: Any, precision: Any) -> jax.Array:
+def matmul(lhs: Any, rhs: Any, numbers: Numbers, dtype: Any, precision: Any) -> jax.Array:
     """`lax.dot_general` of operands one of which is quantized, or both: by a kernel, else in tiles, as `dtype`."""
     (l_summed, r_summed), (l_batch, r_batch) = numbers
     if isinstance(lhs, LeafwiseArray) and isinstance(rhs, LeafwiseArray):
-        return _of_two(lhs, rhs, numbers, dtype, precision)
+        return _matmul_of_two(lhs, rhs, numbers, dtype, precision)
     if isinstance(rhs, LeafwiseArray):
-        return _product(lhs, rhs, Contraction(l_summed, r_summed, l_batch, r_batch), dtype, precision)
+        return _matmul_with_dense(lhs, rhs, Contraction(l_summed, r_summed, l_batch, r_batch), dtype, precision)
     contraction = Contraction(r_summed, l_summed, r_batch, l_batch)
-    out = _product(rhs, lhs, contraction, dtype, _swapped(precision))
+    out = _matmul_with_dense(rhs, lhs, contraction, dtype, _swapped(precision))
     batch, free = len(r_batch), len(contraction.x_free(rhs.ndim))
     return jnp.moveaxis(out, range(batch, batch + free), range(out.ndim - free, out.ndim))
 
@@ -97,20 +95,20 @@ def _swapped(precision: Any) -> Any:
     return precision[::-1] if isinstance(precision, tuple) else precision
 
 
-def _of_two(lhs: Any, rhs: Any, numbers: Numbers, dtype: Any, precision: Any) -> jax.Array:
-    """Of two quantized arrays: tiles of one are decoded, and each multiplied by the other as it is."""
+def _matmul_of_two(lhs: Any, rhs: Any, numbers: Numbers, dtype: Any, precision: Any) -> jax.Array:
+    """Of two quantized arrays: tiles of one are decoded, and each matmul by the other as it is."""
     (l_summed, r_summed), (l_batch, r_batch) = numbers
     free = Contraction(r_summed, l_summed, r_batch, l_batch).q_free(lhs.ndim)
     axis = next((axis for axis in free if lhs.shape[axis] > lhs.alignment(axis)), None)
     if axis is None or not (lhs.use_kernel and lhs.size):
         note_materialized(lhs, "it has no axis that can be cut into tiles, and the other operand is quantized too")
-        return multiplied(lhs.decoded(), rhs, numbers, dtype, precision)
+        return matmul(lhs.decoded(), rhs, numbers, dtype, precision)
     out_axis = len(l_batch) + free.index(axis)
-    multiply = functools.partial(multiplied, numbers=numbers, dtype=dtype, precision=precision)
-    return in_pieces(lhs, axis, lambda piece: multiply(piece.decoded(), rhs), out_axis)
+    times = functools.partial(matmul, numbers=numbers, dtype=dtype, precision=precision)
+    return in_pieces(lhs, axis, lambda piece: times(piece.decoded(), rhs), out_axis)
 
 
-def _product(x: Any, q: LeafwiseArray, contraction: Contraction, dtype: Any, precision: Any) -> jax.Array:
+def _matmul_with_dense(x: Any, q: LeafwiseArray, contraction: Contraction, dtype: Any, precision: Any) -> jax.Array:
     if q.moved_from is not None:  # `x @ q.T` reads the codes as they lie, and nothing is moved
         origin, permutation = q.moved_from
         summed, batch = (tuple(permutation[a] for a in axes) for axes in (contraction.q_summed, contraction.q_batch))
@@ -125,13 +123,13 @@ def _product(x: Any, q: LeafwiseArray, contraction: Contraction, dtype: Any, pre
         return _in_jax(x, q, contraction).astype(dtype)
     if not _exceeds_default(precision):
         return _by_kernel(x, q, contraction, dtype)
-    if jax.default_backend() != "cpu":  # whose kernels multiply in bfloat16 or TF32
-        note_materialized(q, f"the kernels of this device multiply in less than the precision asked for, {precision}")
-        return product(x, q, contraction, as_dense, in_tiles=False).astype(dtype)
+    if jax.default_backend() != "cpu":  # whose kernels times in bfloat16 or TF32
+        note_materialized(q, f"the kernels of this device times in less than the precision asked for, {precision}")
+        return matmul_in_tiles(x, q, contraction, as_dense, in_tiles=False).astype(dtype)
 
     def elsewhere(x: jax.Array, q: LeafwiseArray) -> jax.Array:
         with unobserved():
-            return product(x, q, contraction, as_dense, in_tiles=False).astype(dtype)
+            return matmul_in_tiles(x, q, contraction, as_dense, in_tiles=False).astype(dtype)
 
     exact = q.with_activation_dtype(None) if q.activation_dtype else q
     on_cpu = functools.partial(_by_kernel, contraction=contraction, dtype=dtype)
@@ -140,9 +138,9 @@ def _product(x: Any, q: LeafwiseArray, contraction: Contraction, dtype: Any, pre
 
 def _in_jax(x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense | None = None) -> jax.Array:
     if q.use_kernel and _use_kernel.value:
-        return product(x, q, contraction, as_dense)
+        return matmul_in_tiles(x, q, contraction, as_dense)
     switch = "`use_kernel=False`" if not q.use_kernel else "`nf4_use_kernel(False)`"
-    return product(x, q, contraction, as_dense, in_tiles=False, why=f"{switch} asks for it")
+    return matmul_in_tiles(x, q, contraction, as_dense, in_tiles=False, why=f"{switch} asks for it")
 
 
 _HALF_OR_SINGLE = frozenset(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
@@ -173,7 +171,7 @@ def _exceeds_default(precision: Any) -> bool:
 def _by_kernel(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: Any) -> jax.Array:
     stack = stacked(q, contraction) if jax.default_backend() != "cpu" or cpu.is_available() else None
     if stack is None or stack[0].stored_matrix() is None:
-        return product(x, q, contraction).astype(dtype)
+        return matmul_in_tiles(x, q, contraction).astype(dtype)
     matrices, contracted_axis = stack
     batch = [x.shape[a] for a in contraction.x_batch]
     rows = contraction.x_free(x.ndim)
@@ -183,7 +181,7 @@ def _by_kernel(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: 
     # `lax` rather than `jnp`, and only where something changes: this is traced for every product of a model.
     order = [*contraction.x_batch, *rows, *summed]
     x = x if order == list(range(x.ndim)) else lax.transpose(x, order)
-    out = quantized_matmul(x if x.shape == tuple(shape) else lax.reshape(x, shape), matrices, contracted_axis, dtype)
+    out = matmul_stacks(x if x.shape == tuple(shape) else lax.reshape(x, shape), matrices, contracted_axis, dtype)
     return lax.reshape(out, out_shape)
 
 

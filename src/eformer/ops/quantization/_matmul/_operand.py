@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from eformer.kernels import Matrix, cpu, pallas
-
-from ._base import QuantizedArray
+from eformer.ops.quantization._base import QuantizedArray
 
 Grain = int
 Leaves = dict[str, jax.Array]
 
 
-class DivisibleArray(QuantizedArray):
+class MatmulOperand(QuantizedArray):
     """A quantized array whose leaves run along its axes, each entry for so many elements of the array."""
 
     @abc.abstractmethod
@@ -43,7 +42,7 @@ class DivisibleArray(QuantizedArray):
         """This array of 3 axes, each leaf with the first, as kernels read it; None where they can't."""
         return None
 
-    def product_on_cpu(self, x: jax.Array, contracted_axis: int) -> jax.Array | None:
+    def matmul_on_cpu(self, x: jax.Array, contracted_axis: int) -> jax.Array | None:
         """x (count, rows, k) times this array of 3 axes, by the native core in float32; None where it can't."""
         matrix = self.stored_matrix()
         if matrix is None or not cpu.is_available():
@@ -51,7 +50,7 @@ class DivisibleArray(QuantizedArray):
         rounding = {"round_x": self.activation_dtype == "int8", "round_values": self.dtype == jnp.bfloat16}
         return cpu.matmul(x, matrix, contracted_axis, **rounding)
 
-    def product_on_accelerator(self, device: pallas.Device, x: jax.Array, contracted_axis: int) -> jax.Array | None:
+    def matmul_on_accelerator(self, device: pallas.Device, x: jax.Array, contracted_axis: int) -> jax.Array | None:
         """The same by a Pallas kernel; None also where XLA's own program is better."""
         matrix = self.stored_matrix()
         if matrix is None:

@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from ._device_axes import axes_of, mesh_of, starts_of
+from ._inferred_mesh import infer_mesh, mesh_axes, shard_starts
 
 SUMMED = "k"  # the axis that is summed over; all other names are up to the caller
 
@@ -79,8 +79,8 @@ def partitioned(
 
     def partition(_: Any, operands: Sequence[Any], result: Any) -> Any:
         _, x, codes, *_ = operands
-        starts = [starts_of(each, devices) for each in (x, codes, result)]
-        mesh = mesh_of(devices, starts)
+        starts = [shard_starts(each, devices) for each in (x, codes, result)]
+        mesh = infer_mesh(devices, starts)
         dims = (problem.x, problem.leaves[0], problem.out)
         given, stored, wanted = (_parts_of(*each, mesh) for each in zip(dims, starts, strict=True))
         parts = _divide(problem, mesh.shape, x=given, codes=stored, out=wanted)
@@ -166,7 +166,7 @@ def _rule(problem: Problem, all_dims: Sequence[Dims]) -> SdyShardingRule:
 
 
 def _parts_of(dims: Dims, starts: np.ndarray, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    found = zip(dims, axes_of(starts, mesh.devices.shape), strict=True)
+    found = zip(dims, mesh_axes(starts, mesh.devices.shape), strict=True)
     return {dim.axis: tuple(mesh.axis_names[a] for a in axes) for dim, axes in found if dim.axis is not None}
 
 
