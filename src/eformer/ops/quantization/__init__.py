@@ -1,11 +1,15 @@
 """Quantized arrays: INT8, NF4, binary and ternary at two bits, and RSR operators."""
 
+import importlib
+import pkgutil
+
 from . import _collectives as _collectives  # these register rules
 from . import _layout as _layout
 from . import _movement as _movement
 from . import _scaling as _scaling
 from ._base import Format as Format
 from ._base import QuantizedArray as QuantizedArray
+from ._base import find_format as find_format
 from ._base import formats as formats
 from ._base import register_format as register_format
 from ._config import QuantizationConfig as QuantizationConfig
@@ -25,3 +29,7 @@ from .implicit_array_nf4 import ArrayNF4 as ArrayNF4
 from .implicit_array_nf4 import straight_through_nf4 as straight_through_nf4
 from .implicit_array_rsr import RSROperatorBinary as RSROperatorBinary
 from .implicit_array_rsr import RSROperatorTernary as RSROperatorTernary
+
+for _module in pkgutil.iter_modules(__path__):  # a format registers itself when its file is imported
+    if _module.name.startswith("implicit_array_"):
+        importlib.import_module(f"{__name__}.{_module.name}")

@@ -324,8 +324,12 @@ def formats() -> tuple[Format, ...]:
 
 
 def find_format(name: str) -> Format:
+    """The format registered under `name`; a TypeError or ValueError lists the names there are."""
+    known = ", ".join(map(repr, _formats))
+    if not isinstance(name, str):
+        raise TypeError(f"a quantization type is a name, one of {known}, got {type(name).__name__} {name!r}")
     if name not in _formats:
-        raise ValueError(f"unknown quantization type {name!r}; there are {', '.join(map(repr, _formats))}")
+        raise ValueError(f"unknown quantization type {name!r}; there are {known}")
     return _formats[name]
 
 

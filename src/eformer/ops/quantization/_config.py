@@ -10,7 +10,7 @@ import jax
 
 from eformer.jaximus import ste
 
-from ._base import Format, QuantizedArray, find_format, formats
+from ._base import Format, QuantizedArray, find_format
 from ._validation import a_bool, an_even_length, int8_or_none
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_8bit import Array8B as Array8B
@@ -27,9 +27,6 @@ class QuantizationType(enum.StrEnum):
 
 
 def _checked_type(dtype: QuantizationType | str) -> QuantizationType | str:
-    if not isinstance(dtype, str):
-        known = ", ".join(repr(form.name) for form in formats())
-        raise TypeError(f"a quantization type is a name, one of {known}, got {type(dtype).__name__} {dtype!r}")
     find_format(dtype)
     return QuantizationType(dtype) if dtype in set(QuantizationType) else dtype
 
