@@ -101,12 +101,32 @@ def encode_int8(x: jax.Array, axis: Sequence[int]) -> tuple[jax.Array, jax.Array
 
     A slice of zeros has scale 1. A slice with a NaN or an infinity has scale NaN, and decodes to NaN.
     """
+    return _symmetric(x, axis, 127)
+
+
+def _symmetric(x: jax.Array, axis: Sequence[int], largest: int) -> tuple[jax.Array, jax.Array]:
+    """The int8 nearest to `x / scale`, in [-largest, largest], and the scale of each slice along `axis`."""
     peak = _finite(absmax(x, axis))
-    scale = jnp.where(peak == 0, 1, jnp.maximum(_divide(peak, jnp.full_like(peak, 127)), jnp.finfo(peak.dtype).tiny))
-    # Next to the largest float, 127 times the rounded quotient overflows.
-    scale = jnp.where(jnp.isinf(scale * 127), jnp.nextafter(scale, jnp.zeros_like(scale)), scale)
-    steps = jnp.clip(jnp.round(_divide(x.astype(scale.dtype), scale)), -127, 127)
+    step = _divide(peak, jnp.full_like(peak, largest))
+    scale = jnp.where(peak == 0, 1, jnp.maximum(step, jnp.finfo(peak.dtype).tiny))
+    # Next to the largest float, `largest` times the rounded quotient overflows.
+    scale = jnp.where(jnp.isinf(scale * largest), jnp.nextafter(scale, jnp.zeros_like(scale)), scale)
+    steps = jnp.clip(jnp.round(_divide(x.astype(scale.dtype), scale)), -largest, largest)
     return jnp.where(jnp.isnan(steps), 0, steps).astype(jnp.int8), scale
+
+
+def encode_blocks(x: jax.Array, block_size: int, axis: int, largest: int) -> tuple[jax.Array, jax.Array]:
+    """int8 in [-largest, largest] of the shape of `x`, and a scale per block along `axis`; rounded as INT8 is."""
+    axis = axis % x.ndim
+    values, scale = _symmetric(split(x, axis, block_size), (axis + 1,), largest)
+    return merge(values, axis, x.shape[axis]), jnp.squeeze(scale, axis + 1)
+
+
+def scale_blocks(values: jax.Array, scale: jax.Array, block_size: int, axis: int) -> jax.Array:
+    """`values` times the `scale` of their blocks of `block_size` along `axis`, in the dtype of `scale`."""
+    axis, length = axis % values.ndim, values.shape[axis]
+    blocks = split(values.astype(scale.dtype), axis, block_size)
+    return merge(blocks * jnp.expand_dims(scale, axis + 1), axis, length)
 
 
 def decode_int8(weight: jax.Array, scale: jax.Array) -> jax.Array:
@@ -118,14 +138,14 @@ def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, [(0, missing if i == axis % x.ndim else 0) for i in range(x.ndim)]) if missing else x
 
 
-def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
+def split(x: jax.Array, axis: int, size: int) -> jax.Array:
     """Axis `axis` as two: groups, and `size` within a group; the last group is filled with zeros."""
     x, axis = _pad(x, axis, size), axis % x.ndim
     return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
 
 
-def _merge(x: jax.Array, axis: int, length: int) -> jax.Array:
-    """The inverse of `_split`: axes `axis` and `axis + 1` as one, cut to `length`."""
+def merge(x: jax.Array, axis: int, length: int) -> jax.Array:
+    """The inverse of `split`: axes `axis` and `axis + 1` as one, cut to `length`."""
     x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
     return lax.slice_in_dim(x, 0, length, axis=axis)
 
@@ -137,15 +157,15 @@ def encode_nf4(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax
     absmax NaN, and the block decodes to NaN.
     """
     axis, length = axis % x.ndim, x.shape[axis % x.ndim]
-    blocks = _split(x, axis, block_size)
+    blocks = split(x, axis, block_size)
     peak = _finite(absmax(blocks, (axis + 1,)))
     unit = _divide(blocks.astype(peak.dtype), jnp.where(peak == 0, 1, peak))
     codes = functools.reduce(jnp.add, [(unit > boundary).astype(jnp.uint8) for boundary in NF4_BOUNDARIES])
-    return _pack_nibbles(_merge(codes, axis, length), axis), jnp.squeeze(peak, axis + 1)
+    return _pack_nibbles(merge(codes, axis, length), axis), jnp.squeeze(peak, axis + 1)
 
 
 def _pack_nibbles(codes: jax.Array, axis: int) -> jax.Array:
-    pairs = _split(codes, axis, 2)
+    pairs = split(codes, axis, 2)
     if axis == codes.ndim - 1:  # one 16-bit word a pair: XLA:CPU reads it four times faster than every other byte
         words = lax.bitcast_convert_type(pairs, jnp.uint16)
         return ((words << 4) | (words >> 8)).astype(jnp.uint8)
@@ -154,11 +174,14 @@ def _pack_nibbles(codes: jax.Array, axis: int) -> jax.Array:
 
 
 def decode_nf4(packed: jax.Array, absmax: jax.Array, block_size: int, axis: int, length: int) -> jax.Array:
+    return scale_blocks(unpack_nf4(packed, axis, length), absmax, block_size, axis)
+
+
+def unpack_nf4(packed: jax.Array, axis: int, length: int) -> jax.Array:
+    """float32 values in [-1, 1]: what the codes stand for."""
     axis = axis % packed.ndim
-    codes = _merge(jnp.stack([packed >> 4, packed & 15], axis + 1), axis, length)
-    table = jnp.asarray(NF4_CODES, absmax.dtype)
-    blocks = _split(table[codes], axis, block_size)
-    return _merge(blocks * jnp.expand_dims(absmax, axis + 1), axis, length)
+    codes = merge(jnp.stack([packed >> 4, packed & 15], axis + 1), axis, length)
+    return jnp.asarray(NF4_CODES)[codes]
 
 
 @functools.cache
@@ -185,17 +208,17 @@ def _even_steps(start: np.float32, stop: np.float32, steps: int) -> np.ndarray:
 def encode_dynamic(x: jax.Array, block_size: int = 256) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`x` of shape (..., n), not negative, as codes of `(x - offset) / nested`: its mean, and a scale per block."""
     offset = _mean_of_magnitudes(x, (-1,), max(x.shape[-1], 1))[..., 0]
-    blocks = _split(x - offset[..., None], -1, block_size)
+    blocks = split(x - offset[..., None], -1, block_size)
     nested = absmax(blocks, (-1,))
     unit = _divide(blocks, jnp.where(nested == 0, 1, nested))
     codes = jnp.searchsorted(jnp.asarray(_boundaries(dynamic_map())), unit, side="left").astype(jnp.uint8)
-    return _merge(codes, x.ndim - 1, x.shape[-1]), nested[..., 0], offset
+    return merge(codes, x.ndim - 1, x.shape[-1]), nested[..., 0], offset
 
 
 def decode_dynamic(codes: jax.Array, nested: jax.Array, offset: jax.Array, block_size: int = 256) -> jax.Array:
-    values = _split(jnp.asarray(dynamic_map())[codes], -1, block_size)
+    values = split(jnp.asarray(dynamic_map())[codes], -1, block_size)
     product = _rounded_product(values, nested[..., None])
-    return _merge(product, codes.ndim - 1, codes.shape[-1]) + offset[..., None]
+    return merge(product, codes.ndim - 1, codes.shape[-1]) + offset[..., None]
 
 
 def decode_dynamic_matrix(codes: jax.Array, nested: jax.Array, offset: jax.Array, block_size: int = 256) -> jax.Array:
@@ -225,18 +248,29 @@ def pack_ternary(values: jax.Array, axis: int) -> jax.Array:
 
     Other values are rounded and clipped. The last byte is filled up with zeros; what it holds there is never read.
     """
-    axis = axis % values.ndim
     shifted = jnp.clip(jnp.round(values), -1, 1) + 1
-    groups = _split(jnp.where(jnp.isnan(shifted), 3, shifted).astype(jnp.uint8) ^ 1, axis, 4)
-    parts = [lax.index_in_dim(groups, i, axis + 1, keepdims=False) << (2 * i) for i in range(4)]
-    return parts[0] | parts[1] | parts[2] | parts[3]
+    return pack(jnp.where(jnp.isnan(shifted), 3, shifted).astype(jnp.uint8) ^ 1, 4, axis)
 
 
 def unpack_ternary(packed: jax.Array, axis: int, length: int) -> jax.Array:
     """float32 values in {-1, 0, 1, NaN}."""
-    axis = axis % packed.ndim
-    codes = _merge(jnp.stack([(packed >> (2 * i)) & 3 for i in range(4)], axis + 1), axis, length)
+    codes = unpack(packed, 4, axis, length)
     return jnp.where(codes == 2, jnp.nan, (codes ^ 1).astype(jnp.float32) - 1)
+
+
+def pack(codes: jax.Array, per_byte: int, axis: int) -> jax.Array:
+    """uint8 codes, 2, 4 or 8 along `axis` to a byte, the first in the lowest bits; zeros fill the last byte."""
+    axis, bits = axis % codes.ndim, 8 // per_byte
+    groups = split(codes, axis, per_byte)
+    parts = [lax.index_in_dim(groups, i, axis + 1, keepdims=False) << (bits * i) for i in range(per_byte)]
+    return functools.reduce(jnp.bitwise_or, parts)
+
+
+def unpack(packed: jax.Array, per_byte: int, axis: int, length: int) -> jax.Array:
+    """The `length` codes along `axis` that `pack` has put `per_byte` to a byte."""
+    axis, bits = axis % packed.ndim, 8 // per_byte
+    parts = [(packed >> (bits * i)) & (2**bits - 1) for i in range(per_byte)]
+    return merge(jnp.stack(parts, axis + 1), axis, length)
 
 
 def signs(x: jax.Array) -> jax.Array:
@@ -268,7 +302,7 @@ def encode_rsr(bits: jax.Array, k: int) -> jax.Array:
 
     The last integer of a row is filled up with zeros, in its lowest bits.
     """
-    blocks = _split(bits.astype(jnp.uint8 if k <= 8 else jnp.uint16), -1, k)
+    blocks = split(bits.astype(jnp.uint8 if k <= 8 else jnp.uint16), -1, k)
     place = k - 1 - lax.broadcasted_iota(blocks.dtype, blocks.shape, blocks.ndim - 1)
     return jnp.swapaxes(jnp.sum(blocks << place, -1, dtype=blocks.dtype), -1, -2)
 
@@ -278,4 +312,4 @@ def decode_rsr(codes: jax.Array, k: int, length: int) -> jax.Array:
     codes = jnp.swapaxes(codes, -1, -2)
     place = k - 1 - lax.broadcasted_iota(codes.dtype, (*codes.shape, k), codes.ndim)
     bits = (jnp.expand_dims(codes, -1) >> place) & 1
-    return _merge(bits, codes.ndim - 1, length).astype(jnp.float32)
+    return merge(bits, codes.ndim - 1, length).astype(jnp.float32)
