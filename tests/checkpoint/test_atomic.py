@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from eformer import _files
 from eformer.checkpoint import (
     CheckpointError,
-    _atomic,
     _leftovers,
     _locks,
     _saving,
@@ -32,7 +32,7 @@ from eformer.checkpoint import (
     save_gguf,
 )
 
-WATCHED = {module.__file__ for module in (_atomic, _leftovers, _locks, _saving, _write)}
+WATCHED = {module.__file__ for module in (_files, _leftovers, _locks, _saving, _write)}
 TOKEN = "0123456789abcdef"
 
 
@@ -259,8 +259,8 @@ def _name_of(handle: int) -> str:
 
 def test_a_new_folder_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     synced: list[Path] = []
-    sync = _atomic.sync_folder
-    monkeypatch.setattr(_atomic, "sync_folder", lambda folder: (synced.append(folder), sync(folder)))
+    sync = _files.sync_folder
+    monkeypatch.setattr(_files, "sync_folder", lambda folder: (synced.append(folder), sync(folder)))
     save(tmp_path / "a" / "b", filled(0))
     assert synced == [tmp_path, tmp_path / "a"]
 

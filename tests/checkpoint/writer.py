@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from eformer.checkpoint import _atomic, _leftovers, _locks, _saving, _write, save
+from eformer import _files
+from eformer.checkpoint import _leftovers, _locks, _saving, _write, save
 
 NAMES = [f"array {i}" for i in range(4)]
 SIZE = 1000
-WATCHED = {module.__file__ for module in (_atomic, _leftovers, _locks, _saving, _write)}
+WATCHED = {module.__file__ for module in (_files, _leftovers, _locks, _saving, _write)}
 
 
 def tree(value: float) -> dict[str, np.ndarray]:

@@ -16,8 +16,12 @@ ROOT = Path(eformer.__file__).parent
 MODULES = ["eformer", *sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "eformer."))]
 SOURCES = sorted(ROOT.rglob("*.py"))
 
-# Which packages of ours a package may import, besides itself.
+# Modules beside the packages, which know none of them and which all may import.
+SHARED = {path.stem for path in ROOT.glob("_*.py") if not path.stem.startswith("__")}
+
+# Which packages of ours a package may import, besides itself and the shared modules.
 MAY_IMPORT = {
+    **{module: set() for module in SHARED},
     "jaximus": set(),
     "kernels": set(),
     "ops": {"jaximus", "kernels"},
@@ -25,7 +29,6 @@ MAY_IMPORT = {
     "checkpoint": {"model", "ops", "jaximus", "kernels"},
     "cli": {"checkpoint", "model", "ops", "jaximus"},
     "__main__": {"cli"},
-    "_warnings": set(),
 }
 
 # Run in a fresh interpreter: what our code does while it is imported, once the packages it stands on are there.
@@ -113,7 +116,17 @@ def relative(source: Path) -> str:
 def test_imports_point_one_way(source):
     package = source.relative_to(ROOT).parts[0].removesuffix(".py")
     ours = {name.split(".")[1] for name in imported(source) if name.startswith("eformer.")}
-    assert package == "__init__" or ours & MAY_IMPORT.keys() <= MAY_IMPORT[package] | {package, "_warnings"}
+    assert package == "__init__" or ours & MAY_IMPORT.keys() <= MAY_IMPORT[package] | {package} | SHARED
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=relative)
+def test_no_private_name_crosses_a_package(source):
+    package = source.relative_to(ROOT).parts[0].removesuffix(".py")
+    paths = [name.split(".")[1:] for name in imported(source) if name.startswith("eformer.")]
+    private = {
+        ".".join(path) for path in paths if path[0] != package and any(part.startswith("_") for part in path[1:])
+    }
+    assert not private
 
 
 def test_every_package_has_its_place():

@@ -10,3 +10,7 @@ from ._open import Checkpoint as Checkpoint
 from ._open import open_checkpoint as open_checkpoint
 from ._quantize import quantize_checkpoint as quantize_checkpoint
 from ._save import save as save
+from ._saving import abandon_saves as abandon_saves
+from ._saving import atomic_file as atomic_file
+from ._suffix import SUFFIXES as SUFFIXES
+from ._suffix import check_suffix as check_suffix

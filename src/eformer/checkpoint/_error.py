@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eformer.model._text import printable
+from eformer._text import printable
 
 
 class CheckpointError(ValueError):

@@ -22,7 +22,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ._atomic import short
+from eformer._files import short
+
 from ._locks import OpenFile
 from ._sources import INDEX_SUFFIX, SUFFIX, shards_of
 

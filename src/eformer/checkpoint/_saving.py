@@ -22,7 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from ._atomic import check_free, make_folder, reserve, room_for, sync_folder, unmake_folders
+from eformer._files import check_free, make_folder, reserve, room_for, sync_folder, unmake_folders
+
 from ._leftovers import (
     index_path,
     journal_path,
@@ -182,7 +183,7 @@ class Saving:
         _living.discard(self)
 
 
-def abandon_all() -> None:
+def abandon_saves() -> None:
     """Remove what the saves that are under way in this process have written: it is about to end."""
     for saving in list(_living):
         if saving._mutex.acquire(timeout=PATIENCE):  # else it is putting its files in place

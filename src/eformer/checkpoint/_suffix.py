@@ -17,7 +17,7 @@ OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".
 def check_suffix(path: str | os.PathLike[str], suffixes: tuple[str, ...] = SUFFIXES) -> None:
     """A ValueError if `path` ends like a file, but in none of `suffixes`; a folder that is there may end in anything.
 
-    >>> from eformer.checkpoint._suffix import check_suffix
+    >>> from eformer.checkpoint import check_suffix
     >>> check_suffix("llama-3.1-8b")
     >>> check_suffix("model.saftensors")
     Traceback (most recent call last):

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ._atomic import room_for
+from eformer._files import room_for
+
 from ._describe import KEY, VERSION
 from ._dtypes import dtype_name
 from ._error import CheckpointError

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from eformer.model._text import printable
+from eformer._text import printable
 
 
 class Answer:

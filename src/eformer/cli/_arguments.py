@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from eformer.checkpoint._suffix import SUFFIXES, check_suffix
+from eformer.checkpoint import SUFFIXES, check_suffix
 from eformer.model import Rule, default_rules, parse_rule
 from eformer.ops.quantization import formats
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from eformer._text import in_bytes
 from eformer.model import Rule, default_rules, quantize_model
-from eformer.model._text import in_bytes
 
 from ._answer import Answer, table
 from ._arguments import Problem, byte_count, format_rule, positive, problem

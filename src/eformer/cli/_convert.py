@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections import Counter
 
+from eformer._text import in_bytes
 from eformer.checkpoint import convert, open_checkpoint
-from eformer.model._text import in_bytes
 
 from ._answer import Answer
 from ._arguments import byte_count, target

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from eformer._text import in_bytes
 from eformer.checkpoint import load, quantize_checkpoint
 from eformer.jaximus import implicit
 from eformer.model import default_rules, stored_bytes
-from eformer.model._text import in_bytes
 
 from ._answer import Answer, table
 from ._arguments import positive

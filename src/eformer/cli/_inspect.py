@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from eformer._text import as_bits, as_shape, in_bytes, printable
 from eformer.checkpoint import open_checkpoint
-from eformer.model._text import as_bits, as_shape, in_bytes, printable
 
 from ._answer import Answer, table
 from ._compared import totals

@@ -30,10 +30,10 @@ def _of_the_process() -> int:
     """The same where the process is ours to end."""
     try:
         with ending_at_once():
-            from eformer.checkpoint._saving import abandon_all
+            from eformer.checkpoint import abandon_saves
 
             from ._run import run
-        with undone_by(abandon_all), watched():
+        with undone_by(abandon_saves), watched():
             code = run(None)
             if code == INTERRUPTED:
                 leave(said=True)

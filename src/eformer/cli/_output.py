@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from eformer.checkpoint._atomic import make_folder, unmake_folders
-from eformer.checkpoint._saving import atomic_file
+from eformer._files import make_folder, unmake_folders
+from eformer.checkpoint import atomic_file
 from eformer.model import Report
 
 from ._arguments import FILES

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from eformer.model._text import in_bytes, printable
+from eformer._text import in_bytes, printable
 
 from ._interrupt import check_interrupt
 

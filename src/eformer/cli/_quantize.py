@@ -8,9 +8,9 @@ import time
 import warnings
 from pathlib import Path
 
+from eformer._text import as_bits, in_bytes
 from eformer.checkpoint import open_checkpoint, quantize_checkpoint
 from eformer.model import UnusedRuleWarning
-from eformer.model._text import as_bits, in_bytes
 
 from ._answer import Answer
 from ._arguments import byte_count, format_names, format_rule, model_rules, rule, target

@@ -11,8 +11,8 @@ from typing import NoReturn
 import jax
 
 import eformer
+from eformer._text import printable
 from eformer.model import UnusedRuleWarning
-from eformer.model._text import printable
 
 from . import _bench, _compare, _convert, _demo, _inspect, _quantize
 from ._interrupt import INTERRUPTED, LINE

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import html
 import math
-import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from eformer._text import as_bits, as_shape, in_bytes, printable
 
 if TYPE_CHECKING:
     from ._compare import Distance
@@ -16,33 +17,9 @@ SORTS = ("error", "bytes_before", "bytes_after")
 UNKNOWN = "?"
 
 
-def printable(text: str) -> str:
-    """`text` on one line: what would end it, move a cursor or turn the direction of writing is shown as an escape.
-
-    Names in a file are whatever its author wrote. All that is printed goes through here, and through `escaped` what is
-    shown in a page.
-    """
-    return text if text.isprintable() else "".join(map(_shown, text))
-
-
-def _shown(letter: str) -> str:
-    if letter.isprintable():
-        return letter
-    return " " if unicodedata.category(letter) == "Zs" else letter.encode("unicode_escape").decode()
-
-
 def escaped(text: str) -> str:
+    """`printable` text for a page."""
     return html.escape(printable(text))
-
-
-def in_bytes(count: int) -> str:
-    """With three digits, in units of 1000."""
-    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    digits = 0 if units[0] == "B" or value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{digits}f} {units[0]}"
 
 
 def in_percent(share: float | None) -> str:
@@ -57,14 +34,6 @@ def in_decibels(snr: float | None) -> str:
 
 def as_cosine(cosine: float | None) -> str:
     return UNKNOWN if cosine is None or math.isnan(cosine) else f"{cosine:.5f}"
-
-
-def as_bits(bits: float) -> str:
-    return "" if math.isnan(bits) else f"{bits:.2f}"
-
-
-def as_shape(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def as_nonfinite(distance: Distance | None) -> str:
