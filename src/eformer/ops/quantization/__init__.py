@@ -9,8 +9,11 @@ from . import _movement as _movement
 from . import _scaling as _scaling
 from ._base import Format as Format
 from ._base import QuantizedArray as QuantizedArray
+from ._base import array_types as array_types
+from ._base import checked_sharding as checked_sharding
 from ._base import find_format as find_format
 from ._base import formats as formats
+from ._base import register_array_type as register_array_type
 from ._base import register_format as register_format
 from ._config import QuantizationConfig as QuantizationConfig
 from ._config import QuantizationType as QuantizationType

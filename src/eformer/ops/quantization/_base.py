@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +155,7 @@ class QuantizedArray(ImplicitArray):
         if sharding is None:
             return self
         traced = any(isinstance(leaf, Tracer) for leaf in jtu.tree_leaves(self))
-        placed = self._leaf_shardings(_checked_sharding(sharding, self.shape, traced))
+        placed = self._leaf_shardings(checked_sharding(sharding, self.shape, traced))
         return jtu.tree_map(_place, self, placed)
 
     def reshard(self, sharding: ShardingType) -> Self:
@@ -192,7 +192,7 @@ def laid_out(make: Callable[[jax.Array], QuantizedArray], array: jax.Array) -> A
         return make(array).with_sharding(sharding)
     # Where shardings are part of types, JAX would ask each step of `make` for one; what matters is the leaves'.
     leaves = jax.eval_shape(make, jax.ShapeDtypeStruct(array.shape, array.dtype))._leaf_shardings(
-        _checked_sharding(sharding, array.shape, traced=isinstance(array, Tracer))
+        checked_sharding(sharding, array.shape, traced=isinstance(array, Tracer))
     )
     return jax.sharding.auto_axes(make, out_sharding=leaves)(array)
 
@@ -233,7 +233,7 @@ def _names(entry: Any) -> tuple[str, ...]:
     return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
 
 
-def _checked_sharding(sharding: Any, shape: tuple[int, ...], traced: bool) -> NamedSharding:
+def checked_sharding(sharding: Any, shape: tuple[int, ...], traced: bool = False) -> NamedSharding:
     """`sharding` with a mesh and one entry per axis."""
     if isinstance(sharding, PartitionSpec):
         mesh = jax.sharding.get_abstract_mesh() if traced else jax.sharding.get_mesh()
@@ -321,6 +321,22 @@ def register_format(name: str, array_type: type[QuantizedArray], encode: Callabl
 def formats() -> tuple[Format, ...]:
     """All formats, in the order they were registered."""
     return tuple(_formats.values())
+
+
+_operators: dict[str, type[QuantizedArray]] = {}
+
+C = TypeVar("C", bound=type[QuantizedArray])
+
+
+def register_array_type(cls: C) -> C:
+    """Make a class known that no format makes, so that checkpoints can hold its arrays; a decorator."""
+    _operators[cls.__name__] = cls
+    return cls
+
+
+def array_types() -> dict[str, type[QuantizedArray]]:
+    """The known classes by name: those of all formats, and those that were registered without one."""
+    return {form.array_type.__name__: form.array_type for form in formats()} | _operators
 
 
 def find_format(name: str) -> Format:

@@ -46,6 +46,7 @@ from ._base import (
     checked_array,
     is_explicit,
     laid_out,
+    register_array_type,
     sharding_of,
     shards,
     typed_as,
@@ -164,6 +165,7 @@ class RSROperator(MatmulOperand):
         return NamedSharding(found.mesh, PartitionSpec(*stack, rows, columns), memory_kind=found.memory_kind)
 
 
+@register_array_type
 class RSROperatorBinary(RSROperator):
     """A matrix of {0, 1} of shape (n, m): `codes[b, i]` is `A[i, b * k : (b + 1) * k]` read as bits, the highest first.
 
@@ -295,6 +297,7 @@ class RSROperatorBinary(RSROperator):
         return parts == 1 or (self.padding == 0 and self.codes.shape[-2] % parts == 0)
 
 
+@register_array_type
 class RSROperatorTernary(RSROperator):
     """A matrix of {-1, 0, 1} as `rsr_b1 - rsr_b2`, two of {0, 1}: where it is 1, and where it is -1.
 
