@@ -365,6 +365,17 @@ def test_shardings_by_name_function_and_like(tmp_path: Path):
     assert load(path, sharding=device)["b"].sharding == device
 
 
+@pytest.mark.filterwarnings("ignore:`with mesh.` context manager:DeprecationWarning")
+@pytest.mark.parametrize("enter", [jax.set_mesh, lambda mesh: mesh], ids=["set_mesh", "with mesh"])
+def test_a_spec_takes_the_mesh_of_the_block(enter: Any, tmp_path: Path):
+    q, spec = quantize(normal((8, 64)), dtype="nf4"), PartitionSpec("x")
+    path = save(tmp_path, {"w": q, "b": normal((8,))})
+    with enter(mesh()):
+        found = load(path, sharding=spec)
+    assert found["b"].sharding == NamedSharding(mesh(), spec)
+    assert found["w"].packed.sharding.spec[0] == "x"
+
+
 def test_a_sharding_that_does_not_fit_names_the_array(tmp_path: Path):
     path = save(tmp_path, {"w": quantize(normal((6, 10)), dtype="nf4"), "b": normal((6,))})
     with pytest.raises(ValueError, match=r"'w', float32\[6, 10\], can't be laid out"):

@@ -1,7 +1,7 @@
 """Quantized arrays as JSON and tensors: the class, its static fields, and which tensor is which leaf.
 
 A description is `{"class": ..., "static": {field: value}, "leaves": {field: tensor name, or a description}}`. Classes
-are looked up among the registered formats and the RSR operators, and nowhere else. `"codes"` is the class's
+are looked up among the registered ones, and nowhere else. `"codes"` is the class's
 `code_version` where that is not 1: codes that stood for other values once are read as what they stood for.
 """
 
@@ -19,7 +19,7 @@ from jax import tree_util as jtu
 from jax.extend.core import jaxprs_in_params
 
 from eformer.jaximus import is_implicit
-from eformer.ops.quantization import QuantizedArray, RSROperatorBinary, RSROperatorTernary, formats
+from eformer.ops.quantization import QuantizedArray, array_types, formats
 
 from ._dtypes import BY_NUMPY_NAME
 from ._error import CheckpointError
@@ -45,12 +45,6 @@ FORMAT_ERRORS = (
 )
 
 
-def classes() -> dict[str, type[QuantizedArray]]:
-    """The classes that a checkpoint may name."""
-    found: dict[str, type[QuantizedArray]] = {form.array_type.__name__: form.array_type for form in formats()}
-    return {**found, **{cls.__name__: cls for cls in (RSROperatorBinary, RSROperatorTernary)}}
-
-
 def format_name(cls: type) -> str:
     """What `quantize` calls the class, or else its own name."""
     return next((form.name for form in formats() if form.array_type is cls), cls.__name__)
@@ -59,7 +53,7 @@ def format_name(cls: type) -> str:
 def describe(name: str, q: QuantizedArray) -> tuple[dict[str, Any], list[str]]:
     """The description of an array called `name`, and the names of its tensors in the order of its leaves."""
     cls = type(q)
-    if classes().get(cls.__name__) is not cls:
+    if array_types().get(cls.__name__) is not cls:
         raise TypeError(f"{name!r} is a {cls.__name__}, which is not registered; `register_format` makes it known")
     static: dict[str, Any] = {}
     leaves: dict[str, Any] = {}
@@ -89,9 +83,9 @@ def rebuild(described: Any, leaf: Callable[[str], Any], depth: int = 0) -> Quant
     if depth > MAX_DEPTH or not isinstance(described, dict) or not described.keys() <= known:
         raise CheckpointError("a quantized array is described by `class`, `codes`, `static` and `leaves`")
     kind, static, leaves = (described.get(key) for key in ("class", "static", "leaves"))
-    cls = classes().get(kind) if isinstance(kind, str) else None
+    cls = array_types().get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise CheckpointError(f"the class {str(kind)[:50]!r} is not one of {', '.join(classes())}")
+        raise CheckpointError(f"the class {str(kind)[:50]!r} is not one of {', '.join(array_types())}")
     version, newest = described.get("codes", 1), code_version(cls)
     if type(version) is not int or not 1 <= version <= newest or (depth and version != newest):
         raise CheckpointError(f"its codes have version {str(version)[:20]}; this release reads {newest}")

@@ -10,7 +10,7 @@ import numpy as np
 from jax import tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from eformer.ops.quantization import QuantizedArray
+from eformer.ops.quantization import QuantizedArray, checked_sharding
 
 from ._records import structs
 
@@ -56,9 +56,7 @@ def _place_quantized(host: QuantizedArray, sharding: OneSharding) -> QuantizedAr
     leaves = [leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False) for leaf in leaves]
     sharding = _checked(sharding, host.shape)
     if isinstance(sharding, NamedSharding):
-        spec = PartitionSpec(*sharding.spec, *[None] * (host.ndim - len(sharding.spec)))  # an entry for each axis
-        whole = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-        shardings = jtu.tree_leaves(structs(host)._leaf_shardings(whole), is_leaf=_is_sharding)
+        shardings = [leaf.sharding for leaf in jtu.tree_leaves(structs(host).with_sharding(sharding))]
     elif sharding is None or sharding.is_fully_replicated:
         shardings = [sharding] * len(leaves)
     else:
@@ -66,19 +64,12 @@ def _place_quantized(host: QuantizedArray, sharding: OneSharding) -> QuantizedAr
     return jtu.tree_unflatten(treedef, list(map(_place_array, leaves, shardings)))
 
 
-def _is_sharding(x: Any) -> bool:
-    return isinstance(x, Sharding)
-
-
 def _checked(sharding: OneSharding, shape: tuple[int, ...]) -> Sharding | None:
     """`sharding` with its mesh; a ValueError if it does not fit the shape."""
-    if isinstance(sharding, PartitionSpec):
-        mesh = jax.sharding.get_mesh()
-        if mesh.empty:
-            raise ValueError("a PartitionSpec needs a mesh: give a NamedSharding, or call inside `jax.set_mesh(mesh)`")
-        sharding = NamedSharding(mesh, sharding)
-    if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
-        raise ValueError(f"{len(sharding.spec)} entries for {len(shape)} axes")
+    if isinstance(sharding, (NamedSharding, PartitionSpec)):
+        found = checked_sharding(sharding, shape)
+        spec = sharding if isinstance(sharding, PartitionSpec) else sharding.spec
+        return NamedSharding(found.mesh, spec, memory_kind=found.memory_kind)
     if sharding is not None:
         sharding.shard_shape(shape)  # raises unless the axes can be split so
     return sharding
