@@ -72,7 +72,7 @@ def run(argv: Sequence[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="eformer", description=eformer.__doc__, epilog=EPILOG)
+    parser = _Parser(prog="eformer", description=(eformer.__doc__ or "").partition("\n")[0], epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"eformer {eformer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, module in COMMANDS.items():

@@ -9,6 +9,7 @@ from ._partition import partition as partition
 from ._paths import named_leaves as named_leaves
 from ._paths import stored_bytes as stored_bytes
 from ._quantize import UnusedRuleWarning as UnusedRuleWarning
+from ._quantize import dequantize as dequantize
 from ._quantize import dequantize_model as dequantize_model
 from ._quantize import quantize_model as quantize_model
 from ._report import Leaf as Leaf

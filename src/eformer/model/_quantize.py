@@ -100,14 +100,25 @@ def _key(leaf: Any, rule: Rule | None) -> Any:
     return (id(leaf), rule.format, rule.options) if rule else None
 
 
-def dequantize_model(tree: Tree) -> Tree:
-    """`tree` with each quantized array made dense, in the dtype it had; one that occurs twice, once."""
+def dequantize(tree: Tree) -> Tree:
+    """`tree` with each quantized array made dense, in the dtype it had; one that occurs twice, once.
+
+    A single quantized array is a tree too, and becomes one dense array. Dense arrays, and whatever is no array, stay.
+
+    >>> import jax.numpy as jnp
+    >>> from eformer import dequantize, quantize
+    >>> dequantize(quantize(jnp.ones(4), dtype="int8"))
+    Array([1., 1., 1., 1.], dtype=float32)
+    """
     named, structure = named_leaves(tree)
     made: dict[int, Any] = {}
     for _, leaf in named:
         if is_quantized(leaf) and id(leaf) not in made:
             made[id(leaf)] = _dense_type(leaf) if is_abstract(leaf) else jax.block_until_ready(leaf.materialize())
     return jax.tree.unflatten(structure, [made.get(id(leaf), leaf) for _, leaf in named])
+
+
+dequantize_model = dequantize
 
 
 def _dense_type(leaf: QuantizedArray) -> jax.ShapeDtypeStruct:
