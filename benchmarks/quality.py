@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from eformer.examples.minilm import Tokens, embed, model_folder  # pyright: ignore[reportMissingImports]
 
 from eformer.checkpoint import load
-from eformer.cli._minilm import Tokens, embed, model_folder
 from eformer.jaximus import implicit
 from eformer.model import Rule, default_rules, quantize_model, stored_bytes
 

@@ -1,6 +1,6 @@
 """A real sentence encoder in INT8, NF4 and ternary: `eformer demo`, which `make demo` runs.
 
-The model is plain JAX, `eformer/cli/_minilm.py`; what quantizes, saves and measures it is `eformer/cli/_demo.py`.
+The model, plain JAX, is `minilm.py` beside this file; `eformer/cli/_demo.py` quantizes, saves and measures it.
 """
 
 import sys

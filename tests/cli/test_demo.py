@@ -6,6 +6,8 @@ import argparse
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eformer.examples import minilm
 
 from eformer.checkpoint import load, open_checkpoint, save
-from eformer.cli import _demo, _minilm
-from eformer.cli._sentences import SENTENCES
+from eformer.cli import _demo
 from eformer.jaximus import explain, implicit
 from eformer.model import default_rules, dequantize_model, quantize_model
 
@@ -34,7 +36,7 @@ def _as_a_user_runs_it():
 
 @pytest.fixture
 def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_minilm, "LAYERS", 1)
+    monkeypatch.setattr(minilm, "LAYERS", 1)
 
 
 def random_params(width: int = 96, hidden: int = 96, vocabulary: int = 64) -> dict[str, jax.Array]:
@@ -53,7 +55,7 @@ def random_params(width: int = 96, hidden: int = 96, vocabulary: int = 64) -> di
     params = norm("embeddings.LayerNorm")
     for name, count in (("word", vocabulary), ("position", 64), ("token_type", 2)):
         params[f"embeddings.{name}_embeddings.weight"] = normal(count, width)
-    for i in range(_minilm.LAYERS):
+    for i in range(minilm.LAYERS):
         layer = f"encoder.layer.{i}"
         for part in ("self.query", "self.key", "self.value", "output.dense"):
             params |= dense(f"{layer}.attention.{part}", width, width)
@@ -68,7 +70,7 @@ MASK = jnp.array([[1, 1, 1, 0], [1, 1, 0, 0]])
 
 @pytest.mark.usefixtures("one_layer")
 def test_what_is_masked_does_not_matter():
-    params, embed = random_params(), jax.jit(_minilm.embed)
+    params, embed = random_params(), jax.jit(minilm.embed)
     found = embed(params, TOKENS, MASK)
     others = embed(params, jnp.where(MASK == 1, TOKENS, 9), MASK)
     alone = embed(params, TOKENS[1:, :2], MASK[1:, :2])
@@ -81,10 +83,10 @@ def test_what_is_masked_does_not_matter():
 def test_the_encoder_runs_quantized():
     """It answers as its dense weights do, and no weight is made dense: matmuls and look-ups take the codes."""
     params = quantize_model(random_params(), default_rules("nf4", embeddings="int8"))
-    found = jax.jit(implicit(_minilm.embed))(params, TOKENS, MASK)
-    expected = jax.jit(_minilm.embed)(dequantize_model(params), TOKENS, MASK)
+    found = jax.jit(implicit(minilm.embed))(params, TOKENS, MASK)
+    expected = jax.jit(minilm.embed)(dequantize_model(params), TOKENS, MASK)
     np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert explain(_minilm.embed)(params, TOKENS, MASK).dense_bytes == 0
+    assert explain(minilm.embed)(params, TOKENS, MASK).dense_bytes == 0
 
 
 def test_nearest():
@@ -93,7 +95,7 @@ def test_nearest():
 
 
 def test_sentences_are_distinct():
-    assert len(set(SENTENCES)) == len(SENTENCES) == 40
+    assert len(set(minilm.SENTENCES)) == len(minilm.SENTENCES) == 40
 
 
 def test_the_missing_package_is_named(run, monkeypatch: pytest.MonkeyPatch):
@@ -119,8 +121,8 @@ def small_model(one_layer: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """In place of the real one: what the demo does with it takes a few seconds."""
     del one_layer
     save(tmp_path / "model", random_params())
-    monkeypatch.setattr(_demo, "model_folder", lambda: tmp_path / "model")
-    monkeypatch.setattr(_demo, "Tokens", LettersAsTokens)
+    monkeypatch.setattr(minilm, "model_folder", lambda: tmp_path / "model")
+    monkeypatch.setattr(minilm, "Tokens", LettersAsTokens)
 
 
 @pytest.mark.usefixtures("small_model")
@@ -157,13 +159,18 @@ def test_all_sentences_are_embedded():
 @pytest.mark.parametrize(("form", "most"), [("int8", 0.01), ("nf4", 0.1)])
 def test_the_real_model(form: str, most: float):
     """What means the same is near, what does not is far, and quantized embeddings are near those of float32."""
-    folder = _minilm.model_folder()
+    folder = minilm.model_folder()
     params = load(folder, flat=True)
     quantized = quantize_model(params, default_rules(form, embeddings=form))
     sentences = ["A man is playing a guitar.", "Someone plays the guitar.", "The stock market fell sharply today."]
-    embed, inputs = jax.jit(implicit(_minilm.embed)), _minilm.Tokens(folder)(sentences)
+    embed, inputs = jax.jit(implicit(minilm.embed)), minilm.Tokens(folder)(sentences)
     found = embed(quantized, *inputs)
     assert jnp.max(1 - jnp.sum(found * embed(params, *inputs), axis=1)) < most
     one, same, other = found
     assert one @ same > 0.7
     assert one @ other < 0.3
+
+
+def test_other_commands_do_not_import_the_model():
+    code = "import sys; from eformer.cli import _run; print([name for name in sys.modules if 'examples' in name])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

