@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from eformer.model import Leaf, Report
-from eformer.model._compare import Distance
+from eformer.model._distance import Distance
 from eformer.model._histogram import Histogram
 from eformer.model._plots import group_of, layer_of, natural_order
 from eformer.model._svg import shorten, ticks

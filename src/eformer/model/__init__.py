@@ -1,9 +1,9 @@
 """Whole models: rules say which leaf takes which format, and a report tells what became of size and values."""
 
+from ._compare_models import report as report
 from ._defaults import contracted_axis as contracted_axis
 from ._defaults import default_rules as default_rules
 from ._from_use import rules_from_use as rules_from_use
-from ._measure import report as report
 from ._partition import combine as combine
 from ._partition import partition as partition
 from ._paths import named_leaves as named_leaves

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ._compare import has_values, pairs
+from ._distance import has_values, pairs
 
 BINS = 64
 REACH = 6  # standard deviations to each side of the mean; a few outliers must not squeeze the rest into one bin

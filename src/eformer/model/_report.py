@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ._compare import Distance
+from ._distance import Distance
 from ._histogram import Histogram
 from ._html import page
 from ._text import table

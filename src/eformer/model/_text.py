@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from eformer._text import as_bits, as_shape, in_bytes, printable
 
 if TYPE_CHECKING:
-    from ._compare import Distance
+    from ._distance import Distance
     from ._report import Leaf, Report
 
 SORTS = ("error", "bytes_before", "bytes_after")

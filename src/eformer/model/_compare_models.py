@@ -7,7 +7,7 @@ from typing import Any
 
 from eformer.ops.quantization import formats
 
-from ._compare import distance
+from ._distance import distance
 from ._histogram import histogram_of
 from ._paths import is_quantized, named_leaves, nbytes
 from ._quantize import rule_for, unused_rules
