@@ -1,12 +1,12 @@
-"""Products with quantized weights on CPU, as multiples of the speed of JAX float32 `x @ W` in the same run.
+"""Time `x @ q` on CPU in every format, as a multiple of the speed of JAX float32 `x @ W` in the same run.
 
 python benchmarks/matmul.py                      # the three shapes, all formats
-python benchmarks/matmul.py --quick              # one shape and a small ring, to see whether all is well
-python benchmarks/matmul.py --threads 1 2        # what a second core brings
+python benchmarks/matmul.py --quick              # one shape, a small ring: a quick check
+python benchmarks/matmul.py --threads 1 2        # the gain of a second core
 python benchmarks/matmul.py --linear             # GB/s over weights of 1 MB to 1 GB
 python benchmarks/matmul.py --layouts            # NF4 blocks of other lengths, and codes along the other axis
 
-How it measures is told in rings.py. `--readme` writes what it found into the README.
+rings.py says how it measures. `--docs` writes the table into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rings import (
 
 from eformer.ops.quantization import RSROperatorTernary, quantize
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 SHAPES = [(4096, 4096), (4096, 14336), (14336, 4096)]
 SECONDS = {True: 24.0, False: 8.0}  # for all contenders of a case: with many rows of x, with few
 MANY_ROWS = 17  # from here on, half precision is compared too
@@ -62,27 +62,27 @@ RSR = "RSR ternary"
 MAKE: dict[str, Make] = {**DENSE, **FORMATS, RSR: RSROperatorTernary.quantize}
 
 INTRODUCTION = """\
-`x @ q` as a multiple of the speed of JAX float32 `x @ W`, and after the slash what we work towards on a processor with
-AVX-512, VNNI and AMX. The least over weights of shape {}, on {}.
+`x @ q` as a multiple of the speed of JAX float32 `x @ W`; after the slash, our goal for a processor with AVX-512, VNNI
+and AMX. Each cell is the slowest of three weights, {}, on {}.
 
 """
 
 
 class Case(NamedTuple):
     rows: int
-    dtype: str = "float32"  # of x, or "int8": it may be rounded to that
+    dtype: str = "float32"  # of x; "int8": x is float32, and kernels may round it
     transposed: bool = False
 
     def __str__(self) -> str:
-        product = "x @ W.T" if self.transposed else "x @ W"
-        return f"{product}, M={self.rows}, {self.dtype} x"
+        matmul = "x @ W.T" if self.transposed else "x @ W"
+        return f"{matmul}, M={self.rows}, {self.dtype} x"
 
     def formats(self) -> list[str]:
-        """Those that make sense: RSR is for few rows, and only for `x @ W` with x as it is."""
+        """All formats; RSR only for few rows and `x @ W` with exact x."""
         return [*DENSE, *FORMATS, *([RSR] if self == Case(self.rows) and self.rows < MANY_ROWS else [])]
 
 
-# What we work towards, on a processor with AVX-512, VNNI and AMX.
+# For a processor with AVX-512, VNNI and AMX.
 GOALS: dict[Case, dict[str, float]] = {
     Case(1): {"int8": 4.2, "nf4": 6.8, "nf4 along N": 6.2, "ternary": 12},
     Case(1, "int8"): {"int8": 4.5, "nf4": 8, "ternary": 14},
@@ -104,15 +104,15 @@ def cases(rows: Sequence[int]) -> Iterator[Case]:
 
 def contender(case: Case, name: str, ring: Sequence[Any]) -> Contender:
     k, n = ring[0].shape
-    if name in FORMATS:  # what is stored stays the same
+    if name in FORMATS:  # the stored codes stay the same
         if case.dtype == "int8":
             ring = [q.with_activation_dtype("int8") for q in ring]
         else:
             ring = [q.astype(case.dtype) for q in ring]
-    transposed = case.transposed and name != "JAX float32"  # which is held against everything in its best form
+    transposed = case.transposed and name != "JAX float32"  # the baseline always runs its fastest layout
     x = jax.random.normal(jax.random.key(1), (case.rows, n if transposed else k)).astype(ring[0].dtype)
-    product = jax.jit(lambda x, w: x @ (w.T if transposed else w))
-    return Contender(lambda w: product(x, w).block_until_ready(), ring)
+    matmul = jax.jit(lambda x, w: x @ (w.T if transposed else w))
+    return Contender(lambda w: matmul(x, w).block_until_ready(), ring)
 
 
 class Settings(NamedTuple):
@@ -141,7 +141,7 @@ def goal(case: Case, name: str) -> float | None:
 
 
 def speed_table(speeds: dict[Case, dict[str, float]], ms: dict[Case, float] | None = None) -> str:
-    """Multiples of JAX float32's speed, and after a slash what the goal is."""
+    """Multiples of JAX float32's speed, and the goal after a slash."""
     names = [name for name in MAKE if name != "JAX float32"]
 
     def cell(case: Case, name: str) -> str:
@@ -159,7 +159,7 @@ def speeds_of(times: Times) -> dict[Case, dict[str, float]]:
     return {c: {name: t["JAX float32"] / s for name, s in t.items() if name != "JAX float32"} for c, t in times.items()}
 
 
-def compare_shapes(shapes: Sequence[tuple[int, int]], rows: Sequence[int], settings: Settings, readme: bool) -> None:
+def compare_shapes(shapes: Sequence[tuple[int, int]], rows: Sequence[int], settings: Settings, docs: bool) -> None:
     least: dict[Case, dict[str, float]] = {}
     for shape in shapes:
         times = measure_shape(shape, rows, settings)
@@ -170,9 +170,9 @@ def compare_shapes(shapes: Sequence[tuple[int, int]], rows: Sequence[int], setti
         )
         for case, found in speeds.items():
             least[case] = {name: min(s, least.get(case, found)[name]) for name, s in found.items()}
-    if readme:
-        rewrite(README, "matmul", INTRODUCTION.format(", ".join(map(str, shapes)), headline()) + speed_table(least))
-        print(f"\nwrote the least of these shapes into {README.name}")
+    if docs:
+        rewrite(PAGE, "matmul", INTRODUCTION.format(", ".join(map(str, shapes)), headline()) + speed_table(least))
+        print(f"\nwrote the least of these shapes into {PAGE.name}")
 
 
 def compare_layouts(shape: tuple[int, int], rows: Sequence[int], settings: Settings) -> None:
@@ -188,7 +188,7 @@ def compare_layouts(shape: tuple[int, int], rows: Sequence[int], settings: Setti
 
 
 def compare_threads(threads: Sequence[int], shape: tuple[int, int], rows: Sequence[int], settings: Settings) -> None:
-    """Each number of threads in a process of its own: XLA's pool has as many as the process has cores to run on."""
+    """Measure each number of threads in a process of its own: XLA sizes its pool by the cores of the process."""
     cores, found = sorted(os.sched_getaffinity(0)), {}
     for count in threads:
         spawn = multiprocessing.get_context("spawn")
@@ -210,13 +210,13 @@ def pool_threads() -> int:
 
 
 SIZES_MB = (1, 4, 16, 64, 256, 1024)
-CHAIN_BYTES = 16e6  # small products are chained to this in one call, so that they and not the calls are timed
+CHAIN_BYTES = 16e6  # one call chains small matmuls up to this size, so that the call itself is not what is timed
 
 
 def compare_sizes(settings: Settings) -> None:
-    """One row of x. A weight is a small one repeated, to be made quickly; no time depends on the values."""
+    """Time one row of x. Weights are a small one repeated: values do not change the time."""
     names = ["JAX float32", "int8, per row", "int8, per column", "nf4 along K", "nf4 along N", "ternary"]
-    print("\none row of x over weights of so many stored bytes: time, and GB/s")
+    print("\none row of x: milliseconds and GB/s, by stored bytes of the weight")
     for varied in ("K", "N"):
         lines = []
         for name in names:
@@ -237,7 +237,7 @@ def compare_sizes(settings: Settings) -> None:
 
 
 def resized(make: Make, small: Any, shape: tuple[int, int]) -> Any:
-    """A weight of that shape with the leaves of `small`, repeated or cut."""
+    """A weight of `shape` whose leaves are those of `small`, repeated or cut."""
     like = jax.eval_shape(make, jax.ShapeDtypeStruct(shape, jnp.float32))
 
     def fit(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -250,25 +250,25 @@ def resized(make: Make, small: Any, shape: tuple[int, int]) -> Any:
 
 class Chain(NamedTuple):
     contender: Contender
-    length: int  # products in a call
+    length: int  # matmuls in a call
     each: int  # stored bytes of a weight
 
 
 def chain(weight: Any, ring_bytes: float) -> Chain:
-    """Products in one call, each waiting for the one before."""
+    """Matmuls in one call, each waiting for the one before."""
     count = ring_length(stored_bytes(weight), CHAIN_BYTES)
     ring = ring_of([weight], ring_bytes)
     x = jnp.ones((1, weight.shape[0]))
 
     @jax.jit
-    def products(x: jax.Array, weights: Sequence[Any]) -> jax.Array:
+    def matmuls(x: jax.Array, weights: Sequence[Any]) -> jax.Array:
         y = x @ weights[0]
         for w in weights[1:]:
             y = (x + 0 * y[:, :1]) @ w
         return y
 
     links = [ring[i : i + count] for i in range(0, len(ring) - count + 1, count)]
-    played = Contender(lambda weights: products(x, weights).block_until_ready(), links)
+    played = Contender(lambda weights: matmuls(x, weights).block_until_ready(), links)
     return Chain(played, count, stored_bytes(weight))
 
 
@@ -276,20 +276,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=int, nargs=2, action="append", metavar=("K", "N"), help="may be given again")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 512], metavar="M", help="default: 1 8 512")
-    parser.add_argument("--ring", type=float, default=0.8, help="GB of stored bytes that each goes around (0.8)")
-    parser.add_argument("--bursts", type=int, default=60, help="at most, of each contender (60)")
+    parser.add_argument("--ring", type=float, default=0.8, help="GB of stored weights in each ring (0.8)")
+    parser.add_argument("--bursts", type=int, default=60, help="most bursts of each contender (60)")
     parser.add_argument("--quick", action="store_true", help="the first shape, a small ring, few bursts")
     parser.add_argument("--threads", type=int, nargs="+", metavar="COUNT", help="compare numbers of threads")
     parser.add_argument("--linear", action="store_true", help="compare sizes of weights")
     parser.add_argument("--layouts", action="store_true", help="compare lengths and directions of blocks")
-    parser.add_argument("--readme", action="store_true", help="write the table into the README")
+    parser.add_argument("--docs", "--readme", action="store_true", help="write the table into docs/benchmarks.md")
     args = parser.parse_args()
     shapes = [(k, n) for k, n in args.shape or SHAPES]
     settings = Settings(args.ring * 1e9, args.bursts, 1.0)
     if args.quick:
         shapes, settings = shapes[:1], Settings(0.1e9, 5, 0.2)
     if max(args.threads or [1]) > core_count():
-        parser.error(f"--threads {max(args.threads)} on {core_count()} cores: they would wait for one another")
+        parser.error(f"--threads {max(args.threads)}: this process may use {core_count()} cores")
     print(headline())
     if args.threads:
         compare_threads(args.threads, shapes[0], args.rows, settings)
@@ -298,7 +298,7 @@ def main() -> None:
     elif args.layouts:
         compare_layouts(shapes[0], args.rows, settings)
     else:
-        compare_shapes(shapes, args.rows, settings, args.readme)
+        compare_shapes(shapes, args.rows, settings, args.docs)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Products with quantized weights in this package and in other libraries, in turns in one process on the same cores.
+"""Time `x @ W` with quantized weights here and in other libraries, in turns in one process on the same cores.
 
-make peers                                       # into an environment of their own; writes benchmarks/results
-python benchmarks/peers.py --shape 4096 14336    # those of the libraries that are installed
+make peers                                       # in an environment of its own; writes benchmarks/results
+python benchmarks/peers.py --shape 4096 14336    # with the libraries that are installed
 
-Each result is first compared with the product of the weights that its library decodes: what is off by more than 5% is
-not timed. How it is timed is told in rings.py, how each library is called in libraries.py.
+Each result is first compared with x times the weight that its library decodes; an error above 5% is not timed. rings.py
+says how it measures, libraries.py how each library is called.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import glance
 import numpy as np
 from chart import Line, bars
 from libraries import BITS2, BITS4, DENSE, INT8, LIBRARIES, Problem, Product, as_numpy
 from rings import core_count, headline, machine, markdown, measure, random_weights, rewrite
 
 HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 BASELINE = "JAX: float32, float32 x"
 LARGEST_ERROR = 0.05
-# Neither torch, to compile, nor OpenVINO, to send statistics, may fork this process: JAX has threads in it.
+# torch forks to compile, and OpenVINO to send statistics; forking a process with JAX's threads can hang.
 NO_FORKS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "CI": "true"}
-SECONDS = 75.0  # for all contenders of one number of rows
+SECONDS = 75.0  # for all contenders together, per number of rows
 
 
 class Result(NamedTuple):
@@ -37,14 +39,14 @@ class Result(NamedTuple):
     weight: str
     group: str
     activations: str
-    bits: float  # stored, a weight
-    error: float  # relative, of x times the decoded weight
+    bits: float  # stored bits per weight
+    error: float  # relative, against x times the decoded weight
     ms: dict[int, float]  # by rows of x
     speed: dict[int, float]  # as a multiple of JAX float32
 
 
 def absent() -> dict[str, str]:
-    """Packages that are not installed, and how to have them."""
+    """Packages that are not installed, and how to install them."""
     needed = dict.fromkeys(package for packages in LIBRARIES.values() for package in packages)
     pinned = {"torch": "torch==2.13.0"}
     return {p: f"pip install {pinned.get(p, p)}" for p in needed if importlib.util.find_spec(p) is None}
@@ -57,7 +59,7 @@ def relative_error(product: Product, x: np.ndarray) -> float:
 
 
 def ready(problem: Problem) -> tuple[dict[str, Product], dict[str, float]]:
-    """The contenders that give the right result, and the error of each."""
+    """The contenders whose result is right, and the error of each."""
     products, errors = {}, {}
     missing = absent()
     for library, packages in LIBRARIES.items():
@@ -67,7 +69,7 @@ def ready(problem: Problem) -> tuple[dict[str, Product], dict[str, float]]:
             try:
                 product = make()
                 error = relative_error(product, problem.x)
-            except Exception as failure:  # noqa: BLE001  # whatever a library raises, the others are measured
+            except Exception as failure:  # noqa: BLE001  # a library that fails does not stop the others
                 reason = str(failure).strip().splitlines() or [type(failure).__name__]
                 print(f"not measured, {library.__name__.removeprefix('with_')}: {reason[0][:160]}")
                 continue
@@ -103,7 +105,7 @@ def fastest(results: Sequence[Result], group: str, m: int) -> float:
 
 
 def table(results: Sequence[Result], rows: Sequence[int]) -> str:
-    """The fastest of a group and number of rows in bold."""
+    """A table with the fastest of each group and number of rows in bold."""
 
     def cell(r: Result, m: int) -> str:
         if m not in r.speed:
@@ -134,7 +136,7 @@ def line(r: Result) -> Line:
 
 
 def write(results: Sequence[Result], shape: tuple[int, int], rows: Sequence[int], out: Path) -> str:
-    """The results as JSON, a table and a chart; the table is returned, with what it is of."""
+    """Write the results as JSON, table and chart; return the table with its heading."""
     where = machine()
     title = f"x (M, {shape[0]}) @ W {shape}: speed as a multiple of JAX float32"
     names = ", ".join(f"{package} {version}" for package, version in versions().items())
@@ -147,23 +149,22 @@ def write(results: Sequence[Result], shape: tuple[int, int], rows: Sequence[int]
     return text
 
 
-def readme(text: str, out: Path) -> str:
-    picture = os.path.relpath(out / "peers.svg", HERE.parent)
-    return (
-        f"![Speed of products with quantized weights, beside other libraries]({picture})\n\n"
-        f"<details><summary>The figures</summary>\n\n{text}\n\n</details>"
-    )
+def page(text: str, out: Path) -> str:
+    picture = os.path.relpath(out / "peers.svg", PAGE.parent)
+    return f"![Speed of matmuls with quantized weights, beside other libraries]({picture})\n\n{text}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=int, nargs=2, default=(4096, 4096), metavar=("K", "N"))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 512], metavar="M", help="default: 1 8 512")
-    parser.add_argument("--ring", type=float, default=0.25, help="GB of stored bytes that each goes around (0.25)")
-    parser.add_argument("--bursts", type=int, default=60, help="at most, of each contender (60)")
-    parser.add_argument("--threads", type=int, default=core_count(), help="of each library (all cores)")
+    parser.add_argument("--ring", type=float, default=0.25, help="GB of stored weights in each ring (0.25)")
+    parser.add_argument("--bursts", type=int, default=60, help="most bursts of each contender (60)")
+    parser.add_argument("--threads", type=int, default=core_count(), help="threads of each library (all cores)")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="where table, chart and JSON go")
-    parser.add_argument("--readme", action="store_true", help="put table and chart into the README as well")
+    parser.add_argument(
+        "--docs", "--readme", action="store_true", help="write docs/benchmarks.md and the README's picture and table"
+    )
     args = parser.parse_args()
     if not 1 <= args.threads <= core_count():
         parser.error(f"--threads {args.threads}: this process has {core_count()} cores to run on")
@@ -177,8 +178,9 @@ def main() -> None:
     results = compare(shape, args.rows, args.ring * 1e9, args.threads, args.bursts)
     text = write(results, shape, args.rows, args.out)
     print(f"\n{text}\n\nwrote peers.md, peers.svg and peers.json to {args.out}")
-    if args.readme:
-        rewrite(HERE.parent / "README.md", "peers", readme(text, args.out))
+    if args.docs:
+        rewrite(PAGE, "peers", page(text, args.out))
+        glance.main()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What the benchmarks of products share: rings of weights, turns of contenders, tables, and which machine it was.
+"""Timing, tables and machine names for the matmul benchmarks.
 
-A ring of distinct buffers larger than any cache, so that memory answers; contenders in turns, so that a slow moment of
-the machine meets all of them; short bursts and the least time of each, since other work can only add time.
+Every call takes the next weight of a ring that is larger than any cache, so weights are read from memory. Contenders
+take turns, so a slow moment of the machine meets all of them. The shortest burst of each counts: other programs can
+only add time.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ import jax.numpy as jnp
 
 from eformer.kernels import cpu
 
-DISTINCT = 2  # weights that are made; the rest of a ring are copies of them in buffers of their own
+DISTINCT = 2  # weights that are made; the rest of a ring are copies of them
 BURST_SECONDS = 0.02
 LEAST_BURSTS = 3
-PAUSE_SECONDS = 0.01  # in it the threads of the contender before cease to spin
+PAUSE_SECONDS = 0.01  # until the threads of the last contender stop spinning
 
 
 class Contender(NamedTuple):
-    call: Callable[[Any], Any]  # takes one of the ring, and returns when its product is there
+    call: Callable[[Any], Any]  # takes a weight of the ring, and returns when the result is ready
     ring: Sequence[Any]
 
 
 def measure(contenders: Mapping[str, Contender], bursts: int, seconds: float) -> dict[str, float]:
-    """Seconds a call: the least of `bursts` bursts, or of fewer where a contender had its share of `seconds`."""
+    """Seconds per call: the shortest of at most `bursts` bursts, within a contender's share of `seconds`."""
     around = {name: itertools.cycle(contender.ring) for name, contender in contenders.items()}
     share = seconds / max(1, len(contenders))
     best = dict.fromkeys(contenders, math.inf)
@@ -63,12 +64,12 @@ def stored_bytes(weight: Any) -> int:
 
 
 def ring_length(each: int, ring_bytes: float) -> int:
-    """How many weights of `each` bytes go around."""
+    """Number of weights of `each` bytes in a ring of `ring_bytes`."""
     return max(1, math.ceil(ring_bytes / each))
 
 
 def ring_of(distinct: Sequence[Any], ring_bytes: float) -> list[Any]:
-    """`distinct` and copies of them, `ring_bytes` of their own stored bytes in all, every one in its own buffers."""
+    """`distinct` and copies of them, each in its own buffers, `ring_bytes` in total."""
     count = ring_length(stored_bytes(distinct[0]), ring_bytes)
     copies = [jax.tree.map(jnp.copy, distinct[i % len(distinct)]) for i in range(len(distinct), count)]
     return jax.block_until_ready([*distinct, *copies][:count])
@@ -81,8 +82,8 @@ def random_weights(shape: tuple[int, int]) -> list[jax.Array]:
 
 class Machine(NamedTuple):
     processor: str
-    cores: int  # this process may use
-    instructions: tuple[str, ...]  # of those that matter to products
+    cores: int  # that this process may use
+    instructions: tuple[str, ...]  # the sets that matter to matmuls
     cache: str  # the last level
 
     def __str__(self) -> str:
@@ -128,7 +129,7 @@ def headline() -> str:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
-    """A table that is also readable as it is, with so many columns of words, flush left; the others are of numbers."""
+    """An aligned table; the first `words` columns are flush left, the others flush right."""
     rows = [list(map(str, row)) for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
 

@@ -1,0 +1,120 @@
+"""Draw the picture of the README, and write its short table, from numbers that were measured before.
+
+python benchmarks/glance.py    # reads results/peers.json and the MiniLM table of docs/models.md; measures nothing
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chart import STYLE
+from rings import markdown, rewrite
+
+from eformer.model._svg import element, scale, text
+
+HERE = Path(__file__).parent
+README, MODELS = HERE.parent / "README.md", HERE.parent / "docs" / "models.md"
+RESULTS, PICTURE = HERE / "results" / "peers.json", HERE / "results" / "glance.svg"
+FORMATS = {"8 bits": "int8", "4 bits": "nf4", "2 bits": "ternary, embeddings int8"}  # group: row of the MiniLM table
+NAMES = {"8 bits": "INT8", "4 bits": "NF4", "2 bits": "ternary"}
+ROWS = ("1", "8", "512")  # of x
+LABELS, COLUMN, GAP, BAR, TOP = 130, 130, 64, 26, 62
+
+Results = Sequence[Mapping[str, Any]]
+
+
+class Quality(NamedTuple):
+    megabytes: float
+    spearman: float
+
+
+class Bar(NamedTuple):
+    value: float
+    label: str
+
+
+def qualities(page: str) -> dict[str, Quality]:
+    """Rows of the MiniLM table, by name."""
+    table = page.partition("| MiniLM | MB | Spearman | change |\n")[2].partition("\n\n")[0]
+    cells = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \|", table, re.MULTILINE)
+    return {name: Quality(float(megabytes), float(spearman)) for name, megabytes, spearman in cells}
+
+
+def ours(results: Results, group: str, activations: str = "float32") -> Mapping[str, Any]:
+    chosen = ("eformer", group, activations)
+    return next(r for r in results if (r["library"], r["group"], r["activations"]) == chosen)
+
+
+def best_peer(results: Results, group: str, rows: str) -> str:
+    peers = [r for r in results if r["group"] == group and r["library"] != "eformer" and rows in r["speed"]]
+    best = max(peers, key=lambda r: r["speed"][rows])
+    return f"{best['speed'][rows]:.2f}x {best['library']}, {best['activations']} x"
+
+
+def columns(results: Results, found: Mapping[str, Quality]) -> dict[str, list[Bar]]:
+    """A bar for float32, then one for each format."""
+    models = [found["float32"], *(found[name] for name in FORMATS.values())]
+
+    def speeds(rows: str) -> list[Bar]:
+        values = [1.0, *(ours(results, group)["speed"][rows] for group in FORMATS)]
+        return [Bar(value, f"{value:.2f}x") for value in values]
+
+    return {
+        "MiniLM, MB": [Bar(m.megabytes, f"{m.megabytes:.1f}") for m in models],
+        "MiniLM, quality": [Bar(m.spearman, f"{m.spearman:.4f}") for m in models],
+        "speed, 1 row of x": speeds("1"),
+        "speed, 512 rows": speeds("512"),
+    }
+
+
+def picture(results: Results, found: Mapping[str, Quality], machine: str, shape: Sequence[int]) -> str:
+    names, drawn = ["float32", *NAMES.values()], columns(results, found)
+    width, height = LABELS + len(drawn) * (COLUMN + GAP), TOP + BAR * len(names) + 34
+    title = "Quantized weights beside float32: size, quality and speed"
+    notes = [
+        "Quality: Spearman's correlation on STS-B; ternary with INT8 embeddings, and rounded without training.",
+        f"Speed: x @ W in float32, W {tuple(shape)}, as a multiple of JAX float32, on {machine}.",
+    ]
+    parts = [element("style", STYLE), text(title, 8, 20, class_="title")]
+    parts += [text(note, 8, height - 20 + 15 * i, class_="note") for i, note in enumerate(notes)]
+    parts += [text(name, 8, TOP + BAR * i + 17, class_="best") for i, name in enumerate(names)]
+    for place, (name, bars) in enumerate(drawn.items()):
+        left = LABELS + place * (COLUMN + GAP)
+        at = scale(0, max(bar.value for bar in bars), 0, COLUMN)
+        parts.append(text(name, left, TOP - 10, class_="best"))
+        for row, bar in enumerate(bars):
+            top, length = TOP + BAR * row, at(bar.value)
+            kind = "ours" if row else "peer"
+            parts.append(element("rect", x=left, y=top + 4, width=length, height=BAR - 8, class_=kind))
+            parts.append(text(bar.label, left + length + 5, top + 17, class_="label"))
+    size = {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
+    return element("svg", *parts, xmlns="http://www.w3.org/2000/svg", role="img", aria_label=title, **size) + "\n"
+
+
+def table(results: Results) -> str:
+    """Our speed with float32 x, with int8 x, and the fastest other library, for each format and number of rows."""
+    lines = []
+    for group, name in NAMES.items():
+        for rows in ROWS:
+            rounded = ours(results, group, "int8")["speed"].get(rows)
+            cells = [f"{ours(results, group)['speed'][rows]:.2f}x", f"{rounded:.2f}x" if rounded else ""]
+            lines.append([name, rows, *cells, best_peer(results, group, rows)])
+    return markdown(["weight", "rows of x", "float32 x", "int8 x", "fastest other library"], lines)
+
+
+def main() -> None:
+    measured = json.loads(RESULTS.read_text())
+    where = measured["machine"]
+    machine = f"{where['processor']}, {where['cores']} cores, {where['instructions'][0]}"
+    PICTURE.write_text(picture(measured["results"], qualities(MODELS.read_text()), machine, measured["shape"]))
+    k, n = measured["shape"]
+    intro = f"`x (M, {k}) @ W ({k}, {n})` as a multiple of the speed of JAX float32, on {machine}:\n\n"
+    rewrite(README, "glance", intro + table(measured["results"]))
+
+
+if __name__ == "__main__":
+    main()
