@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from eformer.model._svg import element, scale, text
+from eformer._svg import element, scale, text
 
 Line = tuple[str, str, bool, bool, Mapping[int, float]]  # group, label, ours, int8 activations, speed by rows of x
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eformer._text import escaped, printable, table
 from eformer.checkpoint import CheckpointError, load, open_checkpoint, save, save_gguf
-from eformer.cli._answer import Answer, table
+from eformer.cli._answer import Answer
 from eformer.cli._progress import stage
 from eformer.model import quantize_model, report
-from eformer.model._text import escaped, printable
 
 BAD = "a\x1b[2J\r\nforged: 1 array\u202egnp.exe\u2028\x07\x9b31m"
 SHOWN = r"a\x1b[2J\r\nforged: 1 array\u202egnp.exe\u2028\x07\x9b31m"

@@ -8,12 +8,13 @@ from html.parser import HTMLParser
 
 import pytest
 
+from eformer._svg import shorten, ticks
+from eformer._text import in_bytes
 from eformer.model import Leaf, Report
 from eformer.model._distance import Distance
 from eformer.model._histogram import Histogram
 from eformer.model._plots import group_of, layer_of, natural_order
-from eformer.model._svg import shorten, ticks
-from eformer.model._text import in_bytes, in_percent
+from eformer.model._table import in_percent
 
 from .browser import Page, chromium, find_chromium
 

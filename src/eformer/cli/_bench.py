@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from eformer._text import in_bytes
+from eformer._text import in_bytes, table
 from eformer.model import Rule, default_rules, quantize_model
 
-from ._answer import Answer, table
+from ._answer import Answer
 from ._arguments import Problem, byte_count, format_rule, positive, problem
 from ._progress import stage
 from ._timing import interleaved

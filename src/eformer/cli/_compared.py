@@ -7,10 +7,9 @@ import math
 import os
 from typing import NamedTuple
 
+from eformer._progress import Progress
 from eformer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from eformer.model import Leaf, Report, report
-
-from ._progress import Progress
 
 
 class Totals(NamedTuple):

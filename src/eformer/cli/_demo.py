@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from eformer._text import in_bytes
+from eformer._text import in_bytes, table
 from eformer.checkpoint import load, quantize_checkpoint
 from eformer.jaximus import implicit
 from eformer.model import default_rules, stored_bytes
 
-from ._answer import Answer, table
+from ._answer import Answer
 from ._arguments import positive
 from ._compared import compare_checkpoints
 from ._output import Place, write_page

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from eformer._text import as_bits, as_shape, in_bytes, printable
+from eformer._text import as_bits, as_shape, in_bytes, printable, table
 from eformer.checkpoint import open_checkpoint
 
-from ._answer import Answer, table
+from ._answer import Answer
 from ._compared import totals
 
 HELP = "list the arrays of a checkpoint; reads no data"

@@ -8,7 +8,6 @@ from ._partition import combine as combine
 from ._partition import partition as partition
 from ._paths import named_leaves as named_leaves
 from ._paths import stored_bytes as stored_bytes
-from ._quantize import UnusedRuleWarning as UnusedRuleWarning
 from ._quantize import dequantize as dequantize
 from ._quantize import dequantize_model as dequantize_model
 from ._quantize import quantize_model as quantize_model
@@ -18,3 +17,5 @@ from ._rules import Rule as Rule
 from ._rules import apply_rule as apply_rule
 from ._rules import find_rule as find_rule
 from ._rules import parse_rule as parse_rule
+from ._unused_rules import UnusedRuleWarning as UnusedRuleWarning
+from ._unused_rules import warn_unused_rules as warn_unused_rules

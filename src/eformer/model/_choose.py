@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from eformer.ops.quantization import find_format
+
 from ._defaults import MIN_LENGTH, options_along
 from ._replay import Term, leaves_of, made_dense, signature
-from ._rules import Options, find_format
+from ._rules import Options
 from ._uses import Use
 
 

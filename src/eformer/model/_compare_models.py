@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,18 +10,19 @@ from eformer.ops.quantization import formats
 
 from ._distance import distance
 from ._histogram import histogram_of
-from ._paths import is_quantized, named_leaves, nbytes
-from ._quantize import rule_for, unused_rules
+from ._paths import Typed, is_quantized, named_leaves, nbytes
 from ._report import Leaf, Report
-from ._rules import Rule
+from ._rules import Rule, rule_for
+from ._unused_rules import unused_rules
 
 
-def report(before: Any, after: Any, *, rules: Sequence[Rule] = (), histogram: str | None = None) -> Report:
+def report(before: object, after: object, *, rules: Sequence[Rule] = (), histogram: str | None = None) -> Report:
     """Compare a model with its quantized form, leaf by leaf.
 
-    `before` may have been freed, or be abstract (of `jax.eval_shape`): then there are sizes and no errors. `rules` are
-    asked which of them matched nothing, and why they decided as they did (those of `rules_from_use` tell). `histogram`
-    is the path of the leaf whose values are counted; by default the quantized leaf with the largest error.
+    `before` may have been freed, or be abstract (from `jax.eval_shape`): then the report has sizes and no errors. With
+    `rules`, it also lists the rules that matched nothing, and the reason of each decision where a rule has one (those
+    of `rules_from_use` do). `histogram` is the path of the leaf whose values are counted; by default the quantized leaf
+    with the largest error.
 
     >>> import jax, jax.numpy as jnp
     >>> from eformer.model import quantize_model, report
@@ -34,41 +36,38 @@ def report(before: Any, after: Any, *, rules: Sequence[Rule] = (), histogram: st
     2 arrays                     526 kB  75.8 kB   4.61  0.00%     inf  1.00000
     """
     named_before, named_after = named_leaves(before)[0], named_leaves(after)[0]
-    paths = [[path for path, _ in named] for named in (named_before, named_after)]
-    if paths[0] != paths[1]:
-        only = sorted(set(paths[0]) ^ set(paths[1]))
-        raise ValueError(
-            f"the trees must have the same leaves, but {len(paths[0])} before and {len(paths[1])} after differ in "
-            f"{', '.join(map(repr, only[:3])) or 'their order'}"
-        )
+    _check_same_paths([path for path, _ in named_before], [path for path, _ in named_after])
     leaves, seen_before, seen_after = [], set[int](), set[int]()
-    for (path, old), (_, new) in zip(named_before, named_after, strict=True):
+    chosen = [rule_for(rules, path, leaf) for path, leaf in named_before]
+    for (path, old), (_, new), rule in zip(named_before, named_after, chosen, strict=True):
         if not (hasattr(old, "dtype") and hasattr(new, "dtype")):
             continue  # a function, a flag, a Python number
-        _check_shapes(path, old, new)
+        if tuple(old.shape) != tuple(new.shape):
+            raise ValueError(f"{path!r} was {list(old.shape)} and is {list(new.shape)}: that is another array")
         shared = id(old) in seen_before and id(new) in seen_after
-        rule = rule_for(rules, path, old)
         leaves.append(_leaf(path, old, new, shared, rule.reason if rule else ""))
         seen_before.add(id(old))
         seen_after.add(id(new))
-    found = Report(tuple(leaves), tuple(map(str, unused_rules(before, rules))))
-    chosen = histogram or (found.worst.path if found.worst else None)
-    if chosen is None:
+    found = Report(tuple(leaves), unused_rules(rules, chosen))
+    counted = histogram or (found.worst.path if found.worst else None)
+    if counted is None:
         return found
-    if chosen not in (leaf.path for leaf in leaves):
-        raise ValueError(f"there is no leaf {chosen!r} to count the values of; there are {_some(leaves)}")
-    return Report(
-        found.leaves, found.unused_rules, histogram_of(chosen, dict(named_before)[chosen], dict(named_after)[chosen])
-    )
+    if counted not in (leaf.path for leaf in leaves):
+        raise ValueError(
+            f"there is no leaf {counted!r} to count the values of; there are "
+            f"{', '.join(repr(leaf.path) for leaf in leaves[:3])}"
+        )
+    values = histogram_of(counted, dict(named_before)[counted], dict(named_after)[counted])
+    return dataclasses.replace(found, histogram=values)
 
 
-def _some(leaves: Sequence[Leaf]) -> str:
-    return ", ".join(repr(leaf.path) for leaf in leaves[:3])
-
-
-def _check_shapes(path: str, before: Any, after: Any) -> None:
-    if tuple(before.shape) != tuple(after.shape):
-        raise ValueError(f"{path!r} was {list(before.shape)} and is {list(after.shape)}: that is another array")
+def _check_same_paths(before: list[str], after: list[str]) -> None:
+    if before != after:
+        only = sorted(set(before) ^ set(after))
+        raise ValueError(
+            f"the trees must have the same leaves, but {len(before)} before and {len(after)} after differ in "
+            f"{', '.join(map(repr, only[:3])) or 'their order'}"
+        )
 
 
 def _leaf(path: str, before: Any, after: Any, shared: bool, reason: str) -> Leaf:
@@ -86,8 +85,8 @@ def _leaf(path: str, before: Any, after: Any, shared: bool, reason: str) -> Leaf
     )
 
 
-def _format_name(leaf: Any) -> str:
+def _format_name(leaf: Typed) -> str:
     if not is_quantized(leaf):
         return str(leaf.dtype)
     names = [form.name for form in formats() if form.array_type is type(leaf)]
-    return "/".join(names) or type(leaf).__name__  # the array does not tell a ternary from a binary one
+    return "/".join(names) or type(leaf).__name__  # an array does not tell whether it is ternary or binary

@@ -10,7 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ._rules import Rule, find_format
+from eformer.ops.quantization import find_format
+
+from ._rules import Rule
 
 MIN_SIZE = 4096  # elements; smaller leaves are not worth an error
 MIN_LENGTH = 32  # along the blocks; a float32 scale for fewer elements takes more than a bit of each

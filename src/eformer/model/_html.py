@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from eformer._svg import element
+from eformer._text import as_bits, as_shape, escaped, in_bytes
+
 from ._plots import MARKS, error_plot, histogram_plot, mark, size_plot
-from ._svg import element
-from ._text import as_bits, as_cosine, as_nonfinite, as_shape, escaped, in_bytes, in_decibels, in_percent, sorted_leaves
+from ._table import as_cosine, as_nonfinite, in_decibels, in_percent, sorted_leaves
 
 if TYPE_CHECKING:
     from ._report import Leaf, Report

@@ -1,10 +1,10 @@
-"""The names of a tree's leaves."""
+"""The leaves of a model: their paths, what kind of array each one is, and the bytes it takes."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +14,37 @@ from jax import tree_util as jtu
 from eformer.ops.quantization import QuantizedArray
 
 
-def is_quantized(x: Any) -> bool:
+class Typed(Protocol):
+    """An array with or without values: dense, quantized, or a `jax.ShapeDtypeStruct`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+
+
+def is_quantized(x: object) -> TypeGuard[QuantizedArray]:
     return isinstance(x, QuantizedArray)
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray | QuantizedArray]:
     """Whether `leaf` has values: a tree also holds functions, strings and Python's numbers."""
     return isinstance(leaf, (jax.Array, np.ndarray, QuantizedArray))
 
 
-def is_abstract(leaf: Any) -> bool:
-    """Whether `leaf` is an array without values, as of `jax.eval_shape`; a quantized one if its parts are."""
+def is_abstract(leaf: object) -> bool:
+    """Whether `leaf` is an array without values, as `jax.eval_shape` gives them; a quantized one if its parts are."""
     return any(isinstance(part, jax.ShapeDtypeStruct) for part in jtu.tree_leaves(leaf))
 
 
-def is_weight(leaf: Any) -> bool:
-    """Whether `leaf` is an array, with values or without, that may be quantized or was: integers must stay exact."""
-    return (is_array(leaf) or is_abstract(leaf)) and jnp.issubdtype(leaf.dtype, jnp.floating)
+def is_weight(leaf: object) -> TypeGuard[Typed]:
+    """Whether `leaf` is a floating point array, with or without values: integers must stay exact."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and (is_array(leaf) or is_abstract(leaf))
 
 
-def stored_bytes(tree: Any) -> int:
-    """Bytes of all arrays in `tree`, as they are stored, or will be if it is abstract; one that occurs twice, once.
+def stored_bytes(tree: object) -> int:
+    """The bytes that the arrays in `tree` take, or will take if it is abstract; an array that occurs twice counts once.
 
     >>> import jax.numpy as jnp
     >>> from eformer.model import quantize_model, stored_bytes
@@ -46,16 +56,16 @@ def stored_bytes(tree: Any) -> int:
     return sum(map(nbytes, arrays.values()))
 
 
-def nbytes(leaf: Any) -> int:
-    """Also of an abstract array."""
-    return leaf.nbytes if hasattr(leaf, "nbytes") else math.prod(leaf.shape) * leaf.dtype.itemsize
+def nbytes(leaf: Typed) -> int:
+    """The bytes of an array; a `jax.ShapeDtypeStruct` does not tell them itself."""
+    return leaf.nbytes if is_array(leaf) else math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """The leaves with their paths, and the structure that `jax.tree.unflatten` makes the tree of again.
+def named_leaves(tree: object) -> tuple[list[tuple[str, Any]], Any]:
+    """The leaves with their paths, and the structure from which `jax.tree.unflatten` makes the tree again.
 
-    A path is the keys, indices and attribute names joined by ".": "layers.0.mlp.kernel". A box around a single array,
-    such as a variable of Flax, is not named: its attribute `value` is left out. A quantized array is one leaf.
+    A path joins keys, indices and attribute names by ".": "layers.0.mlp.kernel". A box around a single array, such as
+    a variable of Flax, is not named: its attribute `value` is left out. A quantized array is one leaf.
 
     >>> from eformer.model import named_leaves
     >>> named_leaves({"layers": [{"w": 1.0}, {"w": 2.0}]})[0]
@@ -64,7 +74,7 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     leaves, structure = jtu.tree_flatten_with_path(tree, is_leaf=is_quantized)
     children = Counter(key_path[:-1] for key_path, _ in leaves)
 
-    def name(key_path: tuple[Any, ...]) -> str:
+    def name(key_path: jtu.KeyPath) -> str:
         boxed = key_path[-1:] == (jtu.GetAttrKey("value"),) and len(key_path) > 1 and children[key_path[:-1]] == 1
         return jtu.keystr(key_path[:-1] if boxed else key_path, simple=True, separator=".")
 

@@ -7,8 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ._svg import Scale, element, figure, scale, shorten, text, tick_label, ticks
-from ._text import escaped, in_bytes, in_percent
+from eformer._svg import Scale, element, figure, scale, shorten, text, tick_label, ticks
+from eformer._text import escaped, in_bytes
+
+from ._table import in_percent
 
 if TYPE_CHECKING:
     from ._histogram import Histogram

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eformer._text import as_json
+
 from ._distance import Distance
 from ._histogram import Histogram
 from ._html import page
-from ._text import table
+from ._table import report_table
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Report:
 
     def table(self, sort: str | None = None) -> str:
         """As plain text, by the tree's order; `sort` is "error", "bytes_before" or "bytes_after", largest first."""
-        return table(self, sort)
+        return report_table(self, sort)
 
     def __str__(self) -> str:
         return self.table()
@@ -137,7 +138,7 @@ class Report:
             for leaf in self.leaves
         ]
         found = {"total": total, "leaves": leaves, "unused_rules": list(self.unused_rules)}
-        return json.dumps(_finite(found), indent=1, allow_nan=False)
+        return as_json(found)
 
     def to_html(self, path: str | os.PathLike[str], *, title: str = "Quantization report") -> Path:
         """Write one page that needs nothing else: no network, no other file. Returns where it is."""
@@ -157,12 +158,3 @@ def _measures(distance: Distance | None) -> dict[str, Any]:
         "nonfinite_before": distance.nonfinite_before,
         "nonfinite_after": distance.nonfinite_after,
     }
-
-
-def _finite(value: Any) -> Any:
-    """`value` with None for floats that JSON has no word for."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

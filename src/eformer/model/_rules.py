@@ -12,7 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from eformer.ops.quantization import Format, formats
+from eformer.ops.quantization import find_format, formats
+
+from ._paths import Typed, is_weight
 
 KEEP = "keep"  # how the command line writes `format=None`
 
@@ -22,7 +24,7 @@ _OPTION = re.compile(r",(\w+)=(\([^()]*\)|[^,()=]+)")
 
 
 class Options(Mapping[str, Any]):
-    """A mapping that can be hashed: of names to values that can, with lists turned into tuples."""
+    """A mapping from names to hashable values that can itself be hashed; lists become tuples."""
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         items = {name: tuple(value) if isinstance(value, list) else value for name, value in (options or {}).items()}
@@ -54,18 +56,18 @@ class Options(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Rule:
-    """Leaves that `pattern` finds take `format`, made with `options`; None keeps them as they are.
+    """Leaves that match `pattern` take `format`, quantized with `options`; the format None keeps them as they are.
 
-    A string is searched for (`re.search`) in the leaf's path, such as "layers.0.mlp.kernel"; a function is asked with
-    path and leaf, which has `shape` and `dtype` and may have no values. Unknown formats and options raise here. An
-    `optional` rule may match nothing; of others, `quantize_model` then warns. `reason` is for readers of a `report`.
+    A string is a regular expression, searched for in the leaf's path, such as "layers.0.mlp.kernel". A function is
+    called with path and leaf, which has `shape` and `dtype` and perhaps no values. Unknown formats and options raise
+    here. If a rule matches nothing, `quantize_model` warns, unless it is `optional`. A `report` shows the `reason`.
 
     >>> from eformer.model import Rule
     >>> str(Rule(r"mlp.*kernel$", "nf4", {"axis": -2, "block_size": 32}))
     'mlp.*kernel$=nf4,axis=-2,block_size=32'
     """
 
-    pattern: str | Callable[[str, Any], bool]
+    pattern: str | Callable[[str, Any], bool]  # Any: leaves of users' own types, too
     format: str | None
     options: Mapping[str, Any] = Options()
     optional: bool = field(default=False, kw_only=True, repr=False)
@@ -80,36 +82,34 @@ class Rule:
         elif not callable(self.pattern):
             raise TypeError(f"`pattern` must be a str or a function of path and leaf, got {self.pattern!r}")
         object.__setattr__(self, "options", Options(self.options))
+        names = [form.name for form in formats()]
+        if self.format not in (None, *names):
+            raise ValueError(
+                f"unknown format {self.format!r}; there are {', '.join(map(repr, names))}, and None to keep a leaf"
+            )
         known = {} if self.format is None else find_format(self.format).options
         for name in self.options:
             if name not in known:
                 has = f"has {', '.join(map(repr, known))}" if known else "has none"
                 raise ValueError(f"the format {self.format or KEEP!r} has no option {name!r}; it {has}")
 
-    def matches(self, path: str, leaf: Any) -> bool:
+    def matches(self, path: str, leaf: Typed) -> bool:
         if isinstance(self.pattern, str):
             return re.search(self.pattern, path) is not None
         return bool(self.pattern(path, leaf))
 
     def __str__(self) -> str:
-        """As `parse_rule` reads it, if the pattern is a string."""
+        """The text that `parse_rule` reads, if the pattern is a string."""
         pattern = self.pattern if isinstance(self.pattern, str) else repr(self.pattern)
-        # A tuple without spaces, as a shell takes it without quotes.
+        # Tuples have no spaces, so that a shell takes them without quotes.
         values = (f"{name}={str(value).replace(' ', '')}" for name, value in self.options.items())
         return f"{pattern}={','.join([self.format or KEEP, *values])}"
 
 
-def find_format(name: str) -> Format:
-    known = {form.name: form for form in formats()}
-    if name not in known:
-        raise ValueError(f"unknown format {name!r}; there are {', '.join(map(repr, known))}, and None to keep a leaf")
-    return known[name]
-
-
 def parse_rule(text: str) -> Rule:
-    """The rule that `text` writes as `PATTERN=FORMAT,option=value,...`, as on a command line.
+    """The rule of the text `PATTERN=FORMAT,option=value,...`, as on a command line.
 
-    FORMAT is the name of one, or "keep". A value is a number, true, false, none, a tuple in parentheses, or else a
+    FORMAT is the name of a format, or "keep". A value is a number, true, false, none, a tuple in parentheses, or else a
     string.
 
     >>> from eformer.model import parse_rule
@@ -129,7 +129,7 @@ def parse_rule(text: str) -> Rule:
     return Rule(found["pattern"], None if name == KEEP else name, options)
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(text: str) -> object:
     text = text.strip()
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
@@ -140,14 +140,19 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def find_rule(rules: Sequence[Rule], path: str, leaf: Any) -> Rule | None:
+def find_rule(rules: Sequence[Rule], path: str, leaf: Typed) -> Rule | None:
     """The first rule that matches."""
     return next((rule for rule in rules if rule.matches(path, leaf)), None)
 
 
-def apply_rule(rule: Rule, path: str, array: Any) -> Any:
-    """`array` in the rule's format, without values if it has none; an error says which leaf, which format, and why."""
-    if rule.format is None:
+def rule_for(rules: Sequence[Rule], path: str, leaf: object) -> Rule | None:
+    """The first rule that matches a weight; None for all other leaves, such as integers, which must stay exact."""
+    return find_rule(rules, path, leaf) if is_weight(leaf) else None
+
+
+def apply_rule(rule: Rule | None, path: str, array: Any) -> Any:
+    """`array` in the rule's format; without values if it has none. An error names the leaf, the rule and the reason."""
+    if rule is None or rule.format is None:
         return array
     encode = functools.partial(find_format(rule.format).encode, **rule.options)
     try:

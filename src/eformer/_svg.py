@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from ._text import escaped
+from eformer._text import escaped
 
 Scale = Callable[[float], float]  # from a value to a coordinate
 

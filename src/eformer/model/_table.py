@@ -1,13 +1,12 @@
-"""Numbers and names for readers, and the report as a plain table."""
+"""The numbers of a report as text, and the report as a plain table."""
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from eformer._text import as_bits, as_shape, in_bytes, printable
+from eformer._text import as_bits, as_shape, in_bytes, printable, table
 
 if TYPE_CHECKING:
     from ._distance import Distance
@@ -15,11 +14,6 @@ if TYPE_CHECKING:
 
 SORTS = ("error", "bytes_before", "bytes_after")
 UNKNOWN = "?"
-
-
-def escaped(text: str) -> str:
-    """`printable` text for a page."""
-    return html.escape(printable(text))
 
 
 def in_percent(share: float | None) -> str:
@@ -37,14 +31,14 @@ def as_cosine(cosine: float | None) -> str:
 
 
 def as_nonfinite(distance: Distance | None) -> str:
-    """How many are NaN or infinite, before and after; nothing where all are finite."""
+    """The counts of NaN and infinite values before and after; an empty string where all are finite."""
     if distance is None or not (distance.nonfinite_before or distance.nonfinite_after):
         return ""
     return f"{distance.nonfinite_before:,} -> {distance.nonfinite_after:,}"
 
 
 def sorted_leaves(leaves: Sequence[Leaf], sort: str | None) -> list[Leaf]:
-    """Largest first; leaves that were not quantized have no error."""
+    """The leaves, largest first; for "error", leaves that were not quantized come last."""
     if sort is None:
         return list(leaves)
     if sort not in SORTS:
@@ -54,22 +48,16 @@ def sorted_leaves(leaves: Sequence[Leaf], sort: str | None) -> list[Leaf]:
     return sorted(leaves, key=lambda leaf: -getattr(leaf, sort))
 
 
-def table(report: Report, sort: str | None) -> str:
-    shown, reasons = bool(report.nonfinite), any(leaf.reason for leaf in report.leaves)
-    header = ["path", "shape", "format", "before", "after", "bits", "error", "SNR dB", "cosine"]
-    header += ["NaN or inf"] if shown else []
-    rows = [
-        _row(leaf) + ([as_nonfinite(leaf.distance)] if shown else []) for leaf in sorted_leaves(report.leaves, sort)
-    ]
-    count = f"{len(report.leaves)} array{'' if len(report.leaves) == 1 else 's'}"
+def report_table(report: Report, sort: str | None) -> str:
+    leaves, with_nonfinite = sorted_leaves(report.leaves, sort), bool(report.nonfinite)
+    header = ["path", "shape", "format", "before", "after", "bits", "error", "SNR dB", "cosine", "NaN or inf"]
+    count = f"{len(leaves)} array{'' if len(leaves) == 1 else 's'}"
     sizes = [in_bytes(report.bytes_before), in_bytes(report.bytes_after), as_bits(report.bits)]
     total = [count, "", "", *sizes, *_measures(report.distance, bool(report.quantized))]
-    total += [as_nonfinite(report.distance)] if shown else []
-    widths = [max(map(len, column)) for column in zip(header, *rows, total, strict=True)]
-    rule = ["-" * width for width in widths]
-    lines = [_line(row, widths) for row in (header, rule, *rows, rule, total)]
-    if reasons:
-        ends = ["reason", "------", *(printable(leaf.reason) for leaf in sorted_leaves(report.leaves, sort))]
+    columns = len(header) if with_nonfinite else len(header) - 1
+    lines = table(header[:columns], [_row(leaf)[:columns] for leaf in leaves], words=3, total=total[:columns])
+    if any(leaf.reason for leaf in leaves):
+        ends = ["reason", "------", *(printable(leaf.reason) for leaf in leaves)]
         width = max(map(len, lines))
         lines[: len(ends)] = [f"{line:{width}}  {end}".rstrip() for line, end in zip(lines, ends, strict=False)]
     lines += [f"matched nothing: {printable(rule)}" for rule in report.unused_rules]
@@ -79,24 +67,12 @@ def table(report: Report, sort: str | None) -> str:
 def _row(leaf: Leaf) -> list[str]:
     after = "shared" if leaf.shared else in_bytes(leaf.bytes_after)
     sizes = [in_bytes(leaf.bytes_before), after, as_bits(leaf.bits)]
-    return [
-        printable(leaf.path),
-        as_shape(leaf.shape),
-        printable(leaf.format),
-        *sizes,
-        *_measures(leaf.distance, leaf.quantized),
-    ]
+    return [leaf.path, as_shape(leaf.shape), leaf.format, *sizes, *_measures(leaf.distance, leaf.quantized)]
 
 
 def _measures(distance: Distance | None, quantized: bool) -> list[str]:
-    if not quantized:
-        return [""] * 3
-    if distance is None:
-        return [UNKNOWN] * 3
-    return [in_percent(distance.relative_error), in_decibels(distance.snr), as_cosine(distance.cosine)]
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    words = 3  # columns of words stand to the left, numbers to the right
-    cells = [c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-    return "  ".join(cells).rstrip()
+    """Error, SNR, cosine, and the counts of values that are not finite."""
+    shown = [""] * 3 if not quantized else [UNKNOWN] * 3
+    if quantized and distance is not None:
+        shown = [in_percent(distance.relative_error), in_decibels(distance.snr), as_cosine(distance.cosine)]
+    return [*shown, as_nonfinite(distance)]
