@@ -17,17 +17,19 @@ _DISTRIBUTIONS = {"haiku": "dm-haiku"}
 _TOP = """\
 # Runs unchanged
 
-Code that knows nothing of quantization, from packages as they are published and in the ways people put them together.
-Two lines are changed:
+With this page you can see which libraries and patterns run on quantized weights, and what to change. The code knows nothing of
+quantization; two lines are changed:
 
     model = quantize_model(model, function=f, inputs=(x,))
     y = jax.jit(implicit(f))(model, x)
 
-*Quantized* is the share of the floating point numbers that took a quantized form: NF4, and INT8 for embeddings. The
-*largest difference* is to the same code on the same weights made dense, relative to the largest number of the result;
-modules that keep state are called four times. *Bytes made dense* is what `explain` counts over the whole program. The
-models are small, so that the tests can run them all. `python -m tests.unchanged.table` makes this page, and a test
-compares each line with what it gives.
+- *Quantized* is the share of floating point numbers that were quantized: to NF4, and embeddings to INT8.
+- *Largest difference* is relative to the largest number of the result, against the same code on the dequantized
+  weights. Modules that keep state are called four times.
+- *Bytes made dense* is what `explain` counts over the whole program.
+
+The models are small, so that the tests can run them all: `python -m tests.unchanged.table` writes this page, and a test
+compares each line.
 
 | code | lines changed | quantized | largest difference | bytes made dense |
 |---|--:|--:|--:|--:|
