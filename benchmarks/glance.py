@@ -71,13 +71,19 @@ def columns(results: Results, found: Mapping[str, Quality]) -> dict[str, list[Ba
     }
 
 
-def picture(results: Results, found: Mapping[str, Quality], machine: str, shape: Sequence[int]) -> str:
-    names, drawn = ["float32", *NAMES.values()], columns(results, found)
+def machine(measured: Mapping[str, Any]) -> str:
+    where = measured["machine"]
+    return f"{where['processor']}, {where['cores']} cores, {where['instructions'][0]}"
+
+
+def picture(measured: Mapping[str, Any], found: Mapping[str, Quality]) -> str:
+    """An SVG with a column of bars for size, quality and speed each."""
+    names, drawn = ["float32", *NAMES.values()], columns(measured["results"], found)
     width, height = LABELS + len(drawn) * (COLUMN + GAP), TOP + BAR * len(names) + 34
     title = "Quantized weights beside float32: size, quality and speed"
     notes = [
         "Quality: Spearman's correlation on STS-B; ternary with INT8 embeddings, and rounded without training.",
-        f"Speed: x @ W in float32, W {tuple(shape)}, as a multiple of JAX float32, on {machine}.",
+        f"Speed: x @ W in float32, W {tuple(measured['shape'])}, as a multiple of JAX float32, on {machine(measured)}.",
     ]
     parts = [element("style", STYLE), text(title, 8, 20, class_="title")]
     parts += [text(note, 8, height - 20 + 15 * i, class_="note") for i, note in enumerate(notes)]
@@ -108,11 +114,9 @@ def table(results: Results) -> str:
 
 def main() -> None:
     measured = json.loads(RESULTS.read_text())
-    where = measured["machine"]
-    machine = f"{where['processor']}, {where['cores']} cores, {where['instructions'][0]}"
-    PICTURE.write_text(picture(measured["results"], qualities(MODELS.read_text()), machine, measured["shape"]))
+    PICTURE.write_text(picture(measured, qualities(MODELS.read_text())))
     k, n = measured["shape"]
-    intro = f"`x (M, {k}) @ W ({k}, {n})` as a multiple of the speed of JAX float32, on {machine}:\n\n"
+    intro = f"`x (M, {k}) @ W ({k}, {n})` as a multiple of the speed of JAX float32, on {machine(measured)}:\n\n"
     rewrite(README, "glance", intro + table(measured["results"]))
 
 

@@ -17,8 +17,8 @@ _DISTRIBUTIONS = {"haiku": "dm-haiku"}
 _TOP = """\
 # Runs unchanged
 
-With this page you can see which libraries and patterns run on quantized weights, and what to change. The code knows nothing of
-quantization; two lines are changed:
+With this page you can see which libraries and patterns run on quantized weights, and what to change. The code knows
+nothing of quantization; two lines are changed:
 
     model = quantize_model(model, function=f, inputs=(x,))
     y = jax.jit(implicit(f))(model, x)
