@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from eformer.kernels import Matrix, cpu
+from eformer.kernels import Matrix, cpu, pallas
 from eformer.kernels.pallas import _choice, gpu, tpu
 from eformer.ops.quantization import nf4_use_kernel, quantize
 
@@ -127,7 +127,37 @@ def test_gpu_kernels(name, contracted_axis):
     assert_product(run_on_gpu(matrix, x, contracted_axis), x, values, contracted_axis)
 
 
-# --- lowered for the platforms, as a user's product is ---
+KERNELS = {"tpu": (tpu.supports, run_on_tpu), "gpu": (gpu.supports, run_on_gpu)}
+on_each_device = pytest.mark.parametrize("device", KERNELS)
+
+
+@on_each_device
+@pytest.mark.parametrize("name", ["nf4 along 1", "int8 per row"])
+def test_a_format_that_the_kernels_do_not_know_is_declined(name, device):
+    matrix, _ = example(name, SMALL)
+    supports, _ = KERNELS[device]
+    assert supports(matrix)
+    assert not supports(replace(matrix, format="int3"))
+
+
+@pytest.mark.parametrize("platform", pallas.PLATFORMS)
+def test_a_matmul_with_an_unknown_format_is_left_to_xla(platform):
+    matrix = replace(example("ternary", SMALL)[0], format="int3")
+    assert pallas.matmul(x_for(SMALL, 0), matrix, 0, pallas.Device(platform), round_x=True) is None
+
+
+@on_each_device
+@pytest.mark.usefixtures("compile_quickly")
+def test_padding_that_holds_nan_codes_is_not_multiplied(device):
+    """70 rows are 17 bytes and half of another, whose other half is not part of the matrix."""
+    matrix, values = example("ternary", SMALL)
+    (codes,) = matrix.codes
+    filled = replace(matrix, codes=(codes.at[:, -1].set(codes[:, -1] | 0b10100000),))
+    x = x_for(SMALL, 0)
+    assert_product(KERNELS[device][1](filled, x, 0), x, values, 0)
+
+
+# --- lowered for the platforms, as a user's matmul is ---
 
 KERNEL = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton", "rocm": "__gpu$xla.gpu.triton"}
 WEIGHTS: list[dict[str, Any]] = [{"dtype": "nf4"}, {"dtype": "nf4", "axis": 0}, {"dtype": "ternary"}, {"dtype": "int8"}]

@@ -1,5 +1,5 @@
-"""Products with quantized matrices on TPU and GPU, in Pallas."""
+"""Matmuls with quantized matrices on TPU and GPU, in Pallas."""
 
-from ._call import PLATFORMS as PLATFORMS
-from ._call import Device as Device
-from ._call import matmul as matmul
+from ._choice import PLATFORMS as PLATFORMS
+from ._choice import Device as Device
+from ._choice import matmul as matmul

@@ -1,37 +1,38 @@
-"""Values of x, or of the result, in the order in which bytes hold them, and back: on TPU, by permuting lanes.
+"""On TPU, x is brought into the order in which bytes hold codes, and the result back, by permuting lanes.
 
-XLA takes ten times as many cycles to move single lanes about.
+XLA takes ten times as many cycles to move single lanes.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
-from ._typed import result
+from ._formats import result
 
 LANES = 128
 ROWS = 256  # of a block
+Interpret = bool | pltpu.InterpretParams
 
 
-def deinterleaved(x: jax.Array, parts: int, run: int, dtype: Any, interpret: Any) -> jax.Array:
-    """(count, m, k) as (count, parts, m, k / parts): runs of `run` go to each part in turn. 128 * parts divides k."""
+def deinterleaved(x: jax.Array, parts: int, run: int, dtype: DTypeLike, interpret: Interpret) -> jax.Array:
+    """(count, m, k) as (count, parts, m, k / parts): each part gets `run` elements in turn. 128 * parts divides k."""
     return x[:, None].astype(dtype) if parts == 1 else _moved(x[:, None], parts, run, dtype, interpret)
 
 
-def interleaved(x: jax.Array, run: int, interpret: Any) -> jax.Array:
-    """The inverse."""
+def interleaved(x: jax.Array, run: int, interpret: Interpret) -> jax.Array:
+    """(count, parts, m, k / parts) as (count, m, k): the inverse of `deinterleaved`."""
     parts = x.shape[1]
     return (x if parts == 1 else _moved(x, parts, run, x.dtype, interpret))[:, 0]
 
 
-def _moved(x: jax.Array, parts: int, run: int, dtype: Any, interpret: Any) -> jax.Array:
+def _moved(x: jax.Array, parts: int, run: int, dtype: DTypeLike, interpret: Interpret) -> jax.Array:
     count, given, m, k = x.shape
     made = parts // given
     groups = k * given // (parts * LANES)
@@ -54,11 +55,11 @@ def _moved(x: jax.Array, parts: int, run: int, dtype: Any, interpret: Any) -> ja
     )(x)
 
 
-def _kernel(x_ref: Any, out_ref: Any, *, parts: int, run: int) -> None:
+def _kernel(x_ref: jax.Ref, out_ref: jax.Ref, *, parts: int, run: int) -> None:
     split = x_ref.shape[0] == 1
     bits, run_bits = parts.bit_length() - 1, run.bit_length() - 1
     for group in range(x_ref.shape[2] * x_ref.shape[0] // (parts * LANES)):
-        sources = [_vector(x_ref, group * parts, i, split).astype(jnp.float32) for i in range(parts)]
+        sources = [x_ref[_place(x_ref, group * parts, i, split)].astype(jnp.float32) for i in range(parts)]
         lane = lax.broadcasted_iota(jnp.int32, sources[0].shape, 1)
         for i in range(parts):
             if split:
@@ -72,15 +73,10 @@ def _kernel(x_ref: Any, out_ref: Any, *, parts: int, run: int) -> None:
             value = functools.reduce(
                 lambda value, j: jnp.where(source == j, found[j], value), range(1, parts), found[0]
             )
-            _store(out_ref, group * parts, i, not split, value.astype(out_ref.dtype))
+            out_ref[_place(out_ref, group * parts, i, not split)] = value.astype(out_ref.dtype)
 
 
-def _vector(ref: Any, first: int, i: int, along: bool) -> Any:
-    """Of a group's vectors the `i`-th: one of many in a row, or of as many operands."""
+def _place(ref: jax.Ref, first: int, i: int, along: bool) -> tuple[int, slice, slice]:
+    """Where the `i`-th vector of a group is: along the lanes of one operand, or in the `i`-th operand."""
     at = (first + i) * LANES if along else first // ref.shape[0] * LANES
-    return ref[0 if along else i, :, at : at + LANES]
-
-
-def _store(ref: Any, first: int, i: int, along: bool, value: Any) -> None:
-    at = (first + i) * LANES if along else first // ref.shape[0] * LANES
-    ref[0 if along else i, :, at : at + LANES] = value
+    return (0 if along else i), slice(None), slice(at, at + LANES)

@@ -1,14 +1,14 @@
-"""Products with quantized matrices on TPU, decoded tile by tile next to the matrix unit.
+"""Matmuls with quantized matrices on TPU, which decode tile by tile next to the matrix unit.
 
 Codes are looked up in a register: a vector permutes eight sublanes by index in one instruction (v4 can't, and permutes
-lanes). The words that come out hold two neighbours as bfloat16, so where codes are packed along rows they are two rows
-of the operand as they lie. Products are of bfloat16 numbers and summed in float32, as JAX does it by default.
+lanes). Each word looked up holds two neighbouring values as bfloat16. So codes packed along rows are two rows of the
+operand, laid out as the matrix unit reads them. It multiplies in bfloat16 and sums in float32, as JAX does by default.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from eformer.kernels import Matrix, reference
 
-from ._lanes import LANES, deinterleaved, interleaved
-from ._scales import beside_product, block_scales, is_outer
-from ._tables import VALUES_PER_BYTE, nibble_words
-from ._typed import alike, result
+from ._formats import FORMATS, Format, alike, block_scales, has_kernel, nibble_words, result, scales_beside
+from ._lanes import LANES, Interpret, deinterleaved, interleaved
+
+Index = int | jax.Array  # of a block in the grid
 
 
 class Tiles(NamedTuple):
-    """The part of the problem that a step of the grid has: rows of x, and codes."""
+    """The part of the problem that one grid step covers: rows of x, and rows and columns of codes."""
 
     m: int
     rows: int
@@ -34,77 +34,83 @@ class Tiles(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """All that is known of a call when it is compiled."""
+    """What is known of a call when it is compiled."""
 
-    format: str
+    name: str  # of the format
     contracted_axis: int
     packed_axis: int
     block_size: int
     shape: tuple[int, ...]  # of the codes
+    length: int  # of the contracted axis
     scale_shape: tuple[int, ...]  # of the blocks' scales
     tiles: Tiles
-    scale_after: bool  # blocks' scales multiply products, not the matrix
+    scale_after: bool  # blocks' scales multiply partial sums, not the matrix
     sublanes: bool  # permuting them is an instruction
     integer: bool  # x is int8
 
     @property
-    def paired_rows(self) -> int:
-        """Rows of the operand in a row of codes."""
-        return 2 if self.format != "int8" and self.packed_axis == 0 and not self.scale_before else 1
+    def format(self) -> Format:
+        return FORMATS[self.name]
 
     @property
-    def scale_before(self) -> bool:
-        return self.format == "nf4" and not self.scale_after
+    def bytes_per_block(self) -> int:
+        return self.block_size // self.format.codes_per_byte
+
+    @property
+    def paired_rows(self) -> int:
+        """Rows of the operand in a row of codes: words that hold two rows are used as they are."""
+        scale_before = self.format.block_scales and not self.scale_after
+        return 2 if self.format.table is not None and self.packed_axis == 0 and not scale_before else 1
 
     @property
     def operands(self) -> int:
-        """Matrices that a tile of codes holds."""
-        return VALUES_PER_BYTE[self.format] // self.paired_rows
+        """Matrices that a tile of codes decodes to."""
+        return self.format.codes_per_byte // self.paired_rows
 
     @property
-    def summed_operands(self) -> int:
+    def contracted_operands(self) -> int:
         return self.operands if self.packed_axis == self.contracted_axis else 1
 
     @property
     def free_operands(self) -> int:
-        return self.operands // self.summed_operands
+        return self.operands // self.contracted_operands
 
     @property
     def depth(self) -> int:
-        """Of what is summed, in a step, for each operand."""
+        """Elements of the contracted axis that one grid step covers, per operand."""
         return self.tiles.rows * self.paired_rows if self.contracted_axis == 0 else self.tiles.cols
 
     @property
     def width(self) -> int:
-        """Of the result, in a step, for each operand."""
+        """Columns of the result that one grid step covers, per operand."""
         return self.tiles.cols if self.contracted_axis == 0 else self.tiles.rows * self.paired_rows
 
     @property
-    def sums(self) -> Any:
-        return jnp.int32 if self.integer else jnp.float32
+    def sums(self) -> np.dtype:
+        return np.dtype(np.int32 if self.integer else np.float32)
 
     @property
     def ragged(self) -> bool:
-        """Whether the last step sums over what is not there."""
+        """Whether the last step reads codes behind the end of the contracted axis."""
         axis = self.contracted_axis
         return self.shape[axis] % self.tiles[1 + axis] != 0
 
 
 def supports(matrix: Matrix) -> bool:
-    """A scale for each element, and blocks that do not fill vectors or tiles, are left to XLA."""
-    if matrix.format == "nf4":
-        return matrix.block_size in (16, 32, 64, 128, 256)
-    return is_outer(matrix)
+    """Blocks that do not fill vectors or tiles are left to XLA."""
+    if not has_kernel(matrix):
+        return False
+    return not FORMATS[matrix.format].block_scales or matrix.block_size in (16, 32, 64, 128, 256)
 
 
 def default_tiles(matrix: Matrix, m: int) -> Tiles:
     """Large enough that twice as large would save less than 10% of v5e's static cycles."""
     _, rows, cols = matrix.codes[0].shape
-    least = max(LANES, 4 * matrix.block_size) if matrix.format == "nf4" else LANES  # eight rows of scales
+    format = FORMATS[matrix.format]
+    least = max(LANES, 4 * matrix.block_size) if format.block_scales else LANES  # eight rows of scales
+    most = 1024 if format.table is None else 512
     return Tiles(
-        min(_round_up(m, 8), 512),
-        min(max(1024 if matrix.format == "int8" else 512, least), _round_up(rows, least)),
-        min(1024 if matrix.format == "int8" else 512, _round_up(cols, LANES)),
+        min(_round_up(m, 8), 512), min(max(most, least), _round_up(rows, least)), min(most, _round_up(cols, LANES))
     )
 
 
@@ -117,19 +123,20 @@ def matmul(
     scale_after: bool | None = None,
     sublanes: bool = True,
     round_x: bool = False,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> jax.Array:
     """`x @ matrix`, or `x @ matrix.T` for `contracted_axis=1`: float32 (count, m, n) of x (count, m, k).
 
-    With `round_x`, if the matrix is "int8", the rows of x become int8 too, and the sums of integers are exact.
+    With `round_x`, if the codes are int8 values, each row of x is rounded to int8 too, and sums of integers are exact.
     """
-    count, m, _ = x.shape
+    count, m, length = x.shape
+    format = FORMATS[matrix.format]
     scales, out_scale, x_scale = (), None, None
-    if matrix.format == "nf4":
+    if format.block_scales:
         scales = (block_scales(matrix),)
     else:
-        x, out_scale = beside_product(x, matrix, contracted_axis)
-    if round_x and matrix.format == "int8":
+        x, out_scale = scales_beside(x, matrix, contracted_axis)
+    if round_x and format.table is None:
         x, x_scale = reference.encode_int8(x, (2,))
         x_scale, out_scale = x_scale if out_scale is None else x_scale * out_scale, None
     if scale_after is None:
@@ -140,6 +147,7 @@ def matmul(
         matrix.packed_axis,
         matrix.block_size,
         matrix.codes[0].shape[1:],
+        length,
         scales[0].shape[1:] if scales else (),
         tiles or default_tiles(matrix, m),
         scale_after and matrix.packed_axis == 0 == contracted_axis and matrix.block_size >= 32,
@@ -153,10 +161,10 @@ def matmul(
         pl.cdiv(plan.shape[contracted_axis], plan.tiles[1 + contracted_axis]),
     )
     run = plan.paired_rows
-    x = _padded(x, {1: grid[1] * plan.tiles.m, 2: grid[3] * plan.depth * plan.summed_operands})
-    x = deinterleaved(x, plan.summed_operands, run, x.dtype if plan.integer else jnp.bfloat16, interpret)
-    operands, specs = [x, *matrix.codes], [_x_spec(plan), _codes_spec(plan)]
-    if plan.format != "int8":
+    x = _padded(x, {1: grid[1] * plan.tiles.m, 2: grid[3] * plan.depth * plan.contracted_operands})
+    x = deinterleaved(x, plan.contracted_operands, run, x.dtype if plan.integer else jnp.bfloat16, interpret)
+    operands, specs = [x, matrix.codes[0]], [_x_spec(plan), _codes_spec(plan)]
+    if format.table is not None:
         table = alike(x, _tables(plan))
         operands.append(table)
         specs.append(pl.BlockSpec(table.shape, lambda *_: (0, 0)))
@@ -176,7 +184,7 @@ def matmul(
         out_shape=result(x, (count, plan.free_operands, grid[1] * plan.tiles.m, grid[2] * plan.width), plan.sums),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         interpret=interpret,
-        name=f"{plan.format}_matmul",
+        name=f"{plan.name}_matmul",
     )(*operands)
     width = (matrix.rows, matrix.cols)[1 - contracted_axis]
     out = interleaved(out, run, interpret)[:, :m, :width]
@@ -191,32 +199,33 @@ def _padded(x: jax.Array, sizes: dict[int, int]) -> jax.Array:
     return jnp.pad(x, [(0, sizes.get(axis, size) - size) for axis, size in enumerate(x.shape)])
 
 
-def _tables(plan: _Plan) -> jax.Array:
-    words = nibble_words(plan.format)
+def _tables(plan: _Plan) -> np.ndarray:
+    words = nibble_words(plan.name)
     if plan.sublanes:
-        return jnp.asarray(np.broadcast_to(words.reshape(32, 1), (32, LANES)))
-    return jnp.asarray(np.pad(words, ((0, 6), (0, LANES - 16))))
+        return np.broadcast_to(words.reshape(32, 1), (32, LANES))
+    return np.pad(words, ((0, 6), (0, LANES - 16)))
 
 
 def _x_spec(plan: _Plan) -> pl.BlockSpec:
-    return pl.BlockSpec((None, plan.summed_operands, plan.tiles.m, plan.depth), lambda b, i, j, k: (b, 0, i, k))
+    return pl.BlockSpec((None, plan.contracted_operands, plan.tiles.m, plan.depth), lambda b, i, j, k: (b, 0, i, k))
 
 
-def _codes_spec(plan: _Plan) -> pl.BlockSpec:
-    def index(b: Any, i: Any, j: Any, k: Any) -> Any:
+def _codes_spec(plan: _Plan, block: tuple[int, int] | None = None) -> pl.BlockSpec:
+    """Tiles of codes, or blocks of that shape, in the same order."""
+
+    def index(b: Index, i: Index, j: Index, k: Index) -> tuple[Index, Index, Index]:
         del i
         return (b, k, j) if plan.contracted_axis == 0 else (b, j, k)
 
-    return pl.BlockSpec((None, plan.tiles.rows, plan.tiles.cols), index)
+    return pl.BlockSpec((None, *(block or plan.tiles[1:])), index)
 
 
 def _scales_spec(plan: _Plan) -> pl.BlockSpec:
-    bytes_per_block = plan.block_size // 2
     if plan.packed_axis == 0:
-        return _with_block(plan, (plan.tiles.rows // bytes_per_block, plan.tiles.cols))
-    per_vector = LANES * bytes_per_block
+        return _codes_spec(plan, (plan.tiles.rows // plan.bytes_per_block, plan.tiles.cols))
+    per_vector = LANES * plan.bytes_per_block
 
-    def index(b: Any, i: Any, j: Any, k: Any) -> Any:
+    def index(b: Index, i: Index, j: Index, k: Index) -> tuple[Index, Index, Index]:
         del i
         row, col = (k, j) if plan.contracted_axis == 0 else (j, k)
         return b, row, lax.div(col * plan.tiles.cols, per_vector)
@@ -224,40 +233,36 @@ def _scales_spec(plan: _Plan) -> pl.BlockSpec:
     return pl.BlockSpec((None, plan.tiles.rows, LANES), index)
 
 
-def _with_block(plan: _Plan, block: tuple[int, int]) -> pl.BlockSpec:
-    return pl.BlockSpec((None, *block), _codes_spec(plan).index_map)
-
-
-def _kernel(x_ref: Any, codes_ref: Any, *refs: Any, plan: _Plan, scaled: bool) -> None:
+def _kernel(x_ref: jax.Ref, codes_ref: jax.Ref, *refs: jax.Ref, plan: _Plan, scaled: bool) -> None:
     *inputs, out_ref = refs
     out_scale_ref = inputs.pop() if scaled else None
-    table = inputs[0][...] if plan.format != "int8" else None
+    table = None if plan.format.table is None else inputs[0][...]
     step = pl.program_id(3)
 
     @pl.when(step == 0)
     def _() -> None:
-        out_ref[...] = jnp.zeros_like(out_ref)
+        out_ref[...] = jnp.zeros(out_ref.shape, out_ref.dtype)
 
-    scales = _block_scales(inputs[1], plan) if plan.format == "nf4" else None
+    scales = _scales_of_tile(inputs[1], plan) if plan.format.block_scales else None
     # Parts that fill the depth, or the width, of a matrix unit.
-    part = plan.tiles.rows if plan.format == "int8" else LANES // plan.paired_rows
+    part = plan.tiles.rows if table is None else LANES // plan.paired_rows
     for start in range(0, plan.tiles.rows, part):
         codes = codes_ref[start : start + part, :]
         at = slice(start * plan.paired_rows, (start + part) * plan.paired_rows)
-        if plan.format == "int8":
+        if table is None:
             decoded = [codes if plan.integer else codes.astype(jnp.bfloat16)]
         else:
             decoded = _decoded(codes, table, scales, start, plan)
         for i, operand in enumerate(decoded):
-            summed, free = (i, 0) if plan.summed_operands > 1 else (0, i)
+            contracted, free = (i, 0) if plan.contracted_operands > 1 else (0, i)
             if plan.contracted_axis == 1:
                 out_ref[free, :, at] += lax.dot_general(
-                    x_ref[summed], operand, (((1,), (1,)), ((), ())), preferred_element_type=plan.sums
+                    x_ref[contracted], operand, (((1,), (1,)), ((), ())), preferred_element_type=plan.sums
                 )
-            elif plan.scale_after and plan.format == "nf4":
-                out_ref[free] += _dot_by_block(x_ref[summed, :, at], operand, scales, start, plan)
+            elif plan.scale_after and scales is not None:
+                out_ref[free] += _dot_by_block(x_ref[contracted, :, at], operand, scales, start, plan)
             else:
-                out_ref[free] += jnp.dot(x_ref[summed, :, at], operand, preferred_element_type=plan.sums)
+                out_ref[free] += jnp.dot(x_ref[contracted, :, at], operand, preferred_element_type=plan.sums)
 
     if out_scale_ref is not None:
 
@@ -266,51 +271,52 @@ def _kernel(x_ref: Any, codes_ref: Any, *refs: Any, plan: _Plan, scaled: bool) -
             out_ref[...] *= out_scale_ref[...]
 
 
-def _beyond(shape: tuple[int, ...], count: int, per_step: int, axis: int) -> Any:
-    """Where a block of `shape` lies behind the `count` entries that its array has along `axis`."""
-    return lax.broadcasted_iota(jnp.int32, shape, axis) + pl.program_id(3) * per_step >= count
-
-
-def _block_scales(ref: Any, plan: _Plan) -> Any:
-    """The scales of a tile, 0 where there are none: what is read there is anything, and x is 0."""
+def _scales_of_tile(ref: jax.Ref, plan: _Plan) -> jax.Array:
+    """The scales of a tile, 0 behind the end of the contracted axis: memory there holds anything, and x is 0."""
     scales = ref[...]
     if not plan.ragged:
         return scales
     axis = plan.contracted_axis
-    if plan.packed_axis == 1 == axis:  # the block may serve several steps
-        per_vector = LANES * plan.block_size // 2
-        first = lax.div(pl.program_id(3) * plan.tiles.cols, per_vector) * LANES
-        beyond = lax.broadcasted_iota(jnp.int32, scales.shape, 1) + first >= plan.scale_shape[1]
-    else:
-        beyond = _beyond(scales.shape, plan.scale_shape[axis], scales.shape[axis], axis)
-    return jnp.where(beyond, 0.0, scales)
+    first = pl.program_id(3) * scales.shape[axis]
+    if plan.packed_axis == 1 == axis:  # one block of scales may serve several steps
+        first = lax.div(pl.program_id(3) * plan.tiles.cols, LANES * plan.bytes_per_block) * LANES
+    return jnp.where(lax.broadcasted_iota(jnp.int32, scales.shape, axis) + first < plan.scale_shape[axis], scales, 0.0)
 
 
-def _decoded(codes: Any, table: Any, scales: Any, start: int, plan: _Plan) -> list[Any]:
+def _without_padding(byte: jax.Array, start: int, plan: _Plan) -> jax.Array:
+    """The bytes of a tile from row `start` on, with code 0 behind the end of the contracted axis."""
+    axis, format = plan.contracted_axis, plan.format
+    whole, codes = divmod(plan.length, format.codes_per_byte if plan.packed_axis == axis else 1)
+    if not plan.ragged and not codes:
+        return byte
+    kept = sum(format.mask << shift for shift in format.shifts[:codes])  # bits of the byte that has padding
+    first = pl.program_id(3) * plan.tiles[1 + axis] + (start if axis == 0 else 0)
+    at = lax.broadcasted_iota(jnp.int32, byte.shape, axis) + first
+    return jnp.where(at < whole, byte, jnp.where(at == whole, byte & kept, 0))
+
+
+def _decoded(codes: jax.Array, table: jax.Array, scales: jax.Array | None, start: int, plan: _Plan) -> list[jax.Array]:
+    """The bfloat16 operands that the bytes of a tile from row `start` on decode to."""
     signed = pltpu.bitcast(codes, jnp.int8).astype(jnp.int32)
-    if plan.format == "ternary" and plan.ragged:
-        axis = plan.contracted_axis
-        count = plan.shape[axis] - (start if axis == 0 else 0)
-        signed = jnp.where(_beyond(signed.shape, count, plan.tiles[1 + axis], axis), 0, signed)
+    if plan.format.has_nan:
+        signed = _without_padding(signed, start, plan)
     high, low = _looked_up(signed, table, plan.sublanes)
-    words = [high | low] if plan.format == "nf4" else [low, high]
+    words = [high | low] if plan.format.codes_per_byte == 2 else [low, high]
     if plan.paired_rows == 2:
         return [pltpu.bitcast(word, jnp.bfloat16) for word in words]
     halves = [half for word in words for half in (word << 16, word & ~0xFFFF)]
     values = [lax.bitcast_convert_type(half, jnp.float32) for half in halves]
     if scales is not None:
-        scale = _per_code(scales, codes.shape, start, plan)
+        scale = _scale_of_bytes(scales, codes.shape, start, plan)
         values = [value * scale for value in values]
     return [value.astype(jnp.bfloat16) for value in values]
 
 
-def _looked_up(signed: Any, table: Any, sublanes: bool) -> tuple[Any, Any]:
-    """The words of the high and the low half of each byte."""
+def _looked_up(signed: jax.Array, table: jax.Array, sublanes: bool) -> tuple[jax.Array, jax.Array]:
+    """The words that the high and the low nibble of each byte select."""
     if not sublanes:
-        return tuple(
-            _permuted_lanes(jnp.broadcast_to(table[i : i + 1], (signed.shape[0], LANES)), (signed >> shift) & 15)
-            for i, shift in ((0, 4), (1, 0))
-        )
+        high, low = (jnp.broadcast_to(table[i : i + 1], (signed.shape[0], LANES)) for i in (0, 1))
+        return _permuted_lanes(high, (signed >> 4) & 15), _permuted_lanes(low, signed & 15)
     rows, cols = signed.shape
     byte = signed.reshape(rows // 8, 8, cols)
     parts = jnp.concatenate([table] * (cols // LANES), 1).reshape(4, 1, 8, cols)
@@ -320,11 +326,11 @@ def _looked_up(signed: Any, table: Any, sublanes: bool) -> tuple[Any, Any]:
     return high.reshape(signed.shape), low.reshape(signed.shape)
 
 
-def _permuted(table: Any, index: Any) -> Any:
+def _permuted(table: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take_along_axis(table, index, axis=1, mode="promise_in_bounds")
 
 
-def _permuted_lanes(table: Any, index: Any) -> Any:
+def _permuted_lanes(table: jax.Array, index: jax.Array) -> jax.Array:
     parts = [
         jnp.take_along_axis(table, index[:, at : at + LANES], axis=1, mode="promise_in_bounds")
         for at in range(0, index.shape[1], LANES)
@@ -332,9 +338,9 @@ def _permuted_lanes(table: Any, index: Any) -> Any:
     return jnp.concatenate(parts, 1)
 
 
-def _per_code(scales: Any, shape: tuple[int, int], start: int, plan: _Plan) -> Any:
-    """The scale of each byte's block; of the bytes of a tile from row `start` on."""
-    per_block = plan.block_size // 2
+def _scale_of_bytes(scales: jax.Array, shape: tuple[int, ...], start: int, plan: _Plan) -> jax.Array:
+    """The scale of each byte's block, for the bytes of a tile from row `start` on."""
+    per_block = plan.bytes_per_block
     rows, cols = shape
     if plan.packed_axis == 0:
         same = min(per_block, rows)
@@ -352,14 +358,15 @@ def _per_code(scales: Any, shape: tuple[int, int], start: int, plan: _Plan) -> A
     return _permuted_lanes(scales[start : start + rows], index)
 
 
-def _dot_by_block(x: Any, operand: Any, scales: Any, start: int, plan: _Plan) -> Any:
-    """`x @ (operand * scales)` of 128 rows: x once for each block, 0 elsewhere, so that a product keeps them apart."""
+def _dot_by_block(x: jax.Array, operand: jax.Array, scales: jax.Array, start: int, plan: _Plan) -> jax.Array:
+    """`x @ (operand * scales)` of 128 rows, in one matmul: x is repeated for each block, with 0 outside the block."""
     m, depth = x.shape
-    first = 2 * start // plan.block_size
+    first = start // plan.bytes_per_block
     blocks = max(1, depth // plan.block_size)
     if blocks == 1:
         return jnp.dot(x, operand, preferred_element_type=jnp.float32) * scales[first : first + 1]
     block = lax.broadcasted_iota(jnp.int32, x.shape, 1) >> plan.block_size.bit_length() - 1
     apart = jnp.concatenate([jnp.where(block == i, x, jnp.zeros_like(x)) for i in range(blocks)], 0)
-    products = jnp.dot(apart, operand, preferred_element_type=jnp.float32)
-    return sum(products[i * m : (i + 1) * m] * scales[first + i : first + i + 1] for i in range(blocks))
+    sums = jnp.dot(apart, operand, preferred_element_type=jnp.float32)
+    parts = [sums[i * m : (i + 1) * m] * scales[first + i : first + i + 1] for i in range(blocks)]
+    return functools.reduce(jnp.add, parts)
