@@ -7,8 +7,8 @@ from ._array import ImplicitArray as ImplicitArray
 from ._array import aux_field as aux_field
 from ._array import is_implicit as is_implicit
 from ._array import materialize as materialize
+from ._explain import Explanation as Explanation
 from ._explain import explain as explain
-from ._observe import Explanation as Explanation
 from ._observe import MaterializationError as MaterializationError
 from ._observe import MaterializationWarning as MaterializationWarning
 from ._observe import materialization_error as materialization_error

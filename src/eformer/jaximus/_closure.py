@@ -34,9 +34,9 @@ def _materialize(*leaves: Any, treedef: Any) -> jax.Array:
 
 @implicit_array_p.def_abstract_eval
 def _abstract_eval(*avals: Any, treedef: Any) -> Any:
-    from ._trace import abstract_value_of  # knows JAX's types; binds this primitive
+    from ._trace import abstract_value  # knows JAX's types; binds this primitive
 
-    return abstract_value_of(jtu.tree_unflatten(treedef, avals), avals)
+    return abstract_value(jtu.tree_unflatten(treedef, avals), avals)
 
 
 def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:

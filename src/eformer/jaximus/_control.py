@@ -14,14 +14,14 @@ from jax.extend import core as jexc
 from ._array import Deferred, ImplicitArray, is_implicit, materialize
 from ._observe import because, mode, repeated
 from ._rules import Primitive, on_register, register
-from ._trace import UNSPECIFIED, call_implicit, closed, constants_as_arguments, scan_counts, weakref_lru_cache
+from ._trace import UNSPECIFIED, apply, closed, constants_as_arguments, scan_counts, weakref_lru_cache
 
 # Operands of control flow: some are implicit, the others can be anything.
 Operand = ImplicitArray | Any
 
 
 def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
-    return call_implicit(jexc.jaxpr_as_fun(closed(jaxpr)), operands)
+    return apply(jexc.jaxpr_as_fun(closed(jaxpr)), *operands)
 
 
 def _flatten(operands: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -32,8 +32,8 @@ def _trace(jaxpr: Any, leaves: Sequence[Any], treedef: Any, dense_outs: tuple[bo
     """The jaxpr of the operands' leaves, and the structure of its outputs; `dense_outs` marks those to materialize."""
     avals = tuple(map(jax.typeof, leaves))
     # While `explain` listens each call is traced anew, to be counted.
-    trace = _cached_trace if mode().recorder is None else _trace_leaves
-    return trace(jaxpr, treedef, avals, dense_outs, mode(), jax.sharding.get_abstract_mesh())
+    trace = _cached_trace if mode.value.recorder is None else _trace_leaves
+    return trace(jaxpr, treedef, avals, dense_outs, mode.value, jax.sharding.get_abstract_mesh())
 
 
 def _trace_leaves(

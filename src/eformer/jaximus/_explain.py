@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,34 @@ from typing import Any
 import jax
 from jax import tree_util as jtu
 
-from ._observe import Explanation, explanation, recording
+from ._observe import Met, Recorder, mode
 from ._trace import implicit
+
+
+class Explanation(tuple[tuple[Met, int, int], ...]):
+    """Rows of (what was met, how often, the dense bytes it cost); prints as a table."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no primitive met an implicit array"
+        header = ("primitive", "arrays", "rule", "times", "dense bytes")
+        rows = [
+            (met.primitive, ", ".join(met.classes), met.rule, f"{count:,}", f"{dense:,}") for met, count, dense in self
+        ]
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        left = 3  # columns of words; the rest are numbers
+        lines = [
+            "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            for row in (header, tuple("-" * w for w in widths), *rows)
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+    __str__ = __repr__
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of dense arrays made, in all."""
+        return sum(dense for _, _, dense in self)
 
 
 def explain(function: Callable[..., Any]) -> Callable[..., Explanation]:
@@ -26,7 +53,7 @@ def explain(function: Callable[..., Any]) -> Callable[..., Explanation]:
         leaves, treedef = jtu.tree_flatten((args, kwargs))
         traced = [isinstance(leaf, jax.Array) for leaf in leaves]
 
-        def run(arrays: list[jax.Array]) -> Any:
+        def run(arrays: list[jax.Array]) -> None:
             given = iter(arrays)
             mixed = [next(given) if t else leaf for t, leaf in zip(traced, leaves, strict=True)]
             args, kwargs = jtu.tree_unflatten(treedef, mixed)
@@ -34,11 +61,18 @@ def explain(function: Callable[..., Any]) -> Callable[..., Explanation]:
 
         arrays = [leaf for t, leaf in zip(traced, leaves, strict=True) if t]
         try:
-            with recording() as recorder:
-                jax.eval_shape(run, arrays)
+            return _recorded(lambda: jax.eval_shape(run, arrays))
         except jax.errors.ConcretizationTypeError:
-            with recording() as recorder:
-                run(arrays)
-        return explanation(recorder)
+            return _recorded(lambda: run(arrays))
 
     return explained
+
+
+def _recorded(run: Callable[[], object]) -> Explanation:
+    recorder = Recorder()
+    with mode(dataclasses.replace(mode.value, recorder=recorder)):
+        run()
+    counts, dense = recorder.counts, recorder.dense_bytes
+    rows = [(met, counts.get(met, 0), dense.get(met, 0)) for met in {**counts, **dense}]
+    shown = [row for row in rows if row[1] or row[2]]
+    return Explanation(sorted(shown, key=lambda row: (-row[2], row[0].primitive)))

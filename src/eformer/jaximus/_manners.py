@@ -5,84 +5,92 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import tree_util as jtu
-
+from jax.typing import DTypeLike
 
 # `Any` operands and results: an operator takes whatever the dense array would take.
-def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda self: _run(function, self)
+_Operator = Callable[..., Any]
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: _run(function, self, other)
+def _unary(function: _Operator) -> _Operator:
+    return lambda self: self._apply(function, self)
 
 
-def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: _run(function, other, self)
+def _binary(function: _Operator) -> _Operator:
+    return lambda self, other: self._apply(function, self, other)
 
 
-def _method(name: str) -> Callable[..., Any]:
+def _reflected(function: _Operator) -> _Operator:
+    return lambda self, other: self._apply(function, other, self)
+
+
+def _method(name: str) -> _Operator:
     def call(self: ArrayManners, *args: Any, **kwargs: Any) -> Any:
-        return _run(lambda array: getattr(array, name)(*args, **kwargs), self)
+        return self._apply(lambda array: getattr(array, name)(*args, **kwargs), self)
 
     call.__name__, call.__doc__ = name, f"As `jax.Array.{name}`, through the registered rules."
     return call
 
 
 def _attribute(name: str) -> property:
-    return property(lambda self: _run(operator.attrgetter(name), self))
+    return property(_unary(operator.attrgetter(name)))
 
 
-def _run(function: Callable[..., Any], *operands: Any) -> Any:
-    from ._trace import implicit  # the trace is built on this class
-
-    return implicit(function)(*operands)
+def _dense(function: _Operator) -> _Operator:
+    return lambda self: function(self.materialize())
 
 
-def _matmul(lhs: Any, rhs: Any) -> Any:
-    from ._trace import matmul
+def _dense_method(name: str) -> _Operator:
+    def call(self: ArrayManners, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.materialize(), name)(*args, **kwargs)
 
-    if not (isinstance(lhs, _ARRAYS) and isinstance(rhs, _ARRAYS)):
-        return _run(operator.matmul, lhs, rhs)  # JAX refuses, or the other operand's type knows what to do
-    _check_matmul(lhs, rhs)
-    return matmul(lhs, rhs)
+    call.__name__, call.__doc__ = name, f"As `jax.Array.{name}`, of the dense array, which is made for it."
+    return call
 
 
-def _check_matmul(lhs: Any, rhs: Any) -> None:
+def _for_all_leaves(name: str) -> property:
+    get = operator.attrgetter(name)
+    return property(lambda self: all(map(get, self._leaves())), doc=f"Whether all leaves are `{name}`.")
+
+
+def check_matmul(lhs: Any, rhs: Any) -> None:
     """Raise, naming both operands, if `lhs @ rhs` has no meaning."""
-    left, right = tuple(jnp.shape(lhs)), tuple(jnp.shape(rhs))
-    named = f"{_described(lhs)} @ {_described(rhs)}"
+    left, right = np.shape(lhs), np.shape(rhs)
+    if left and right and left[-1] == right[-2:][0]:  # the only axis of a vector
+        return
+    named = " @ ".join(
+        f"{type(x).__name__ if isinstance(x, ArrayManners) else 'array'}{list(np.shape(x))}" for x in (lhs, rhs)
+    )
     if not left or not right:
         raise TypeError(f"{named}: `@` needs at least one axis on both sides; use `*` with a scalar")
-    contracted = right[-2:][0]  # the only axis of a vector
-    if left[-1] != contracted:
-        axis = "second-to-last" if len(right) > 1 else "only"
-        raise TypeError(
-            f"{named}: the last axis of the left operand ({left[-1]}) must be as long as the {axis} axis "
-            f"of the right operand ({contracted})"
-        )
-
-
-def _described(x: Any) -> str:
-    name = type(x).__name__ if isinstance(x, ArrayManners) else "array"
-    return f"{name}{list(jnp.shape(x))}"
+    axis = "second-to-last" if len(right) > 1 else "only"
+    raise TypeError(
+        f"{named}: the last axis of the left operand ({left[-1]}) must be as long as the {axis} axis "
+        f"of the right operand ({right[-2:][0]})"
+    )
 
 
 class ArrayManners:
     """Operators, methods and attributes of an array that has a shape, a dtype, leaves, and a dense form.
 
-    Operators, indexing and most methods take the rules that `implicit` takes. What a method can only do with the dense
-    array, such as `tobytes` or `addressable_shards`, it does with `materialize()`; what is said of storage (`nbytes`,
-    `devices`, `is_deleted`) is said of the leaves.
+    Operators, indexing and most methods take the rules that `implicit` takes. A method that needs the dense array, such
+    as `tobytes` or `addressable_shards`, takes `materialize()`; attributes of storage (`nbytes`, `devices`,
+    `is_deleted`) are those of the leaves.
     """
 
     shape: Any
     dtype: Any
+
+    # The engine is built on arrays: `_trace` sets these when it is imported.
+    _apply: ClassVar[Callable[..., Any]]
+    _matmul: ClassVar[Callable[[Any, Any], Any]]
+    _abstract_value: ClassVar[Callable[[Any], Any]]
 
     # NumPy's operators step aside, so that `numpy_array @ q` reaches `__rmatmul__`.
     __array_priority__: ClassVar[int] = 1000
@@ -104,7 +112,7 @@ class ArrayManners:
         """The bytes stored: those of the leaves, not of the dense array."""
         return sum(math.prod(s.shape) * s.dtype.itemsize for s in map(struct, jtu.tree_leaves(self)))
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError(
                 f"np.asarray of {type(self).__name__} always makes a new array: `copy=False` cannot be met"
@@ -115,10 +123,8 @@ class ArrayManners:
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # object declares it a method
     __eq__ = _binary(operator.eq)  # pyright: ignore[reportAssignmentType]  # object declares it to return bool
     __ne__ = _binary(operator.ne)  # pyright: ignore[reportAssignmentType]
-    __lt__ = _binary(operator.lt)
-    __le__ = _binary(operator.le)
-    __gt__ = _binary(operator.gt)
-    __ge__ = _binary(operator.ge)
+    __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
+    __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
 
     __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
     __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
@@ -137,13 +143,13 @@ class ArrayManners:
     __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
 
     def __matmul__(self, other: Any) -> Any:
-        return _matmul(self, other)
+        return self._matmul(self, other)
 
     def __rmatmul__(self, other: Any) -> Any:
-        return _matmul(other, self)
+        return self._matmul(other, self)
 
     def __getitem__(self, index: Any) -> Any:
-        return _run(lambda array: array[index], self)
+        return self._apply(lambda array: array[index], self)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -153,45 +159,31 @@ class ArrayManners:
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
 
-    def __bool__(self) -> bool:
-        return bool(self.materialize())
-
-    def __int__(self) -> int:
-        return int(self.materialize())
-
-    def __float__(self) -> float:
-        return float(self.materialize())
-
-    def __complex__(self) -> complex:
-        return complex(self.materialize())
-
-    def __index__(self) -> int:
-        return operator.index(self.materialize())
-
-    def item(self, *index: int) -> Any:
-        return self.materialize().item(*index)
-
-    def tolist(self) -> Any:
-        return self.materialize().tolist()
+    __bool__, __int__, __index__ = _dense(bool), _dense(int), _dense(operator.index)
+    __float__, __complex__ = _dense(float), _dense(complex)
+    item, tolist, byteswap = map(_dense_method, ("item", "tolist", "byteswap"))
+    addressable_data, __dlpack__ = _dense_method("addressable_data"), _dense_method("__dlpack__")
+    addressable_shards = property(_dense(operator.attrgetter("addressable_shards")), doc="Those of the dense array.")
+    global_shards = property(_dense(operator.attrgetter("global_shards")), doc="Those of the dense array.")
 
     @property
-    def at(self) -> Any:
+    def at(self) -> _IndexUpdates:
         """As `jax.Array.at`: `q.at[index].set(value)` is a new array."""
         return _IndexUpdates(self)
 
     T, mT = _attribute("T"), _attribute("mT")
     real, imag = _attribute("real"), _attribute("imag")
-    astype = _method("astype")
-    reshape, transpose, swapaxes = _method("reshape"), _method("transpose"), _method("swapaxes")
-    ravel, flatten, squeeze = _method("ravel"), _method("flatten"), _method("squeeze")
-    dot, take, diagonal, trace = _method("dot"), _method("take"), _method("diagonal"), _method("trace")
+    astype, view = _method("astype"), _method("view")
+    reshape, transpose, swapaxes = map(_method, ("reshape", "transpose", "swapaxes"))
+    ravel, flatten, squeeze = map(_method, ("ravel", "flatten", "squeeze"))
+    dot, take, diagonal, trace = map(_method, ("dot", "take", "diagonal", "trace"))
     sum, prod, mean, std, var = map(_method, ("sum", "prod", "mean", "std", "var"))
     max, min, argmax, argmin = map(_method, ("max", "min", "argmax", "argmin"))
     all, any, ptp, clip, round = map(_method, ("all", "any", "ptp", "clip", "round"))
     cumsum, cumprod, sort, argsort = map(_method, ("cumsum", "cumprod", "sort", "argsort"))
-    repeat, conj, nonzero = _method("repeat"), _method("conj"), _method("nonzero")
-    argpartition, choose, compress = _method("argpartition"), _method("choose"), _method("compress")
-    conjugate, searchsorted, view = _method("conjugate"), _method("searchsorted"), _method("view")
+    repeat, conj, conjugate, nonzero = map(_method, ("repeat", "conj", "conjugate", "nonzero"))
+    argpartition, choose, compress = map(_method, ("argpartition", "choose", "compress"))
+    searchsorted = _method("searchsorted")
 
     def __round__(self, decimals: int = 0) -> Any:
         return self.round(decimals)
@@ -202,19 +194,16 @@ class ArrayManners:
     def __format__(self, spec: str) -> str:
         return format(self.materialize(), spec) if spec and not self.shape else format(repr(self), spec)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         raise TypeError(
             f"{type(self).__name__} is immutable, as JAX arrays are: `q.at[index].set(value)` makes another"
         )
 
-    def __array_namespace__(self, *, api_version: str | None = None, device: Any = None) -> Any:
+    def __array_namespace__(self, *, api_version: str | None = None, device: object = None) -> ModuleType:
         del api_version, device
         return jnp
 
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.materialize().__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> Any:
+    def __dlpack_device__(self) -> tuple[int, int]:
         return self._leaves()[0].__dlpack_device__()
 
     @property
@@ -228,16 +217,10 @@ class ArrayManners:
 
     @property
     def aval(self) -> Any:
-        from ._trace import abstract_value  # the trace is built on this class
-
-        array: Any = self
-        return abstract_value(array)
+        return self._abstract_value(self)
 
     def tobytes(self, order: str = "C") -> bytes:
         return np.asarray(self).tobytes(order)  # pyright: ignore[reportArgumentType]  # NumPy checks it
-
-    def byteswap(self) -> Any:
-        return self.materialize().byteswap()
 
     # Of leaves. An array without leaves is nowhere, and always ready.
 
@@ -255,7 +238,7 @@ class ArrayManners:
         for leaf in self._leaves():
             leaf.copy_to_host_async()
 
-    def to_device(self, device: Any, *, stream: Any = None) -> Self:
+    def to_device(self, device: jax.Device | jax.sharding.Sharding, *, stream: Any = None) -> Self:
         return jtu.tree_map(lambda leaf: leaf.to_device(device, stream=stream), self)
 
     def delete(self) -> None:
@@ -269,11 +252,11 @@ class ArrayManners:
     def is_ready(self) -> bool:
         return all(leaf.is_ready() for leaf in self._leaves())
 
-    def devices(self) -> set[Any]:
+    def devices(self) -> set[jax.Device]:
         return {device for leaf in self._leaves() for device in leaf.devices()}
 
     @property
-    def device(self) -> Any:
+    def device(self) -> jax.Device | jax.sharding.Sharding:
         """The device that holds the array; where there are several, the sharding of the dense array."""
         devices = self.devices()
         return next(iter(devices)) if len(devices) == 1 else self.materialize().sharding
@@ -284,33 +267,9 @@ class ArrayManners:
     def on_device_size_in_bytes(self) -> int:
         return sum(leaf.on_device_size_in_bytes() for leaf in self._leaves())
 
-    @property
-    def committed(self) -> bool:
-        return all(leaf.committed for leaf in self._leaves())
-
-    @property
-    def is_fully_addressable(self) -> bool:
-        return all(leaf.is_fully_addressable for leaf in self._leaves())
-
-    @property
-    def is_fully_replicated(self) -> bool:
-        return all(leaf.is_fully_replicated for leaf in self._leaves())
-
-    @property
-    def addressable_shards(self) -> Any:
-        """Those of the dense array, which is made for them."""
-        return self.materialize().addressable_shards
-
-    @property
-    def global_shards(self) -> Any:
-        """Those of the dense array, which is made for them."""
-        return self.materialize().global_shards
-
-    def addressable_data(self, index: int) -> jax.Array:
-        return self.materialize().addressable_data(index)
-
-
-_ARRAYS = (ArrayManners, jax.Array, np.ndarray, np.generic, int, float, complex)
+    committed = _for_all_leaves("committed")
+    is_fully_addressable = _for_all_leaves("is_fully_addressable")
+    is_fully_replicated = _for_all_leaves("is_fully_replicated")
 
 
 def struct(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -319,7 +278,7 @@ def struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 class _IndexUpdates:
-    """`q.at`: keeps the array itself, since what it gives is called after `implicit` has returned."""
+    """`q.at`: keeps the array itself, since `set` and the like are called after `implicit` has returned."""
 
     def __init__(self, array: ArrayManners) -> None:
         self.array = array
@@ -334,6 +293,8 @@ class _IndexUpdate:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def update(*args: Any, **kwargs: Any) -> Any:
-            return _run(lambda array, args: getattr(array.at[self.index], name)(*args, **kwargs), self.array, args)
+            return self.array._apply(
+                lambda array, *args: getattr(array.at[self.index], name)(*args, **kwargs), self.array, *args
+            )
 
         return update

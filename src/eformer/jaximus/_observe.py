@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.extend.core import Primitive
 
 from eformer._warnings import warn as warn_user
+
+if TYPE_CHECKING:
+    from ._manners import ArrayManners
 
 
 class MaterializationWarning(UserWarning):
@@ -24,7 +28,7 @@ class MaterializationError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Met:
-    """A primitive that met an implicit array: the row of an `Explanation`."""
+    """A primitive that met an implicit array, and the rule that served it: the row of an `Explanation`."""
 
     primitive: str
     classes: tuple[str, ...]
@@ -35,23 +39,23 @@ class Met:
 class Recorder:
     counts: dict[Met, int] = dataclasses.field(default_factory=dict)
     dense_bytes: dict[Met, int] = dataclasses.field(default_factory=dict)
-    repeats: int = 1  # how often the code being traced runs: the product of the lengths of the scans around it
+    repeats: int = 1  # how often the code being traced runs: the lengths of the scans around it, multiplied
+
+    def count(self, met: Met) -> None:
+        self.counts[met] = self.counts.get(met, 0) + self.repeats
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mode:
+class Mode:
     strict: bool = False
     recorder: Recorder | None = None
     silent: bool = False
 
 
-# A context that `jax.jit` knows of: entering it traces anew, so a cached trace can't hide a materialization.
-_mode = jax.make_user_context(default_value=_Mode())
-
-
-def mode() -> _Mode:
-    """Hashable, so that the engine's own caches of traces can key on it too."""
-    return _mode.value
+UNWATCHED = Mode()
+# A context that `jax.jit` knows of: entering it traces anew, so a cached trace can't hide a materialization. Its value
+# is hashable, so the engine's own caches of traces can key on it too.
+mode = jax.make_user_context(default_value=UNWATCHED)
 
 
 class _Running(threading.local):
@@ -66,12 +70,6 @@ _FUNCTION = Met("materialize", (), "asked for by the function")
 _NOTHING = contextlib.nullcontext()
 
 
-def observed() -> bool:
-    """Whether anyone wants to know what is made dense."""
-    now = mode()
-    return now.strict or now.recorder is not None
-
-
 @contextlib.contextmanager
 def materialization_error() -> Iterator[None]:
     """Inside, whatever would decode a whole implicit array raises `MaterializationError` instead.
@@ -79,21 +77,19 @@ def materialization_error() -> Iterator[None]:
     That is a primitive without a rule, a rule that has to decode, and a function under `implicit` that calls
     `materialize()`. What runs without an error has held no dense copy: only tiles in a loop, and rows of a gather.
     """
-    with _mode(dataclasses.replace(mode(), strict=True)):
+    with mode(dataclasses.replace(mode.value, strict=True)):
         yield
 
 
-@contextlib.contextmanager
-def unobserved() -> Iterator[None]:
-    """For evaluations that only ask for a shape: they materialize nothing."""
-    with _mode(_Mode(silent=True)):
-        yield
+def unobserved() -> AbstractContextManager[None]:
+    """Around evaluations that only ask for a shape: they materialize nothing."""
+    return mode(Mode(silent=True))
 
 
 @contextlib.contextmanager
 def repeated(times: int) -> Iterator[None]:
     """The code traced inside runs `times` times; 0 if it is traced only for its types, and again to run."""
-    recorder = mode().recorder
+    recorder = mode.value.recorder
     if recorder is None:
         yield
         return
@@ -104,21 +100,21 @@ def repeated(times: int) -> Iterator[None]:
         recorder.repeats = outer
 
 
-def serving(primitive: Any, classes: tuple[type, ...], rule: str) -> AbstractContextManager[None]:
-    """Around a rule: what is materialized inside is put down to it."""
-    if not observed():
+def serving(primitive: Primitive, classes: Sequence[type], rule: str) -> AbstractContextManager[None]:
+    """Around a rule: the dense copies made inside are put down to it."""
+    if mode.value is UNWATCHED:
         return _NOTHING
     return _running_now(Met(primitive.name, tuple(c.__name__ for c in classes), rule))
 
 
 def in_function() -> AbstractContextManager[None]:
-    """Around a function under `implicit`: what it materializes by itself is put down to it."""
-    return _running_now(_FUNCTION) if observed() else _NOTHING
+    """Around a function under `implicit`: the dense copies that it asks for are put down to it."""
+    return _NOTHING if mode.value is UNWATCHED else _running_now(_FUNCTION)
 
 
 def because(why: str) -> AbstractContextManager[None]:
     """Around a `materialize()` in a rule: the reason that an error tells."""
-    return _running_now(_running.met, why) if observed() else _NOTHING
+    return _NOTHING if mode.value is UNWATCHED else _running_now(_running.met, why)
 
 
 @contextlib.contextmanager
@@ -131,33 +127,32 @@ def _running_now(met: Met | None, why: str = "") -> Iterator[None]:
         _running.met, _running.why = outer
 
 
-def note_served() -> None:
-    """The rule that `serving` surrounds gave an answer."""
-    recorder, met = mode().recorder, _running.met
-    if recorder is not None and met is not None:
-        recorder.counts[met] = recorder.counts.get(met, 0) + recorder.repeats
+def note_served(out: object = None) -> None:
+    """Count the rule that `serving` surrounds, unless it declined."""
+    recorder, met = mode.value.recorder, _running.met
+    if recorder is not None and met is not None and out is not NotImplemented:
+        recorder.count(met)
 
 
-def note_materialized(array: Any, why: str = "") -> None:
+def note_materialized(array: ArrayManners, why: str = "") -> None:
     """A dense copy of `array` is about to be made: `explain` adds up its bytes, `materialization_error` raises.
 
     Every way to decode a whole array calls this, so the two cannot disagree. Outside `implicit` nothing is noted:
-    there the caller asks for the copy. A single element is no copy to speak of. `why` says what made it necessary.
+    there the caller asks for the copy. A single element does not count as a copy. `why` says what made it necessary.
     """
-    now, met = mode(), _running.met
-    if met is None or not (now.strict or now.recorder is not None) or array.size <= 1:
+    now, met = mode.value, _running.met
+    if met is None or not (now.strict or now.recorder) or array.size <= 1:
         return
     cost = array.size * array.dtype.itemsize
     if now.strict:
         raise MaterializationError(_refusal(met, array, cost, why or _running.why))
-    assert now.recorder is not None
     if met is _FUNCTION:
         met = dataclasses.replace(met, classes=(type(array).__name__,))
-        now.recorder.counts[met] = now.recorder.counts.get(met, 0) + now.recorder.repeats
+        now.recorder.count(met)
     now.recorder.dense_bytes[met] = now.recorder.dense_bytes.get(met, 0) + cost * now.recorder.repeats
 
 
-def _refusal(met: Met, array: Any, cost: int, why: str) -> str:
+def _refusal(met: Met, array: ArrayManners, cost: int, why: str) -> str:
     what = f"{type(array).__name__}{list(array.shape)} ({cost:,} bytes)"
     if met is _FUNCTION:
         return f"the function asks for a dense copy of {what} by itself; call it outside `materialization_error()`"
@@ -172,15 +167,15 @@ def _refusal(met: Met, array: Any, cost: int, why: str) -> str:
 _warned: set[tuple[type, str]] = set()
 
 
-def note_fallback(primitive: Any, classes: tuple[type, ...], warn: Callable[[type], bool]) -> None:
-    """Say once per class and primitive that it is materialized; raise under `materialization_error`."""
+def note_fallback(primitive: Primitive, classes: Sequence[type], warn: Callable[[Any], bool]) -> None:
+    """Warn once per class and primitive that it is materialized; raise under `materialization_error`."""
     names = " and ".join(c.__name__ for c in classes)
-    if mode().strict:
+    if mode.value.strict:
         raise MaterializationError(
             f"no rule serves `{primitive.name}` of {names}, so it would be materialized; write one with "
             f'`@register("{primitive.name}")`, or call it outside `materialization_error()`'
         )
-    if mode().silent or mode().recorder is not None:  # nothing is made dense, or whoever asks is told
+    if mode.value.silent or mode.value.recorder is not None:  # nothing is made dense, or whoever asks is told
         return
     for cls in classes:
         if warn(cls) and (cls, primitive.name) not in _warned:
@@ -190,43 +185,3 @@ def note_fallback(primitive: Any, classes: tuple[type, ...], warn: Callable[[typ
                 MaterializationWarning,
             )
             _warned.add((cls, primitive.name))
-
-
-class Explanation(tuple[tuple[Met, int, int], ...]):
-    """Rows of (what was met, how often, the dense bytes it cost); prints as a table."""
-
-    def __repr__(self) -> str:
-        if not self:
-            return "no primitive met an implicit array"
-        header = ("primitive", "arrays", "rule", "times", "dense bytes")
-        rows = [
-            (met.primitive, ", ".join(met.classes), met.rule, f"{count:,}", f"{dense:,}") for met, count, dense in self
-        ]
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        left = 3  # columns of words; the rest are numbers
-        lines = [
-            "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-            for row in (header, tuple("-" * w for w in widths), *rows)
-        ]
-        return "\n".join(line.rstrip() for line in lines)
-
-    __str__ = __repr__
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of dense arrays made, in all."""
-        return sum(dense for _, _, dense in self)
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[Recorder]:
-    recorder = Recorder()
-    with _mode(dataclasses.replace(mode(), recorder=recorder)):
-        yield recorder
-
-
-def explanation(recorder: Recorder) -> Explanation:
-    counts, dense = recorder.counts, recorder.dense_bytes
-    rows = [(met, counts.get(met, 0), dense.get(met, 0)) for met in {**counts, **dense}]
-    shown = [row for row in rows if row[1] or row[2]]
-    return Explanation(sorted(shown, key=lambda row: (-row[2], row[0].primitive)))

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import operator
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from jax.extend import core as jexc
 from jax.interpreters import ad, batching
 
 from ._array import ImplicitArray, is_implicit, materialize
-from ._observe import note_fallback, note_served, serving
+from ._observe import UNWATCHED, mode, note_fallback, note_served, serving
 
 Primitive = jexc.Primitive
 Handler = Callable[..., Any]
@@ -38,19 +39,18 @@ class _Operand:
     dense: bool  # admits arrays and scalars
     anything: bool  # admits implicit arrays that `classes` does not name
 
-    def distance(self, operand: Any) -> tuple[int, int] | None:
-        """How specific the annotation is for `operand`, smaller is more; None if it does not admit it."""
-        breadth = len(self.classes) + self.dense + self.anything
-        if is_implicit(operand):
-            mro = type(operand).__mro__
-            steps = [mro.index(cls) for cls in self.classes if isinstance(operand, cls)]
-            if steps:
-                return min(steps), breadth
-            return (len(mro), breadth) if self.anything else None
-        return (0, breadth) if self.dense or self.anything else None
+    def distance(self, kind: type) -> tuple[int, int] | None:
+        """How specific the annotation is for an operand of this class, smaller is more; None if it does not admit it.
 
-    def names(self, operand: Any) -> bool:
-        return isinstance(operand, self.classes)
+        For an implicit array first the steps from its class to the one named: all of its bases if none is.
+        """
+        breadth = len(self.classes) + self.dense + self.anything
+        if not issubclass(kind, ImplicitArray):
+            return (0, breadth) if self.dense or self.anything else None
+        steps = [kind.__mro__.index(cls) for cls in self.classes if issubclass(kind, cls)]
+        if not steps and not self.anything:
+            return None
+        return min(steps, default=len(kind.__mro__)), breadth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,20 +62,23 @@ class _Rule:
     precedence: int
     order: int
 
-    def specificity(self, operands: Sequence[Any]) -> tuple[Any, ...] | None:
-        """A sort key, smallest first; None if the handler does not take these operands."""
-        count = len(operands)
+    def specificity(self, kinds: Sequence[type]) -> tuple[Any, ...] | None:
+        """A sort key, smallest first; None if the handler does not take operands of these classes."""
+        count = len(kinds)
         if count < self.required or (self.rest is None and count > len(self.operands)):
             return None
-        annotations = [*self.operands[:count], *([self.rest] * (count - len(self.operands)))]
-        pairs = [(a, o) for a, o in zip(annotations, operands, strict=True) if a is not None]
-        distances = [a.distance(o) for a, o in pairs]
-        named = any(a.names(o) for a, o in pairs) or not any(map(is_implicit, operands))
-        if any(d is None for d in distances) or not named:
+        annotations = [*self.operands[:count], *([self.rest or _NOTHING] * (count - len(self.operands)))]
+        distances = [each.distance(kind) for each, kind in zip(annotations, kinds, strict=True)]
+        admitted = [distance for distance in distances if distance is not None]
+        if len(admitted) < count:
             return None
-        return (-self.precedence, *zip(*(d for d in distances if d is not None), strict=True), -self.order)
+        implicit = [(d[0], kind) for d, kind in zip(admitted, kinds, strict=True) if issubclass(kind, ImplicitArray)]
+        if implicit and all(steps == len(kind.__mro__) for steps, kind in implicit):  # none is named
+            return None
+        return (-self.precedence, *zip(*admitted, strict=True), -self.order)
 
 
+_NOTHING = _Operand((), dense=False, anything=False)
 _rules: dict[Primitive, list[_Rule]] = {}
 on_register: list[Callable[[], None]] = []  # caches that hold traces of older rules
 
@@ -106,16 +109,26 @@ def register(primitive: Primitive | str, *, precedence: int = 0) -> Callable[[Ha
     return decorate
 
 
-def dispatch(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Run `primitive` on operands of which one is implicit, or whose jaxprs close over an implicit array."""
-    classes, candidates = _plan(primitive, tuple([type(o) if is_implicit(o) else jax.Array for o in operands]))
-    expected = _expected(primitive, operands, params) if candidates else None
+def dispatch(primitive: Primitive, operands: Sequence[Any], tracers: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Run `primitive` on operands of which one is implicit, or whose jaxprs close over an implicit array.
+
+    `tracers` are the operands as JAX knows them: their types are those of dense arrays.
+    """
+    kinds = tuple([type(o) if isinstance(o, ImplicitArray) else jax.Array for o in operands])
+    classes, candidates = _plan(primitive, kinds)
+    # Raises as dense JAX does, before a rule sees operands that do not fit. In control flow each step is checked.
+    checked = candidates and next(iter(jexc.jaxprs_in_params(params)), None) is None
+    expected = primitive.abstract_eval(*map(jax.typeof, tracers), **params)[0] if checked else None
     for handler, name, swapped in candidates:
-        with serving(primitive, classes, name):
-            out = handler(primitive, *(reversed(operands) if swapped else operands), **params)
-            if out is not NotImplemented:
-                note_served()
-                return out if expected is None else _checked(primitive, name, expected, out)
+        given = operands[::-1] if swapped else operands
+        if mode.value is UNWATCHED:
+            out = handler(primitive, *given, **params)
+        else:
+            with serving(primitive, classes, name):
+                out = handler(primitive, *given, **params)
+                note_served(out)
+        if out is not NotImplemented:
+            return out if expected is None else _checked(primitive, name, expected, out)
     if not classes:
         return primitive.bind(*operands, **params)
     note_fallback(primitive, classes, lambda cls: cls.warn_on_materialize)
@@ -135,39 +148,25 @@ def _plan(
 ) -> tuple[tuple[type[ImplicitArray], ...], tuple[tuple[Handler, str, bool], ...]]:
     """For operands of these classes: the implicit ones, and the handlers to ask (name, operands swapped?) in turn."""
     classes = tuple(dict.fromkeys(kind for kind in kinds if issubclass(kind, ImplicitArray)))
-    # Rules look at classes only, so an instance without contents stands for every operand of its class.
-    operands = [object.__new__(kind) if kind in classes else 0.0 for kind in kinds]
-    orders = [(operands, False)]
+    orders = [(kinds, False)]
     if primitive in _COMMUTATIVE and any(cls.commute_ops for cls in classes):
-        orders.append((operands[::-1], True))
+        orders.append((kinds[::-1], True))
     candidates = []
     for order, swapped in orders:
         ranked = [(rule.specificity(order), rule.handler) for rule in _rules.get(primitive, ())]
-        admitted = sorted([(key, handler) for key, handler in ranked if key is not None], key=lambda pair: pair[0])
+        admitted = sorted([(key, handler) for key, handler in ranked if key is not None], key=operator.itemgetter(0))
         candidates += [(h, f"{h.__module__}.{h.__qualname__}", swapped) for _, h in admitted]
     return classes, tuple(candidates)
 
 
-def _expected(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """The type of what the primitive gives for dense operands; None for control flow, where each step is checked.
-
-    It raises as dense JAX does, before a rule sees operands that do not go together.
-    """
-    if next(iter(jexc.jaxprs_in_params(params)), None) is not None:
-        return None
-    return primitive.abstract_eval(*map(abstract_value, operands), **params)[0]
-
-
 def _checked(primitive: Primitive, name: str, expected: Any, out: Any) -> Any:
-    """`out`, if it has the expected shape and dtype."""
-    if not primitive.multiple_results:
-        return _checked_output(primitive, name, expected, out)
-    if not isinstance(out, (list, tuple)) or len(out) != len(expected):
-        raise TypeError(f"rule {name} for `{primitive.name}` must return a list of {len(expected)} arrays, got {out!r}")
-    return [_checked_output(primitive, name, e, o) for e, o in zip(expected, out, strict=True)]
-
-
-def _checked_output(primitive: Primitive, name: str, expected: Any, out: Any) -> Any:
+    """`out`, if it has the expected shape and dtype, or a list of such."""
+    if primitive.multiple_results and isinstance(expected, (list, tuple)):
+        if not isinstance(out, (list, tuple)) or len(out) != len(expected):
+            raise TypeError(
+                f"rule {name} for `{primitive.name}` must return a list of {len(expected)} arrays, got {out!r}"
+            )
+        return [_checked(primitive, name, e, o) for e, o in zip(expected, out, strict=True)]
     if not (hasattr(out, "shape") and hasattr(out, "dtype")):
         raise TypeError(
             f"rule {name} for `{primitive.name}` must return an array or NotImplemented, got {type(out).__name__}"
@@ -180,13 +179,6 @@ def _checked_output(primitive: Primitive, name: str, expected: Any, out: Any) ->
     if not is_implicit(out) and jax.typeof(out).weak_type and not expected.weak_type:
         return lax.convert_element_type(out, expected.dtype)
     return out
-
-
-def abstract_value(operand: Any) -> Any:
-    """The type JAX knows the operand by: of an implicit array, that of the dense array it stands for."""
-    from ._trace import abstract_value as of_implicit  # knows JAX's types; built on these rules
-
-    return of_implicit(operand) if is_implicit(operand) else jax.typeof(operand)
 
 
 def _resolve(primitive: Primitive | str) -> Sequence[Primitive]:
