@@ -24,6 +24,7 @@ from ._matmul import _lowering as _lowering
 from ._matmul import _ragged as _ragged
 from ._matmul._rule import is_kernel_available as is_kernel_available
 from ._matmul._rule import nf4_use_kernel as nf4_use_kernel
+from ._matmul._rule import use_kernels as use_kernels
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_1bit import straight_through_1bit as straight_through_1bit
 from .implicit_array_8bit import Array8B as Array8B

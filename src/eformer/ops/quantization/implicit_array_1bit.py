@@ -132,9 +132,10 @@ class Array1B(LeafwiseArray):
     def factors(self) -> tuple[jax.Array, jax.Array | None]:
         return self.values(), self.scale
 
-    def stored_matrix(self) -> Matrix | None:
-        if self.axis < -2 or (self.scale is not None and self.scale.dtype != jnp.float32):
-            return None
+    def fits_kernels(self) -> bool:
+        return self.axis >= -2 and (self.scale is None or self.scale.dtype == jnp.float32)
+
+    def stored_matrix(self) -> Matrix:
         scales = () if self.scale is None else (self.scale,)
         return Matrix("ternary", (self.weight,), scales, *self.shape[1:], packed_axis=self.axis + 2)
 

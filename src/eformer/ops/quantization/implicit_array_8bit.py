@@ -95,9 +95,10 @@ class Array8B(LeafwiseArray):
     def factors(self) -> tuple[jax.Array, jax.Array]:
         return self.weight, self.scale
 
-    def stored_matrix(self) -> Matrix | None:
-        if self.scale.dtype != jnp.float32 or self.weight.dtype != jnp.int8:
-            return None
+    def fits_kernels(self) -> bool:
+        return self.scale.dtype == jnp.float32 and self.weight.dtype == jnp.int8
+
+    def stored_matrix(self) -> Matrix:
         return Matrix("int8", (self.weight,), (self.scale,), *self.shape[1:])
 
     def requantized(self, array: jax.Array) -> Array8B:

@@ -194,14 +194,13 @@ class ArrayNF4(LeafwiseArray):
         block_size = min(self.block_size, max(length, 2))  # decoding fills blocks up, and a file chooses their length
         return reference.decode_nf4(self.packed, absmax, block_size, self.axis, length)
 
-    def stored_matrix(self) -> Matrix | None:
-        floats = [
-            leaf for leaf in (self.absmax, self.nested, self.offset) if leaf is not None and leaf.dtype != jnp.uint8
-        ]
-        if self.axis < -2 or any(leaf.dtype != jnp.float32 for leaf in floats):
-            return None
-        if self.offset is not None and self.offset.ndim != self.packed.ndim - 2:
-            return None  # a stack of vectors
+    def fits_kernels(self) -> bool:
+        scales = [leaf for leaf in (self.absmax, self.nested, self.offset) if leaf is not None]
+        if self.axis < -2 or any(leaf.dtype not in (jnp.float32, jnp.uint8) for leaf in scales):
+            return False
+        return self.offset is None or self.offset.ndim == self.packed.ndim - 2  # else a stack of vectors
+
+    def stored_matrix(self) -> Matrix:
         if self.nested is None or self.offset is None:
             blocks = tuple(
                 -(-n // self.block_size) if axis - 3 == self.axis else n for axis, n in enumerate(self.shape)
@@ -210,7 +209,9 @@ class ArrayNF4(LeafwiseArray):
         else:
             scales = (self.absmax, self.nested, self.offset, jnp.asarray(reference.dynamic_map()))
         packed_axis = self.axis + 2
-        return Matrix("nf4", (self.packed,), scales, *self.shape[1:], packed_axis, self.block_size)
+        return Matrix(
+            "nf4", (self.packed,), scales, *self.shape[1:], packed_axis=packed_axis, block_size=self.block_size
+        )
 
     def _plain_absmax(self) -> jax.Array:
         if self.nested is None or self.offset is None:

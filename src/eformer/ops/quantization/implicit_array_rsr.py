@@ -52,8 +52,9 @@ from ._base import (
     typed_as,
 )
 from ._integers import as_floats, without_loss
+from ._matmul._lowering import matmul_on_cpu
 from ._matmul._operand import Grain, Leaves, MatmulOperand
-from ._matmul._primitive import matmul, matmul_in_xla
+from ._matmul._primitive import matmul_in_xla, matmul_stacks, note_partly_manual
 from ._validation import Leaf, Part, Rules, a_number_type, an_int, check_fields
 
 MAX_K = 16  # the table of `2**k` sums of a block outgrows every cache soon after
@@ -90,11 +91,6 @@ class RSROperator(MatmulOperand):
             given = " and ".join(f"{b.codes.dtype}{list(b.codes.shape)} with `k={b.k}`" for b in binaries)
             raise ValueError(f"codes for `k={k}` are {_code_dtype(k)}, and those of both halves alike, got {given}")
         return codes, k
-
-    def matmul_on_cpu(self, x: jax.Array, contracted_axis: int) -> jax.Array | None:
-        if contracted_axis != 0 or x.dtype != jnp.float32 or not cpu.is_available():
-            return None
-        return cpu.segment_matmul(x, *self._codes_and_k())[..., : self.shape[-1]]
 
     def dot(self, v: Any) -> Any:  # an implicit array too
         """`v @ A` for `v` of shape (..., n), without `A`: note the order, which is not that of `jax.Array.dot`.
@@ -507,7 +503,14 @@ def _multiply(x: jax.Array, q: RSROperator, dtype: Any) -> jax.Array:
     count = math.prod(stack)
     stacked = jtu.tree_map(lambda codes: codes.reshape(count, *codes.shape[-2:]), q)
     x = x.reshape(count, *free, x.shape[-1]).astype(_accumulator(dtype))
-    return matmul(x, stacked, 0, dtype).reshape(*stack, *free, q.shape[-1])
+    return matmul_stacks(x, stacked, 0, dtype).reshape(*stack, *free, q.shape[-1])
+
+
+@matmul_on_cpu.register
+def _(q: RSROperator, x: jax.Array, contracted_axis: int) -> jax.Array | None:
+    if contracted_axis != 0 or x.dtype != jnp.float32 or not cpu.is_available():
+        return None
+    return cpu.segment_matmul(x, *q._codes_and_k())[..., : q.shape[-1]]
 
 
 @matmul_in_xla.register
@@ -589,6 +592,7 @@ def _contract(
     x_batch, x_summed = x_axes
 
     def product(x: jax.Array, q: RSROperator) -> jax.Array:
+        note_partly_manual(q)
         return _multiply(jnp.moveaxis(x, (*x_batch, *x_summed), (*range(stack), -1)), q, dtype)
 
     def dense(x: jax.Array, q: RSROperator) -> jax.Array:

@@ -11,22 +11,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.typing import DTypeLike
 
 from eformer.jaximus import register
-from eformer.ops.quantization._base import asked_of, is_explicit, sharding_of
+from eformer.ops.quantization._base import asked_of
 from eformer.ops.quantization._leafwise import LeafwiseArray
 
-from ._rule import matmul
+from ._rule import has_explicit_sharding, matmul
+from ._tiles import Precision
 
-# Patches overlap, so that all of them together are larger than the input. Above this many times its size, and the size
-# of the kernel, a matmul for each position in the window takes less memory.
+# Patches overlap, so all of them together are larger than the input. If they are larger than the kernel and than this
+# many times the input, a matmul for each position in the window takes less memory.
 MAX_GROWTH = 4
 MAX_POSITIONS = 64  # each of them is a matmul in the program
 
 
 @register("conv_general_dilated")
 def conv_general_dilated(
-    primitive: Any,
+    primitive: Primitive,
     lhs: jax.Array,
     rhs: LeafwiseArray,
     *,
@@ -37,14 +40,13 @@ def conv_general_dilated(
     dimension_numbers: lax.ConvDimensionNumbers,
     feature_group_count: int,
     batch_group_count: int,
-    precision: Any,
-    preferred_element_type: Any,
+    precision: Precision,
+    preferred_element_type: DTypeLike | None,
     **params: Any,
 ) -> Any:
     del primitive
     grouped = feature_group_count != 1 or batch_group_count != 1
-    explicit = any(is_explicit(sharding_of(leaf)) for leaf in (lhs, *jax.tree.leaves(rhs)))
-    if grouped or explicit or asked_of(params) or lhs.dtype != rhs.dtype or not rhs.use_kernel:
+    if grouped or asked_of(params) or has_explicit_sharding(lhs, rhs) or lhs.dtype != rhs.dtype or not rhs.use_kernel:
         return NotImplemented
     _, features, *spatial = dimension_numbers.lhs_spec
     _, rhs_features, *window_axes = dimension_numbers.rhs_spec
@@ -59,7 +61,7 @@ def conv_general_dilated(
         return NotImplemented
 
     def at(position: Sequence[int]) -> jax.Array:
-        """What the window sees at one of its positions, with an axis of length 1 for each of the window's."""
+        """The elements of x under one position of the window, with an axis of length 1 for each axis of the window."""
         starts, limits, strides = [0] * x.ndim, list(x.shape), [1] * x.ndim
         for axis, offset, dilation, size, stride in zip(
             spatial, position, rhs_dilation, sizes, window_strides, strict=True
@@ -69,15 +71,15 @@ def conv_general_dilated(
         return lax.expand_dims(lax.slice(x, starts, limits, strides), range(x.ndim, x.ndim + len(window)))
 
     positions = list(itertools.product(*map(range, window)))
-    # Of one element of the batch, whose number may be symbolic.
+    # Sizes per element of the batch, whose length may be symbolic.
     image = math.prod(lhs.shape[a] for a in (features, *spatial))
     patches = math.prod((*sizes, *window)) * lhs.shape[features]
     dtype = jnp.dtype(preferred_element_type or lhs.dtype)
     summed = ((features, *range(x.ndim, x.ndim + len(window))), (rhs_features, *window_axes))
-    multiply = functools.partial(matmul, numbers=(summed, ((), ())), precision=precision)
+    contract = functools.partial(matmul, numbers=(summed, ((), ())), precision=precision)
     if patches <= max(MAX_GROWTH * image, rhs.size):
         pieces = lax.concatenate([at(position) for position in positions], x.ndim)
-        out = multiply(lax.reshape(pieces, (*pieces.shape[: x.ndim], *window)), rhs, dtype=dtype)
+        out = contract(lax.reshape(pieces, (*pieces.shape[: x.ndim], *window)), rhs, dtype=dtype)
     elif len(positions) > MAX_POSITIONS or any(rhs.alignment(axis) > 1 for axis in window_axes):
         return NotImplemented
     else:
@@ -88,14 +90,14 @@ def conv_general_dilated(
             part = single
             for axis, offset in zip(window_axes, position, strict=True):
                 part = part.sliced(offset, 1, axis)
-            return multiply(at(position), part, dtype=sums)
+            return contract(at(position), part, dtype=sums)
 
         out = functools.reduce(lax.add, map(term, positions)).astype(dtype)
     return lax.transpose(out, _order(dimension_numbers, x.ndim))
 
 
 def _order(numbers: lax.ConvDimensionNumbers, ndim: int) -> list[int]:
-    """Where each axis of the result is in that of the matmul: the axes of the input but its features, then those."""
+    """Where each axis of the result is in the matmul's: the input's axes without its features, then the features."""
     left = [axis for axis in range(ndim) if axis != numbers.lhs_spec[1]]
     came_from = dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))
     return [ndim - 1 if axis == numbers.out_spec[1] else left.index(came_from[axis]) for axis in range(ndim)]

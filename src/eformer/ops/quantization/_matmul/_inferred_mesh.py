@@ -1,52 +1,50 @@
-"""The layout of an array as XLA knows it, by the numbers of devices, read as axes of a mesh."""
+"""A mesh inferred from shards: XLA knows which device has which shard, and no mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 
-def infer_mesh(devices: Sequence[Any], starts: Sequence[np.ndarray]) -> Mesh:
-    """A mesh over all devices with an axis for each prime factor of their number, in an order that names most parts.
+def infer_mesh(devices: Sequence[object], starts: Sequence[np.ndarray]) -> Mesh:
+    """A mesh of all devices with an axis per prime factor of their number, in the order that explains most `starts`.
 
-    XLA knows devices by their number, and no mesh. What any mesh divides, and parts of its axes, this one can name.
+    It can express every sharding over a mesh of the user's, and over parts of that mesh's axes.
     """
 
-    def named(sizes: tuple[int, ...]) -> int:
+    def explained(sizes: tuple[int, ...]) -> int:
         return sum(len(axes) for each in starts for axes in mesh_axes(each, sizes))
 
-    sizes = max(_orders(_primes(len(devices))), key=named)
+    sizes = max(_orders(_primes(len(devices))), key=explained)
     return Mesh(np.array(devices, object).reshape(sizes), tuple(f"axis{i}" for i in range(len(sizes))))
 
 
 def _primes(n: int) -> list[int]:
-    """The prime factors of a number, smallest first."""
+    """The prime factors of `n`, smallest first."""
     smallest = next((p for p in range(2, n + 1) if n % p == 0), None)
     return [] if smallest is None else [smallest, *_primes(n // smallest)]
 
 
 def _orders(factors: list[int]) -> list[tuple[int, ...]]:
-    """All different orders; one for a power of a prime, and few for numbers that machines come in."""
+    """All different orders: one for a power of a prime, and few for the device counts of real machines."""
     if not factors:
         return [()]
     without = {factor: [*factors[: factors.index(factor)], *factors[factors.index(factor) + 1 :]] for factor in factors}
     return [(factor, *rest) for factor, others in without.items() for rest in _orders(others)]
 
 
-def shard_starts(operand: Any, devices: Sequence[Any]) -> np.ndarray:
-    """For each device, where in each dimension its part begins, were that as long as there are devices."""
-    shape = (len(devices),) * len(operand.shape)
-    if operand.sharding.is_fully_replicated:
-        return np.zeros((len(devices), len(shape)), int)
-    indices = operand.sharding.devices_indices_map(shape)
-    return np.array([[part.start or 0 for part in indices[device]] for device in devices])
+def shard_starts(sharding: Sharding, ndim: int, devices: Sequence[object]) -> np.ndarray:
+    """(devices, ndim): start index of each device's shard, for an array with `len(devices)` elements per dimension."""
+    if sharding.is_fully_replicated:
+        return np.zeros((len(devices), ndim), int)
+    indices = sharding.devices_indices_map((len(devices),) * ndim)
+    return np.array([[part.start or 0 for part in indices[device]] for device in devices])  # pyright: ignore[reportArgumentType]  # devices
 
 
 def mesh_axes(starts: np.ndarray, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Which axes of a mesh of `sizes` divide each dimension, the outermost first; none, if these can't say it all."""
+    """The axes of a mesh of `sizes` that divide each dimension, outermost first; () if they don't explain `starts`."""
     return [_mesh_axes_of_dimension(each.reshape(sizes)) for each in starts.T]
 
 

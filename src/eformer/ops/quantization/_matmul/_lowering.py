@@ -1,4 +1,4 @@
-"""Which kernel runs the matmul: chosen per platform, and by who partitions the work over devices."""
+"""Which kernel runs the matmul: chosen by the platform, and by who partitions the matmul over devices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax import tree_util as jtu
 from jax.interpreters import mlir
 
 from eformer.jaximus import serving, unobserved
-from eformer.kernels import pallas
+from eformer.kernels import cpu, pallas
 
 from ._operand import MatmulOperand
 from ._partitioning import SUMMED, Dim, Problem, partitioned
-from ._primitive import in_xla, matmul, matmul_in_xla, matmul_p
+from ._primitive import TreeDef, leaves_in_xla, matmul_in_xla, matmul_p, matmul_stacks
+
+Kernel = Callable[[MatmulOperand, jax.Array, int], jax.Array | None]
 
 
 class Partitioner(enum.Enum):
@@ -31,12 +35,11 @@ class Partitioner(enum.Enum):
     READER = enum.auto()  # whoever runs the exported program
 
 
-def partitioner(ctx: Any) -> Partitioner:
-    """Of the context that a lowering rule gets."""
+def partitioner(ctx: mlir.LoweringRuleContext) -> Partitioner:
     module = ctx.module_context
     if module.lowering_parameters.for_export:
         return Partitioner.READER
-    context = module.axis_context
+    context: Any = module.axis_context  # of one of three classes that JAX does not name publicly
     manual = getattr(context, "manual_axes", None)
     if manual is not None:
         rest = {name for name, size in context.mesh.shape.items() if size > 1} - set(manual)
@@ -46,18 +49,19 @@ def partitioner(ctx: Any) -> Partitioner:
     return Partitioner.XLA if _devices(ctx) else Partitioner.UNKNOWN
 
 
-def _devices(ctx: Any) -> tuple[Any, ...] | None:
-    """As many devices as the program runs on. XLA counts them and does not care which they are."""
+def _devices(ctx: mlir.LoweringRuleContext) -> tuple[object, ...]:
+    """As many devices as the program runs on; which ones does not matter to XLA. Empty if they are not known."""
     module = ctx.module_context
-    known = module.axis_context.device_assignment
+    context: Any = module.axis_context
+    known = context.device_assignment
     if known is None:
         backend = module.get_backend(optional=True)
-        known = () if backend is None else tuple(backend.devices())[: module.axis_context.num_devices]
-    return known if len(known) == module.axis_context.num_devices else None
+        known = () if backend is None else tuple(backend.devices())[: context.num_devices]
+    return known if len(known) == context.num_devices else ()
 
 
-def _device_kind(ctx: Any) -> str | None:
-    """What the devices are called that the program is for; None if that can't be told."""
+def _device_kind(ctx: mlir.LoweringRuleContext) -> str | None:
+    """The `device_kind` of the devices that the program is for; None if it is not known."""
     module = ctx.module_context
     mesh = getattr(module.axis_context, "mesh", None)
     devices = list(getattr(module.axis_context, "device_assignment", None) or ())
@@ -68,47 +72,50 @@ def _device_kind(ctx: Any) -> str | None:
     return devices[0].device_kind if devices else None
 
 
-def _lower_partitioned(ctx: Any, function: Callable[..., jax.Array], *operands: Any) -> Any:
-    """Lower a function that calls `partitioned`, with `devices` for it."""
-    devices = _devices(ctx)
-    context = dataclasses.replace(ctx.module_context.axis_context, device_assignment=devices)
-    ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
-    return mlir.lower_fun(functools.partial(function, devices=devices), multiple_results=False)(ctx, *operands)
+@functools.singledispatch
+def matmul_on_cpu(q: MatmulOperand, x: jax.Array, contracted_axis: int) -> jax.Array | None:
+    """x (count, rows, k) times q by the native core, in float32; None where it can't. A format may register its own."""
+    if not q.fits_kernels() or not cpu.is_available():
+        return None
+    rounding = {"round_x": q.activation_dtype == "int8", "round_values": q.dtype == jnp.bfloat16}
+    return cpu.matmul(x, q.stored_matrix(), contracted_axis, **rounding)
 
 
-def _for_xla_to_divide(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
-    q = jtu.tree_unflatten(treedef, leaves).divisible()
-    return matmul_in_xla(q, x, contracted_axis, in_tiles=False).astype(dtype)  # a loop over tiles would gather them
-
-
-def _on_cpu(x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any) -> jax.Array:
-    q = jtu.tree_unflatten(treedef, leaves)
-    return _by_kernel(q.matmul_on_cpu, q, x, contracted_axis, dtype)
-
-
-def _on_accelerator(
-    x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any, device: pallas.Device
-) -> jax.Array:
-    q = jtu.tree_unflatten(treedef, leaves)
-    with unobserved():  # where no kernel is better, XLA fuses the decoding into its own matmul
-        return _by_kernel(functools.partial(q.matmul_on_accelerator, device), q, x, contracted_axis, dtype)
+def matmul_on_accelerator(
+    q: MatmulOperand, x: jax.Array, contracted_axis: int, device: pallas.Device
+) -> jax.Array | None:
+    """x (count, rows, k) times q by a Pallas kernel, in float32; None where it can't, or where XLA is faster."""
+    if not q.fits_kernels():
+        return None
+    return pallas.matmul(x, q.stored_matrix(), contracted_axis, device, round_x=q.activation_dtype == "int8")
 
 
 def _by_kernel(
-    kernel: Callable[..., jax.Array | None], q: MatmulOperand, x: jax.Array, contracted_axis: int, dtype: Any
+    kernel: Kernel, x: jax.Array, *leaves: jax.Array, treedef: TreeDef, contracted_axis: int, dtype: np.dtype
 ) -> jax.Array:
-    """What the kernel gives for x of 3 axes, or XLA's own operations where it gives None."""
-    rows = x.shape[1:-1]
-    out = kernel(lax.reshape(x, (x.shape[0], math.prod(rows), x.shape[-1])), contracted_axis)
+    """The matmul by `kernel`, or in XLA's operations where that gives None."""
+    q = jtu.tree_unflatten(treedef, leaves)
+    out = kernel(q, lax.reshape(x, (x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])), contracted_axis)
     if out is None:
         return matmul_in_xla(q, x, contracted_axis).astype(dtype)
-    return lax.convert_element_type(lax.reshape(out, (x.shape[0], *rows, out.shape[-1])), dtype)
+    return lax.convert_element_type(lax.reshape(out, (*x.shape[:-1], out.shape[-1])), dtype)
+
+
+def _by_xla(x: jax.Array, *leaves: jax.Array, treedef: TreeDef, contracted_axis: int, dtype: np.dtype) -> jax.Array:
+    """The matmul in operations that XLA can partition: it would gather the tiles of a loop."""
+    q = jtu.tree_unflatten(treedef, leaves).divisible()
+    return matmul_in_xla(q, x, contracted_axis, in_tiles=False).astype(dtype)
 
 
 def _over_devices(
-    x: jax.Array, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any, devices: Sequence[Any]
+    x: jax.Array,
+    *leaves: jax.Array,
+    treedef: TreeDef,
+    contracted_axis: int,
+    dtype: np.dtype,
+    devices: Sequence[object],
 ) -> jax.Array:
-    """Each device multiplies its parts, by the kernel that it would use alone."""
+    """The matmul in which each device multiplies its shards, by the kernel that it would use alone."""
     q = jtu.tree_unflatten(treedef, leaves).divisible()
     axes = ("count", SUMMED, "n") if contracted_axis == 0 else ("count", "n", SUMMED)
     rows = tuple(Dim(f"row{i}") for i in range(x.ndim - 2))
@@ -126,41 +133,44 @@ def _over_devices(
 
     def local(x: jax.Array, leaves: Sequence[jax.Array], grains: Sequence[tuple[int, ...]]) -> jax.Array:
         part = q.of_parts(dict(zip(dims, leaves, strict=True)), dict(zip(dims, grains, strict=True)))
-        return matmul(x, part, contracted_axis, dtype)
+        return matmul_stacks(x, part, contracted_axis, dtype)
 
     identity = f"quantized_matmul {jtu.tree_structure(q)} {contracted_axis} {dtype}"
     return partitioned(problem, local, identity, x, [q.named_leaves()[name] for name in dims], devices=devices)
 
 
-def _lowering(on_device: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """How a platform lowers the matmul: `on_device` where one device, or each of several, is on its own.
+def _lower(
+    alone: Callable[..., jax.Array],
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    treedef: TreeDef,
+    **params: Any,
+) -> Any:
+    """Lower the matmul to `alone` where a device works alone, and on the shards of each where XLA partitions it.
 
-    Where XLA divides the work, each device calls it on its parts. XLA's own operations are used where a call of the
-    kernel can't be: in a program written to a file, and under `shard_map` over some axes of a mesh only.
+    XLA's own operations stand in where a kernel can't be called: in an exported program, and under `shard_map` over
+    some axes of a mesh only.
     """
-
-    functions = {Partitioner.NOBODY: on_device, Partitioner.UNKNOWN: _for_xla_to_divide, Partitioner.READER: in_xla}
-
-    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-        where = partitioner(ctx)
-        kind, _ = params["treedef"].node_data()
-        with serving(matmul_p, (kind,), f"{__name__}.matmul"):
-            return _lowered(where, ctx, *operands, **params)
-
-    def _lowered(where: Partitioner, ctx: Any, *operands: Any, **params: Any) -> Any:
-        if where is Partitioner.XLA:
-            return _lower_partitioned(ctx, functools.partial(_over_devices, **params), *operands)
-        return mlir.lower_fun(functions[where], multiple_results=False)(ctx, *operands, **params)
-
-    return lower
+    who = partitioner(ctx)
+    function = {Partitioner.NOBODY: alone, Partitioner.UNKNOWN: _by_xla}.get(who, leaves_in_xla)
+    if who is Partitioner.XLA:
+        devices = _devices(ctx)
+        function = functools.partial(_over_devices, devices=devices)
+        context = dataclasses.replace(ctx.module_context.axis_context, device_assignment=devices)
+        ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+    with serving(matmul_p, (treedef.node_data()[0],), f"{__name__}.matmul"):
+        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, treedef=treedef, **params)
 
 
-def _lower_on_accelerator(platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
-    on_device = functools.partial(_on_accelerator, device=pallas.Device(platform, _device_kind(ctx)))
-    return _lowering(on_device)(ctx, *operands, **params)
+def _lower_on_accelerator(platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    kernel = functools.partial(matmul_on_accelerator, device=pallas.Device(platform, _device_kind(ctx)))
+    # Where there is no kernel, XLA fuses the decoding into its own matmul: no dense copy is to be noted.
+    return _lower(unobserved()(functools.partial(_by_kernel, kernel)), ctx, *operands, **params)
 
 
-mlir.register_lowering(matmul_p, _lowering(in_xla))
-mlir.register_lowering(matmul_p, _lowering(_on_cpu), platform="cpu")
+mlir.register_lowering(matmul_p, functools.partial(_lower, leaves_in_xla))
+mlir.register_lowering(
+    matmul_p, functools.partial(_lower, functools.partial(_by_kernel, matmul_on_cpu)), platform="cpu"
+)
 for _platform in pallas.PLATFORMS:
     mlir.register_lowering(matmul_p, functools.partial(_lower_on_accelerator, _platform), platform=_platform)

@@ -1,13 +1,14 @@
-"""Products over a mesh of devices, taken apart as XLA takes apart a dense product.
+"""Matmuls partitioned over a mesh of devices as XLA partitions a dense matmul.
 
 XLA can't look into the call of a kernel: left alone, it would gather every operand on every device. So the call is
-described by its axes, and this file says which part of each operand a device needs, what it computes of them, and
-which devices add up what they have. What a device computes is for the caller to say, so that every kernel, on every
-platform, is taken apart in the same way.
+described by its axes, and this file says which shard of each operand a device needs and which devices add up their
+results. The caller says what a device computes, so every kernel on every platform is partitioned in the same way.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -24,22 +26,22 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ._inferred_mesh import infer_mesh, mesh_axes, shard_starts
 
-SUMMED = "k"  # the axis that is summed over; all other names are up to the caller
+SUMMED = "k"  # the contracted axis; the caller chooses all other names
 
 
 class Dim(NamedTuple):
-    """A dimension of an operand: the axis of the product it runs along, and how much of it an entry stands for."""
+    """A dimension of an operand: the axis of the matmul that it follows, and the elements that one entry covers."""
 
     axis: str | None  # None for a length of 1 that is broadcast
     grain: int = 1
 
 
 Dims: TypeAlias = tuple[Dim, ...]
-Parts = Mapping[str, tuple[str, ...]]  # of an axis: the axes of the mesh that divide it, the outermost first
+MeshAxes: TypeAlias = Mapping[str, tuple[str, ...]]  # the mesh axes that divide each axis, the outermost first
 
 
 class Problem(NamedTuple):
-    """The product of `x` with what the leaves, the codes first, say: static and hashable."""
+    """The matmul of `x` and a quantized array with these leaves, the codes first: static and hashable."""
 
     x: Dims
     leaves: tuple[Dims, ...]
@@ -52,8 +54,7 @@ class Problem(NamedTuple):
         return {dim.axis for dim in self.x if dim.axis} - {dim.axis for dim in self.leaves[0]}
 
 
-# What a device computes: of its parts of x and of the leaves, and of how many elements an entry of each leaf stands
-# for now along each of its dimensions.
+# What a device computes from its shards of x and of the leaves, and from the grain of every dimension of every leaf.
 Local = Callable[[jax.Array, Sequence[jax.Array], tuple[tuple[int, ...], ...]], jax.Array]
 
 
@@ -64,12 +65,12 @@ def partitioned(
     x: jax.Array,
     leaves: Sequence[jax.Array],
     *,
-    devices: Sequence[Any],
+    devices: Sequence[object],
 ) -> jax.Array:
-    """`local` of the parts of `x` and `leaves` that each device needs, put together again.
+    """The matmul of which each device computes `local` on the shards it needs.
 
     `identity` says what `local` computes. XLA's cache of compiled programs sees the operands of the call and not what
-    it stands for: a number made of it goes along as one.
+    it stands for, so a hash of `identity` is one of the operands.
     """
     grains = tuple(tuple(dim.grain for dim in dims) for dims in problem.leaves)
 
@@ -77,35 +78,35 @@ def partitioned(
         del mark
         return local(x, leaves, grains)
 
-    def partition(_: Any, operands: Sequence[Any], result: Any) -> Any:
+    def partition(_: object, operands: Sequence[Any], result: Any) -> Any:
         _, x, codes, *_ = operands
-        starts = [shard_starts(each, devices) for each in (x, codes, result)]
+        starts = [shard_starts(each.sharding, len(each.shape), devices) for each in (x, codes, result)]
         mesh = infer_mesh(devices, starts)
         dims = (problem.x, problem.leaves[0], problem.out)
-        given, stored, wanted = (_parts_of(*each, mesh) for each in zip(dims, starts, strict=True))
-        parts = _divide(problem, mesh.shape, x=given, codes=stored, out=wanted)
-        scattered = _scattered(problem, mesh.shape, parts, wanted)
-        place = lambda dims, parts: NamedSharding(mesh, _spec(problem, mesh.shape, dims, parts))  # noqa: E731
-        out = {axis: (*names, *scattered.get(axis, ())) for axis, names in parts.items()}
-        places = tuple(place(dims, parts) for dims in all_dims)
+        given, stored, wanted = (_divided_by(*each, mesh) for each in zip(dims, starts, strict=True))
+        plan = _Plan(problem, mesh.shape, _divide(problem, mesh.shape, x=given, codes=stored, out=wanted))
+        scattered = plan.scattered(wanted)
+        out_plan = _Plan(
+            problem, mesh.shape, {axis: (*names, *scattered.get(axis, ())) for axis, names in plan.divided_by.items()}
+        )
 
         def compute(x: jax.Array, *leaves: jax.Array) -> jax.Array:
-            pairs = zip(problem.leaves, leaves, strict=True)
-            cut = [_cut(problem, mesh.shape, dims, leaf, parts) for dims, leaf in pairs]
-            product = local(x, [leaf for leaf, _ in cut], tuple(grains for _, grains in cut))
-            summed = set(parts[SUMMED])
+            cut = [plan.cut(dims, leaf) for dims, leaf in zip(problem.leaves, leaves, strict=True)]
+            out = local(x, [leaf for leaf, _ in cut], tuple(grains for _, grains in cut))
+            summed = set(plan.divided_by[SUMMED])
             for position, dim in enumerate(problem.out):
-                if dim.axis in scattered:
-                    names = scattered[dim.axis]
-                    product = lax.psum_scatter(product, names, scatter_dimension=position, tiled=True)
+                names = scattered.get(dim.axis or "", ())
+                if names:
+                    out = lax.psum_scatter(out, names, scatter_dimension=position, tiled=True)
                     summed -= set(names)
-            return lax.psum(product, tuple(sorted(summed))) if summed else product
+            return lax.psum(out, tuple(sorted(summed))) if summed else out
 
         def on_device(mark: jax.Array, *operands: jax.Array) -> jax.Array:
             del mark
             return on_device_p.bind(*operands, function=compute, mesh=tuple(mesh.shape.items()))
 
-        return mesh, on_device, place(problem.out, out), places
+        shardings = tuple(NamedSharding(mesh, plan.spec(dims)) for dims in all_dims)
+        return mesh, on_device, NamedSharding(mesh, out_plan.spec(problem.out)), shardings
 
     mark = np.full((1,), zlib.crc32(f"{problem} {identity}".encode()), np.uint32)
     all_dims = ((Dim(None),), problem.x, *problem.leaves)
@@ -114,19 +115,21 @@ def partitioned(
     return call(jnp.asarray(mark), x, *leaves)
 
 
-# What a device does, as an operation of its own: JAX lowers it inside XLA's compiler, in whatever mesh the caller set.
-# If the axes of that are explicit, JAX 0.12 writes types of theirs into the program, which XLA then can't read.
+# What a device computes is a primitive, because JAX lowers it inside XLA's compiler, in whatever mesh the caller has
+# set. If the axes of that mesh are explicit, JAX 0.12 writes their types into the program, which XLA can't read then.
 on_device_p = Primitive("on_device")
 
 
 @on_device_p.def_abstract_eval
-def _(x: Any, *leaves: Any, function: Any, mesh: Any) -> Any:
+def _(x: ShapedArray, *leaves: ShapedArray, function: Callable[..., jax.Array], mesh: Any) -> ShapedArray:
     with use_abstract_mesh(_automatic(mesh)):
         out = jax.eval_shape(function, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (x, *leaves)))
     return x.update(shape=out.shape, dtype=out.dtype)
 
 
-def _lower_on_device(ctx: Any, *operands: Any, function: Any, mesh: Any) -> Any:
+def _lower_on_device(
+    ctx: mlir.LoweringRuleContext, *operands: Any, function: Callable[..., jax.Array], mesh: Any
+) -> Any:
     with use_abstract_mesh(_automatic(mesh)):
         return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
@@ -140,19 +143,19 @@ mlir.register_lowering(on_device_p, _lower_on_device)
 
 
 def _rule(problem: Problem, all_dims: Sequence[Dims]) -> SdyShardingRule:
-    """How Shardy carries a layout from one operand to another: along the axes of x, the codes and the result.
+    """How Shardy propagates shardings: along the axes of x, the codes and the result.
 
-    Scales take the layout of the codes and have no say, for their entries may stand for more than a device has.
+    Scales take the sharding of the codes and propagate none: an entry may cover more than a device's shard.
     """
     codes = {dim.axis: dim.grain for dim in problem.leaves[0] if dim.axis}
     sizes = dict(problem.sizes)
-    # Packed codes make of an axis two: that of the codes, and what one of them holds.
+    # Codes that are packed along an axis make two factors of it: the codes, and the values in one code.
     packed = {axis for axis, grain in codes.items() if grain > 1 and sizes[axis] % grain == 0}
-    names, factor_sizes = iter(range(10_000)), {}
+    numbers, factor_sizes = itertools.count(), {}
 
-    def factor(dim: Dim, follows: bool) -> Any:
+    def factor(dim: Dim, follows: bool) -> str | CompoundFactor:
         if not follows or dim.axis is None or sizes[dim.axis] % dim.grain:
-            return f"alone{next(names)}"
+            return f"alone{next(numbers)}"
         if dim.axis not in packed or dim.grain == codes[dim.axis]:
             return dim.axis if dim.axis not in packed else f"{dim.axis}_codes"
         factor_sizes[f"{dim.axis}_inner"] = codes[dim.axis]
@@ -161,103 +164,99 @@ def _rule(problem: Problem, all_dims: Sequence[Dims]) -> SdyShardingRule:
     operands = tuple(ArrayMapping(*(factor(dim, i < 3) for dim in dims)) for i, dims in enumerate(all_dims))
     result = ArrayMapping(*(factor(dim, True) for dim in problem.out))
     used = {name for mapping in operands for each in mapping for name in (each if isinstance(each, tuple) else (each,))}
-    reduced = tuple(sorted(name for name in used if name in (SUMMED, f"{SUMMED}_codes", f"{SUMMED}_inner")))
+    reduced = tuple(sorted(used & {SUMMED, f"{SUMMED}_codes", f"{SUMMED}_inner"}))
     return SdyShardingRule(operands, (result,), reduction_factors=reduced, **factor_sizes)
 
 
-def _parts_of(dims: Dims, starts: np.ndarray, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+def _divided_by(dims: Dims, starts: np.ndarray, mesh: Mesh) -> MeshAxes:
+    """The mesh axes that divide an operand with these shards."""
     found = zip(dims, mesh_axes(starts, mesh.devices.shape), strict=True)
     return {dim.axis: tuple(mesh.axis_names[a] for a in axes) for dim, axes in found if dim.axis is not None}
 
 
-def _divide(
-    problem: Problem, mesh: Mapping[str, int], x: Parts, codes: Parts, out: Parts
-) -> dict[str, tuple[str, ...]]:
-    """Which axes of the mesh divide each axis of the product.
+def _divide(problem: Problem, mesh: Mapping[str, int], x: MeshAxes, codes: MeshAxes, out: MeshAxes) -> MeshAxes:
+    """The mesh axes that divide the matmul, given those that divide its operands and should divide its result.
 
-    The codes stay where they are. Only where the mesh divides the rows of x and of the result by an axis, and the codes
-    too, are they gathered along it, as a dense weight is that is stored in parts for its size alone.
+    The codes stay where they are. They are gathered only along a mesh axis that also divides the rows of x and of the
+    result, as a dense weight is that is sharded for its size alone.
     """
 
-    def axis_of(parts: Parts, name: str) -> str | None:
-        return next((axis for axis, names in parts.items() if name in names), None)
+    def axis_of(divided_by: MeshAxes, name: str) -> str | None:
+        return next((axis for axis, names in divided_by.items() if name in names), None)
 
     def chosen(name: str) -> str | None:
-        by_x, by_codes, by_out = (axis_of(parts, name) for parts in (x, codes, out))
+        by_x, by_codes, by_out = (axis_of(each, name) for each in (x, codes, out))
         if by_x in problem.rows and (by_x == by_out or by_codes is None):
             return by_x
         if by_codes is not None:
             return by_codes
-        if by_x is not None and by_x != SUMMED:
-            return by_x
-        return by_out
+        return by_x if by_x is not None and by_x != SUMMED else by_out
 
     axes = [axis for axis, _ in problem.sizes]
-    found: dict[str, list[str]] = {axis: [] for axis in axes}
-    in_order = [name for parts in (codes, x, out) for axis in axes for name in parts.get(axis, ())]
-    for name in dict.fromkeys(in_order):
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(axes, ())
+    for name in dict.fromkeys(name for each in (codes, x, out) for axis in axes for name in each.get(axis, ())):
         axis = chosen(name)
         if axis is not None:
-            found[axis].append(name)
+            found[axis] += (name,)
     return {axis: _fitting(problem, mesh, axis, names) for axis, names in found.items()}
 
 
-def _fitting(problem: Problem, mesh: Mapping[str, int], axis: str, names: list[str]) -> tuple[str, ...]:
-    """As many of the names as divide the axis into parts of whole codes; rows that are left over are filled up."""
+def _fitting(problem: Problem, mesh: Mapping[str, int], axis: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The first of the mesh axes, as long as they divide the axis into whole codes; XLA pads rows."""
     if axis in problem.rows:
-        return tuple(names)
-    grain = math.lcm(
-        *(dim.grain for dims in (problem.x, problem.leaves[0], problem.out) for dim in dims if dim.axis == axis)
-    )
+        return names
+    dims = (*problem.x, *problem.leaves[0], *problem.out)
+    grain = math.lcm(*(dim.grain for dim in dims if dim.axis == axis))
     while names and dict(problem.sizes)[axis] % (grain * math.prod(mesh[name] for name in names)):
         names = names[:-1]
-    return tuple(names)
+    return names
 
 
-def _scattered(problem: Problem, mesh: Mapping[str, int], parts: Parts, out: Parts) -> dict[str, tuple[str, ...]]:
-    """Axes of the mesh along which sums are wanted in parts: the last ones of an axis of the result."""
-    found: dict[str, tuple[str, ...]] = {}
-    for axis, names in out.items():
-        rest = names[len(parts[axis]) :]
-        last = names[: len(parts[axis])] == parts[axis] and rest and set(rest) <= set(parts[SUMMED])
-        if last and dict(problem.sizes)[axis] % math.prod(mesh[name] for name in names) == 0:
-            found[axis] = rest
-    return found
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Which mesh axes divide each axis of the matmul."""
 
+    problem: Problem
+    mesh: Mapping[str, int]  # the length of each mesh axis
+    divided_by: MeshAxes
 
-def _spec(problem: Problem, mesh: Mapping[str, int], dims: Dims, parts: Parts) -> PartitionSpec:
-    entries = [parts[dim.axis] if dim.axis and _whole_entries(problem, mesh, dim, parts) else () for dim in dims]
-    return PartitionSpec(*(entry or None for entry in entries))
+    def scattered(self, out: MeshAxes) -> MeshAxes:
+        """The mesh axes along which sums are scattered: the innermost ones that should divide an axis of the result."""
+        found = {}
+        for axis, names in out.items():
+            own = self.divided_by[axis]
+            rest = names[len(own) :]
+            innermost = names[: len(own)] == own and rest and set(rest) <= set(self.divided_by[SUMMED])
+            if innermost and dict(self.problem.sizes)[axis] % math.prod(self.mesh[name] for name in names) == 0:
+                found[axis] = rest
+        return found
 
+    def spec(self, dims: Dims) -> PartitionSpec:
+        entries = [self.divided_by[dim.axis] if dim.axis and self._holds_whole_entries(dim) else () for dim in dims]
+        return PartitionSpec(*(entry or None for entry in entries))
 
-def _whole_entries(problem: Problem, mesh: Mapping[str, int], dim: Dim, parts: Parts) -> bool:
-    """Whether a part of the axis holds whole entries of this dimension."""
-    if dim.axis is None:
-        return True
-    return dim.grain == 1 or _length(problem, mesh, dim.axis, parts) % dim.grain == 0
+    def cut(self, dims: Dims, leaf: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
+        """The entries that a device's shard needs of a leaf, and their grains.
 
+        Where shards would cut entries in two, a device has the whole leaf. Entries are repeated then, so that each one
+        covers as many elements as a shard and an entry have as a common divisor.
+        """
+        grains = []
+        for position, dim in enumerate(dims):
+            if dim.axis is None or not self.divided_by[dim.axis] or self._holds_whole_entries(dim):
+                grains.append(dim.grain)
+                continue
+            length = self._length(dim.axis)
+            grain = math.gcd(length, dim.grain)
+            finer = jnp.repeat(leaf, dim.grain // grain, axis=position)
+            start = lax.axis_index(self.divided_by[dim.axis]) * (length // grain)
+            leaf = lax.dynamic_slice_in_dim(finer, start, length // grain, position)
+            grains.append(grain)
+        return leaf, tuple(grains)
 
-def _length(problem: Problem, mesh: Mapping[str, int], axis: str, parts: Parts) -> int:
-    """How many elements of an axis a device has."""
-    return -(-dict(problem.sizes)[axis] // math.prod(mesh[name] for name in parts[axis]))
+    def _holds_whole_entries(self, dim: Dim) -> bool:
+        return dim.axis is None or dim.grain == 1 or self._length(dim.axis) % dim.grain == 0
 
-
-def _cut(
-    problem: Problem, mesh: Mapping[str, int], dims: Dims, leaf: jax.Array, parts: Parts
-) -> tuple[jax.Array, tuple[int, ...]]:
-    """The entries that belong to a device's part, of a leaf that it has whole where a part cuts entries in two.
-
-    An entry is repeated, so that each stands for as many elements as a part and an entry have in common.
-    """
-    grains = []
-    for position, dim in enumerate(dims):
-        if dim.axis is None or not parts[dim.axis] or _whole_entries(problem, mesh, dim, parts):
-            grains.append(dim.grain)
-            continue
-        length = _length(problem, mesh, dim.axis, parts)
-        grain = math.gcd(length, dim.grain)
-        finer = jnp.repeat(leaf, dim.grain // grain, axis=position)
-        start = lax.axis_index(parts[dim.axis]) * (length // grain)
-        leaf = lax.dynamic_slice_in_dim(finer, start, length // grain, position)
-        grains.append(grain)
-    return leaf, tuple(grains)
+    def _length(self, axis: str) -> int:
+        """How many elements of an axis a device has."""
+        return -(-dict(self.problem.sizes)[axis] // math.prod(self.mesh[name] for name in self.divided_by[axis]))

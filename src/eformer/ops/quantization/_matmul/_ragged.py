@@ -1,8 +1,8 @@
-"""`ragged_dot` with quantized matrices: each group of rows is matmul by a matrix of its own (mixture of experts).
+"""`ragged_dot` with quantized matrices: each group of rows is multiplied by its own matrix (mixture of experts).
 
-The rows of a group follow each other, so the work is cut into steps of one block of rows and one matrix: as many as
-there are blocks and groups together, at most. A step reads the codes of its matrix and no others. All steps together
-are one operation that JAX sees, so that its derivative has the same steps with the transposed matrices.
+The rows of a group are contiguous, so the work is cut into steps of one block of rows and one matrix: at most as many
+as there are blocks and groups together. A step reads the codes of its matrix and no others. All steps together are one
+primitive, whose derivative takes the same steps with the transposed matrices.
 """
 
 from __future__ import annotations
@@ -13,86 +13,101 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax import tree_util as jtu
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
+from jax.typing import DTypeLike
 
 from eformer.jaximus import register
 from eformer.ops.quantization._base import asked_of
 from eformer.ops.quantization._leafwise import LeafwiseArray, transpose
 
-from ._rule import as_tuples, matmul, result_dtype, stacked
-from ._tiles import Contraction, varying_alike
+from ._primitive import TreeDef, define_derivative, varying_alike
+from ._rule import as_stack, contraction_of, matmul, result_dtype, with_count
+from ._tiles import Precision
 
-BLOCK_ROWS = 64  # rows in a step: fewer read the codes more often, more multiply rows of other groups in vain
+BLOCK_ROWS = 64  # rows in a step: with fewer, codes are read more often; with more, more rows are of other groups
 
 grouped_matmul_p = Primitive("grouped_matmul")
 
 
 @register("ragged_dot_general")
 def ragged_dot_general(
-    primitive: Any,
+    primitive: Primitive,
     lhs: jax.Array,
     rhs: LeafwiseArray,
     group_sizes: jax.Array,
     *,
-    ragged_dot_dimension_numbers: Any,
-    precision: Any,
-    preferred_element_type: Any,
+    ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision: Precision,
+    preferred_element_type: DTypeLike | None,
     **params: Any,
 ) -> Any:
     del primitive
-    (l_summed, r_summed), (l_batch, _) = as_tuples(ragged_dot_dimension_numbers.dot_dimension_numbers)
-    (ragged,) = ragged_dot_dimension_numbers.lhs_ragged_dimensions
+    dimensions = ragged_dot_dimension_numbers
+    (l_summed, r_summed), (l_batch, _) = dimensions.dot_dimension_numbers
+    (ragged,), (group,) = dimensions.lhs_ragged_dimensions, dimensions.rhs_group_dimensions or (0,)
     if l_batch or ragged in l_summed or asked_of(params) or not (rhs.use_kernel and lhs.size and rhs.size):
         return NotImplemented
-    (group,) = ragged_dot_dimension_numbers.rhs_group_dimensions
     order = (group, *(axis for axis in range(rhs.ndim) if axis != group))
     matrices = transpose(lax.transpose_p, rhs, permutation=order) if group else rhs
-    contraction = Contraction(l_summed, tuple(order.index(axis) for axis in r_summed), (), (0,))
-    stack = stacked(matrices, contraction)
+    summed = (tuple(l_summed), tuple(order.index(axis) for axis in r_summed))
+    contraction = contraction_of((summed, ((), (0,))), lhs.ndim, rhs.ndim)
+    stack = as_stack(matrices, contraction)
     if stack is None:  # the codes of a matrix can't be told from those of the next, or blocks run along several axes
         return NotImplemented
-    free = contraction.x_free(lhs.ndim)
-    rest = [axis for axis in free if axis != ragged]
-    x = lax.transpose(lhs, [ragged, *rest, *contraction.x_summed_in_order])
-    x = lax.collapse(x, len(free))
+    q, contracted_axis = stack
+    free = contraction.x_free
+    x = lax.transpose(lhs, [ragged, *(axis for axis in free if axis != ragged), *contraction.x_summed])
     dtype = jnp.dtype(preferred_element_type or result_dtype(lhs.dtype, rhs.dtype, precision))
-    out = grouped_matmul(x, group_sizes, *stack, dtype, precision)
-    columns = [matrices.shape[axis] for axis in contraction.q_free(matrices.ndim)]
+    out = _grouped_matmul(lax.collapse(x, len(free)), group_sizes, with_count(q), contracted_axis, dtype, precision)
+    columns = [matrices.shape[axis] for axis in contraction.q_free]
     return jnp.moveaxis(lax.reshape(out, (*out.shape[:-1], *columns)), 0, free.index(ragged))
 
 
-def grouped_matmul(
-    x: jax.Array, sizes: jax.Array, q: LeafwiseArray, contracted_axis: int, dtype: Any, precision: Any
+def _grouped_matmul(
+    x: jax.Array,
+    sizes: jax.Array,
+    q: LeafwiseArray,
+    contracted_axis: int,
+    dtype: np.dtype,
+    precision: Precision,
 ) -> jax.Array:
-    """Of x (rows, ..., k) the first `sizes[0]` rows times `q[0]`, the next times `q[1]`; zero what no group has.
+    """x (rows, ..., k), whose first `sizes[0]` rows are multiplied by `q[0]`, the next `sizes[1]` by `q[1]` and so on.
 
-    `q` has 3 axes, and every leaf the first; for `contracted_axis=1` its matrices are transposed.
+    Rows of no group are zero. q is (count, k, n), or (count, n, k) for `contracted_axis=1`, in every leaf.
     """
     leaves, treedef = jtu.tree_flatten(q)
     operands = varying_alike([x, sizes.astype(jnp.int32), *leaves])
     params = {"treedef": treedef, "contracted_axis": contracted_axis, "dtype": dtype, "precision": precision}
-    # Here it is known who asks; when the steps are lowered it is not. So what one makes dense is noted now.
-    jax.eval_shape(functools.partial(_step, **params), _struct(x, min(len(x), BLOCK_ROWS)), *leaves, which=jnp.int32(0))
+    _step_type(x, min(len(x), BLOCK_ROWS), leaves, params)  # notes what a step makes dense, which the lowering can't
     return grouped_matmul_p.bind(*operands, **params)
 
 
-def _struct(x: jax.Array, rows: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+def _step_type(x: jax.Array, rows: int, leaves: Sequence[jax.Array], params: Any) -> jax.ShapeDtypeStruct:
+    rows_of_x = jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+    return jax.eval_shape(functools.partial(_step, **params), rows_of_x, *leaves, which=jnp.int32(0))
 
 
 def _step(
-    rows: jax.Array, *leaves: Any, which: jax.Array, treedef: Any, contracted_axis: int, dtype: Any, precision: Any
+    rows: jax.Array,
+    *leaves: jax.Array,
+    which: jax.Array,
+    treedef: TreeDef,
+    contracted_axis: int,
+    dtype: np.dtype,
+    precision: Precision,
 ) -> jax.Array:
     taken = [lax.dynamic_slice_in_dim(leaf, which, 1, 0) for leaf in leaves]
     numbers = (((rows.ndim,), (1 + contracted_axis,)), ((0,), (0,)))
-    made = matmul(lax.expand_dims(rows, (0,)), jtu.tree_unflatten(treedef, taken), numbers, dtype, precision)
-    return lax.squeeze(made, (0,))
+    out = matmul(lax.expand_dims(rows, (0,)), jtu.tree_unflatten(treedef, taken), numbers, dtype, precision)
+    return lax.squeeze(out, (0,))
 
 
-def _in_steps(x: jax.Array, sizes: jax.Array, *leaves: Any, **params: Any) -> jax.Array:
+def _in_steps(x: jax.Array, sizes: jax.Array, *leaves: jax.Array, **params: Any) -> jax.Array:
     count, groups = x.shape[0], sizes.shape[0]
     block = min(count, BLOCK_ROWS)
     blocks = -(-count // block)
@@ -116,7 +131,7 @@ def _in_steps(x: jax.Array, sizes: jax.Array, *leaves: Any, **params: Any) -> ja
     def step(out: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
         return lax.cond(number < done[-1], write, lambda out, _: out, out, number), None
 
-    made = jax.eval_shape(functools.partial(_step, **params), _struct(x, block), *leaves, which=jnp.int32(0))
+    made = _step_type(x, block, leaves, params)
     zeros, *_ = varying_alike([jnp.zeros((blocks * block, *made.shape[1:]), made.dtype), x, ends, *leaves])
     numbers, *_ = varying_alike([jnp.arange(blocks + min(groups, count), dtype=jnp.int32), zeros])
     out, _ = lax.scan(step, zeros, numbers)
@@ -124,46 +139,34 @@ def _in_steps(x: jax.Array, sizes: jax.Array, *leaves: Any, **params: Any) -> ja
 
 
 @functools.partial(jax.jit, static_argnames=("treedef", "contracted_axis", "dtype", "precision"))
-def _run(*operands: Any, **params: Any) -> jax.Array:
+def _run(*operands: jax.Array, **params: Any) -> jax.Array:
     return grouped_matmul_p.bind(*operands, **params)
 
 
-def _abstract_eval(x: Any, sizes: Any, *leaves: Any, treedef: Any, contracted_axis: int, dtype: Any, **_: Any) -> Any:
-    del sizes
+def _abstract_eval(
+    x: ShapedArray,
+    sizes: ShapedArray,
+    *leaves: ShapedArray,
+    treedef: TreeDef,
+    contracted_axis: int,
+    dtype: np.dtype,
+    precision: Precision,
+) -> ShapedArray:
+    del sizes, precision
     columns = jtu.tree_unflatten(treedef, leaves).shape[2 - contracted_axis]
     return x.update(shape=(*x.shape[:-1], columns), dtype=dtype, weak_type=False)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    (x, sizes, *leaves), (dx, _, *dleaves) = primals, tangents
-    parts = []
-    if not isinstance(dx, ad.Zero):
-        parts.append(grouped_matmul_p.bind(dx, sizes, *leaves, **params))
-    if not all(isinstance(d, ad.Zero) for d in dleaves):  # scales are numbers too
-        of_leaves = functools.partial(_in_steps, x, sizes, **params)
-        parts.append(jax.jvp(of_leaves, leaves, [ad.instantiate_zeros(d) for d in dleaves])[1])
-    return grouped_matmul_p.bind(*primals, **params), sum(parts[1:], parts[0])
-
-
-def _transpose(ct: Any, x: Any, sizes: Any, *leaves: Any, contracted_axis: int, dtype: Any, **params: Any) -> Any:
-    del dtype
-    rest = [None] * (1 + len(leaves))
-    if isinstance(ct, ad.Zero):
-        return [ad.Zero(x.aval), *rest]
-    params |= {"contracted_axis": 1 - contracted_axis, "dtype": x.aval.dtype}
-    return [grouped_matmul_p.bind(ct, sizes, *leaves, **params), *rest]
-
-
-def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    if all(axis is None for axis in axes[1:]):  # more columns of the same rows
-        x, *rest = operands
-        return grouped_matmul_p.bind(jnp.moveaxis(x, axes[0], 1), *rest, **params), 1
+def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
+    (x, *rest), (x_axis, *rest_axes) = operands, axes
+    if all(axis is None for axis in rest_axes):  # more columns of the same rows
+        assert x_axis is not None
+        return grouped_matmul_p.bind(jnp.moveaxis(x, x_axis, 1), *rest, **params), 1
     return jax.vmap(functools.partial(_in_steps, **params), tuple(axes))(*operands), 0
 
 
 grouped_matmul_p.def_impl(_run)
 grouped_matmul_p.def_abstract_eval(_abstract_eval)
-ad.primitive_jvps[grouped_matmul_p] = _jvp
-ad.primitive_transposes[grouped_matmul_p] = _transpose
+define_derivative(grouped_matmul_p, _in_steps)
 batching.primitive_batchers[grouped_matmul_p] = _batch
 mlir.register_lowering(grouped_matmul_p, mlir.lower_fun(_in_steps, multiple_results=False))

@@ -1,32 +1,39 @@
-"""The rule for matmuls with quantized arrays: which of them the kernels take, and the rest."""
+"""The rule of `dot_general`: the matmuls that kernels compute as exactly go to the primitive, the others to XLA."""
 
 from __future__ import annotations
 
 import functools
 import math
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.sharding import AxisType
+from jax.typing import DTypeLike
 
 from eformer.jaximus import materialize, note_materialized, register, unobserved
 from eformer.kernels import cpu
-from eformer.ops.quantization._base import asked_of, is_explicit, sharding_of, typed_as
+from eformer.ops.quantization._base import asked_of, typed_as
 from eformer.ops.quantization._leafwise import LeafwiseArray, reshaped
 
-from ._primitive import matmul as matmul_stacks
-from ._tiles import AsDense, Contraction, Numbers, in_pieces, matmul_in_tiles
+from ._primitive import matmul_stacks, note_partly_manual
+from ._tiles import AsDense, Contraction, Numbers, Precision, map_tiles, matmul_in_tiles
 
-_use_kernel = jax.make_user_context(default_value=True)
+_use_kernels = jax.make_user_context(default_value=True)
 
 
-def nf4_use_kernel(value: bool) -> AbstractContextManager[None]:
-    """In `with nf4_use_kernel(False):` matmuls decode the whole array first. Cached traces do not hide it."""
+def use_kernels(value: bool) -> AbstractContextManager[None]:
+    """In `with use_kernels(False):` matmuls decode the whole array first, also in functions compiled before."""
     if not isinstance(value, bool):
-        raise TypeError(f"nf4_use_kernel takes True or False, got {value!r}")
-    return _use_kernel(value)
+        raise TypeError(f"use_kernels takes True or False, got {value!r}")
+    return _use_kernels(value)
+
+
+nf4_use_kernel = use_kernels  # the documented name, of a time when only NF4 had kernels
 
 
 def is_kernel_available() -> bool:
@@ -39,178 +46,197 @@ def is_kernel_available() -> bool:
 
 @register("dot_general")
 def dot_general(
-    primitive: Any,
+    primitive: Primitive,
     lhs: jax.Array | LeafwiseArray,
     rhs: jax.Array | LeafwiseArray,
     *,
-    dimension_numbers: Any,
-    preferred_element_type: Any,
-    precision: Any = None,
-    **params: Any,
+    dimension_numbers: Numbers,
+    preferred_element_type: DTypeLike | None,
+    precision: Precision = None,
+    **params: Any,  # those of other versions of JAX too
 ) -> Any:
-    asked = asked_of(params)
-    if asked - {"out_sharding"}:  # what this version of JAX does not have
+    dtype = jnp.dtype(preferred_element_type or result_dtype(lhs.dtype, rhs.dtype, precision))
+    run = functools.partial(matmul, numbers=dimension_numbers, dtype=dtype, precision=precision)
+    asked = asked_of(params) if any(value is not None for value in params.values()) else set()
+    if asked - {"out_sharding"}:
         return NotImplemented
-    dense_params = {
-        "dimension_numbers": dimension_numbers,
-        "preferred_element_type": preferred_element_type,
-        "precision": precision,
+    if not asked and not has_explicit_sharding(lhs, rhs):
+        return run(lhs, rhs)
+    dense = functools.partial(
+        primitive.bind,
+        dimension_numbers=dimension_numbers,
+        preferred_element_type=preferred_element_type,
+        precision=precision,
         **params,
-    }
-    dtype = preferred_element_type or result_dtype(lhs.dtype, rhs.dtype, precision)
-    times = functools.partial(matmul, numbers=as_tuples(dimension_numbers), dtype=jnp.dtype(dtype), precision=precision)
-    if asked or any(is_explicit(sharding_of(leaf)) for leaf in jax.tree.leaves((lhs, rhs))):
-        return typed_as(lambda lhs, rhs: primitive.bind(*materialize([lhs, rhs]), **dense_params), times)(lhs, rhs)
-    return times(lhs, rhs)
+    )
+    return typed_as(lambda lhs, rhs: dense(*materialize([lhs, rhs])), run)(lhs, rhs)
 
 
-def result_dtype(lhs: Any, rhs: Any, precision: Any = None) -> Any:
-    """What `lax.dot_general` gives for operands of these dtypes, where none is asked for: JAX has a rule of its own."""
-    if lhs == rhs and (precision is None or isinstance(precision, tuple)):
+def has_explicit_sharding(*operands: jax.Array | LeafwiseArray) -> bool:
+    """Whether the sharding of an operand is part of its type, as on meshes with explicit axes."""
+    leaves = jax.tree.leaves(operands)
+    return any(AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves)
+
+
+def result_dtype(lhs: np.dtype, rhs: np.dtype, precision: Precision = None) -> np.dtype:
+    """The dtype that `lax.dot_general` gives by default for operands of these dtypes."""
+    if lhs == rhs and (precision is None or type(precision) is tuple):
         return lhs
-    numbers: Any = (((), ()), ((), ()))
     structs = [jax.ShapeDtypeStruct((), dtype) for dtype in (lhs, rhs)]
-    return jax.eval_shape(lambda x, y: lax.dot_general(x, y, numbers, precision), *structs).dtype
+    return jax.eval_shape(lambda x, y: lax.dot_general(x, y, (((), ()), ((), ())), precision), *structs).dtype
 
 
-def as_tuples(numbers: Any) -> Numbers:
-    (l_summed, r_summed), (l_batch, r_batch) = ((tuple(map(int, a)), tuple(map(int, b))) for a, b in numbers)
-    return (l_summed, r_summed), (l_batch, r_batch)
-
-
-def matmul(lhs: Any, rhs: Any, numbers: Numbers, dtype: Any, precision: Any) -> jax.Array:
-    """`lax.dot_general` of operands one of which is quantized, or both: by a kernel, else in tiles, as `dtype`."""
-    (l_summed, r_summed), (l_batch, r_batch) = numbers
-    if isinstance(lhs, LeafwiseArray) and isinstance(rhs, LeafwiseArray):
-        return _matmul_of_two(lhs, rhs, numbers, dtype, precision)
+def matmul(
+    lhs: jax.Array | LeafwiseArray,
+    rhs: jax.Array | LeafwiseArray,
+    numbers: Numbers,
+    dtype: np.dtype,
+    precision: Precision,
+) -> jax.Array:
+    """`lax.dot_general` with one quantized operand or two, as `dtype`: by a kernel, or else in XLA's operations."""
     if isinstance(rhs, LeafwiseArray):
-        return _matmul_with_dense(lhs, rhs, Contraction(l_summed, r_summed, l_batch, r_batch), dtype, precision)
-    contraction = Contraction(r_summed, l_summed, r_batch, l_batch)
-    out = _matmul_with_dense(rhs, lhs, contraction, dtype, _swapped(precision))
-    batch, free = len(r_batch), len(contraction.x_free(rhs.ndim))
+        if isinstance(lhs, LeafwiseArray):
+            return _matmul_of_two(lhs, rhs, numbers, dtype, precision)
+        return _matmul(lhs, rhs, contraction_of(numbers, lhs.ndim, rhs.ndim), dtype, precision)
+    assert isinstance(lhs, LeafwiseArray)
+    (l_summed, r_summed), (l_batch, r_batch) = numbers
+    contraction = contraction_of(((r_summed, l_summed), (r_batch, l_batch)), rhs.ndim, lhs.ndim)
+    swapped = (precision[1], precision[0]) if type(precision) is tuple else precision
+    out = _matmul(rhs, lhs, contraction, dtype, swapped)
+    batch, free = len(r_batch), len(contraction.x_free)
     return jnp.moveaxis(out, range(batch, batch + free), range(out.ndim - free, out.ndim))
 
 
-def _swapped(precision: Any) -> Any:
-    return precision[::-1] if isinstance(precision, tuple) else precision
+def contraction_of(numbers: Numbers, x_ndim: int, q_ndim: int) -> Contraction:
+    (x_summed, q_summed), (x_batch, q_batch) = numbers
+    pairs = sorted(zip(q_summed, x_summed, strict=True))
+    return Contraction(
+        x_summed=tuple(x for _, x in pairs),
+        q_summed=tuple(q for q, _ in pairs),
+        x_batch=tuple(x_batch),
+        q_batch=tuple(q_batch),
+        x_free=tuple(a for a in range(x_ndim) if a not in x_summed and a not in x_batch),
+        q_free=tuple(a for a in range(q_ndim) if a not in q_summed and a not in q_batch),
+    )
 
 
-def _matmul_of_two(lhs: Any, rhs: Any, numbers: Numbers, dtype: Any, precision: Any) -> jax.Array:
-    """Of two quantized arrays: tiles of one are decoded, and each matmul by the other as it is."""
+def _matmul_of_two(
+    lhs: LeafwiseArray, rhs: LeafwiseArray, numbers: Numbers, dtype: np.dtype, precision: Precision
+) -> jax.Array:
+    """The matmul of two quantized arrays: tiles of `lhs` are decoded, and `rhs` stays quantized."""
     (l_summed, r_summed), (l_batch, r_batch) = numbers
-    free = Contraction(r_summed, l_summed, r_batch, l_batch).q_free(lhs.ndim)
+    free = contraction_of(((r_summed, l_summed), (r_batch, l_batch)), rhs.ndim, lhs.ndim).q_free
     axis = next((axis for axis in free if lhs.shape[axis] > lhs.alignment(axis)), None)
     if axis is None or not (lhs.use_kernel and lhs.size):
         note_materialized(lhs, "it has no axis that can be cut into tiles, and the other operand is quantized too")
         return matmul(lhs.decoded(), rhs, numbers, dtype, precision)
-    out_axis = len(l_batch) + free.index(axis)
-    times = functools.partial(matmul, numbers=numbers, dtype=dtype, precision=precision)
-    return in_pieces(lhs, axis, lambda piece: times(piece.decoded(), rhs), out_axis)
+    return map_tiles(
+        lambda tile: matmul(tile.decoded(), rhs, numbers, dtype, precision), lhs, axis, len(l_batch) + free.index(axis)
+    )
 
 
-def _matmul_with_dense(x: Any, q: LeafwiseArray, contraction: Contraction, dtype: Any, precision: Any) -> jax.Array:
-    if q.moved_from is not None:  # `x @ q.T` reads the codes as they lie, and nothing is moved
-        origin, permutation = q.moved_from
-        summed, batch = (tuple(permutation[a] for a in axes) for axes in (contraction.q_summed, contraction.q_batch))
-        moved = Contraction(contraction.x_summed, summed, contraction.x_batch, batch)
-        if _free_in_order(origin, moved, [permutation[a] for a in contraction.q_free(q.ndim)]):
-            q, contraction = origin, moved
-    as_dense = AsDense(dtype, precision)
-    if not _sums_in_float32(x.dtype, q.dtype, dtype) or not _is_single(precision):
-        return _in_jax(x, q, contraction, as_dense).astype(dtype)
+def _matmul(
+    x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: np.dtype, precision: Precision
+) -> jax.Array:
+    """x times q as `dtype`, of shape (*batch, *free axes of x, *free axes of q)."""
+    if q.moved_from is not None:  # `x @ q.T` reads the codes as they are stored
+        q, contraction = _before_transpose(q, contraction)
+    off = "use_kernel=False" if not q.use_kernel else "use_kernels(False)" if not _use_kernels.value else None
+    why = f"`{off}` asks for it" if off else None
+    exact, as_dense = _exact_kernels(x.dtype, q.dtype, dtype, precision), AsDense(dtype, precision)
+    if exact == "none":
+        return matmul_in_tiles(x, q, contraction, as_dense, why).astype(dtype)
     x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)  # as the dense matmul does
-    if not (q.use_kernel and _use_kernel.value):
-        return _in_jax(x, q, contraction).astype(dtype)
-    if not _exceeds_default(precision):
+    if off:
+        return matmul_in_tiles(x, q, contraction, None, why).astype(dtype)
+    if exact == "all":
         return _by_kernel(x, q, contraction, dtype)
-    if jax.default_backend() != "cpu":  # whose kernels times in bfloat16 or TF32
-        note_materialized(q, f"the kernels of this device times in less than the precision asked for, {precision}")
-        return matmul_in_tiles(x, q, contraction, as_dense, in_tiles=False).astype(dtype)
-
-    def elsewhere(x: jax.Array, q: LeafwiseArray) -> jax.Array:
-        with unobserved():
-            return matmul_in_tiles(x, q, contraction, as_dense, in_tiles=False).astype(dtype)
-
-    exact = q.with_activation_dtype(None) if q.activation_dtype else q
+    why = f"the kernels of this device multiply in less than the precision asked for, {precision}"
+    elsewhere = functools.partial(_as_dense, contraction=contraction, as_dense=as_dense, why=why)
+    if jax.default_backend() != "cpu":
+        return elsewhere(x, q)
+    exact_q = q.with_activation_dtype(None) if q.activation_dtype else q
     on_cpu = functools.partial(_by_kernel, contraction=contraction, dtype=dtype)
-    return lax.platform_dependent(x, exact, cpu=on_cpu, default=elsewhere)
+    return lax.platform_dependent(x, exact_q, cpu=on_cpu, default=unobserved()(elsewhere))
 
 
-def _in_jax(x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense | None = None) -> jax.Array:
-    if q.use_kernel and _use_kernel.value:
-        return matmul_in_tiles(x, q, contraction, as_dense)
-    switch = "`use_kernel=False`" if not q.use_kernel else "`nf4_use_kernel(False)`"
-    return matmul_in_tiles(x, q, contraction, as_dense, in_tiles=False, why=f"{switch} asks for it")
+def _as_dense(x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense, why: str) -> jax.Array:
+    return matmul_in_tiles(x, q, contraction, as_dense, why).astype(as_dense.dtype)
+
+
+def _before_transpose(q: LeafwiseArray, contraction: Contraction) -> tuple[LeafwiseArray, Contraction]:
+    """The array that `q` is the transpose of, and its contraction, if that leaves the result's axes in their order."""
+    assert q.moved_from is not None
+    origin, permutation = q.moved_from
+    q_summed, q_batch = (tuple(permutation[a] for a in axes) for axes in (contraction.q_summed, contraction.q_batch))
+    x_ndim = len((*contraction.x_summed, *contraction.x_batch, *contraction.x_free))
+    moved = contraction_of(((contraction.x_summed, q_summed), (contraction.x_batch, q_batch)), x_ndim, q.ndim)
+    in_order = moved.q_free == tuple(permutation[a] for a in contraction.q_free)
+    return (origin, moved) if in_order else (q, contraction)
 
 
 _HALF_OR_SINGLE = frozenset(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
-
-
-def _sums_in_float32(x: Any, q: Any, out: Any) -> bool:
-    """Whether the dense matmul of these dtypes sums in float32 or less, so that the kernels are as exact.
-
-    The dense matmul converts integers and bools in `x` to the dtype of the result.
-    """
-    return q in _HALF_OR_SINGLE and out in _HALF_OR_SINGLE and (x in _HALF_OR_SINGLE or x.kind in "iub")
-
-
 _PRESETS = lax.DotAlgorithmPreset
 
 
-def _is_single(precision: Any) -> bool:
-    """Whether sums in float32 meet the precision: all but some of the algorithms that can be asked for by name."""
-    return precision is None or isinstance(precision, tuple) or precision in (_PRESETS.DEFAULT, _PRESETS.F32_F32_F32)
+def _exact_kernels(x: np.dtype, q: np.dtype, out: np.dtype, precision: Precision) -> Literal["all", "cpu", "none"]:
+    """Which kernels are as exact as the dense matmul of these dtypes. All of them sum in float32.
+
+    On CPU they multiply in float32 too; on accelerators in bfloat16 or TF32. The dense matmul converts integers and
+    bools in `x` to the dtype of the result.
+    """
+    if q not in _HALF_OR_SINGLE or out not in _HALF_OR_SINGLE or not (x in _HALF_OR_SINGLE or x.kind in "iub"):
+        return "none"
+    if type(precision) is tuple:
+        return "all" if all(each in (None, lax.Precision.DEFAULT) for each in precision) else "cpu"
+    return "all" if precision in (None, _PRESETS.DEFAULT) else "cpu" if precision == _PRESETS.F32_F32_F32 else "none"
 
 
-def _exceeds_default(precision: Any) -> bool:
-    if isinstance(precision, tuple):
-        return any(each not in (None, lax.Precision.DEFAULT) for each in precision)
-    return precision is _PRESETS.F32_F32_F32
-
-
-def _by_kernel(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: Any) -> jax.Array:
-    stack = stacked(q, contraction) if jax.default_backend() != "cpu" or cpu.is_available() else None
-    if stack is None or stack[0].stored_matrix() is None:
+def _by_kernel(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: np.dtype) -> jax.Array:
+    stack = as_stack(q, contraction) if jax.default_backend() != "cpu" or cpu.is_available() else None
+    if stack is None or not stack[0].fits_kernels():
         return matmul_in_tiles(x, q, contraction).astype(dtype)
-    matrices, contracted_axis = stack
-    batch = [x.shape[a] for a in contraction.x_batch]
-    rows = contraction.x_free(x.ndim)
-    summed = contraction.x_summed_in_order
-    shape = [math.prod(batch), *(x.shape[a] for a in rows), math.prod(x.shape[a] for a in summed)]
-    out_shape = [*batch, *(x.shape[a] for a in rows), *(q.shape[a] for a in contraction.q_free(q.ndim))]
-    # `lax` rather than `jnp`, and only where something changes: this is traced for every product of a model.
-    order = [*contraction.x_batch, *rows, *summed]
-    x = x if order == list(range(x.ndim)) else lax.transpose(x, order)
-    out = matmul_stacks(x if x.shape == tuple(shape) else lax.reshape(x, shape), matrices, contracted_axis, dtype)
-    return lax.reshape(out, out_shape)
+    note_partly_manual(q)
+    out = _matmul_of_stack(x, *stack, contraction, dtype)
+    return lax.reshape(out, (*out.shape[:-1], *(q.shape[a] for a in contraction.q_free)))
 
 
-def _free_in_order(origin: LeafwiseArray, contraction: Contraction, free: list[int]) -> bool:
-    """Whether the axes of the result come in the order that the moved array would give them."""
-    return contraction.q_free(origin.ndim) == free
+def as_stack(q: LeafwiseArray, contraction: Contraction) -> tuple[LeafwiseArray, int] | None:
+    """`q` as one matrix or as a stack (count, rows, cols), and which of its last two axes is contracted.
 
-
-def stacked(q: LeafwiseArray, contraction: Contraction) -> tuple[LeafwiseArray, int] | None:
-    """`q` as (count, rows, cols), and which of the last two axes is summed over; None if that would move its codes."""
-    batch, summed, free = list(contraction.q_batch), sorted(contraction.q_summed), contraction.q_free(q.ndim)
-    if not summed or not free or 0 in q.shape or batch != list(range(len(batch))):
+    None if that would move codes.
+    """
+    batch, summed, free = contraction.q_batch, contraction.q_summed, contraction.q_free
+    order = tuple(range(q.ndim))
+    contracted_axis = 0 if batch + summed + free == order else 1
+    groups = (batch, summed, free) if contracted_axis == 0 else (batch, free, summed)
+    if not summed or not free or 0 in q.shape or sum(groups, ()) != order:
         return None
-    if batch + summed + free == list(range(q.ndim)):
-        contracted_axis, axes = 0, (batch, summed, free)
-    elif batch + free + summed == list(range(q.ndim)):
-        contracted_axis, axes = 1, (batch, free, summed)
-    else:
-        return None
+    if q.ndim == 2:
+        return q, contracted_axis
     if any(q.alignment(axis) > 1 for axis in batch):
         return None
-    shape = tuple(math.prod(q.shape[a] for a in group) for group in axes)
-    if q.ndim == 2:
-        return jax.tree.map(lambda leaf: lax.expand_dims(leaf, (0,)), q), contracted_axis
+    shape = tuple(math.prod(q.shape[a] for a in group) for group in groups)
     q = q if q.shape == shape else reshaped(q, shape)
-    if q is NotImplemented:
-        return None
-    return jax.tree.map(lambda leaf: _with_count(leaf, shape[0]), q), contracted_axis
+    return None if q is NotImplemented else (q, contracted_axis)
 
 
-def _with_count(leaf: jax.Array, count: int) -> jax.Array:
-    return jnp.broadcast_to(leaf, (count, *leaf.shape[1:])) if leaf.shape[0] != count else leaf
+def with_count(q: LeafwiseArray) -> LeafwiseArray:
+    """The matrix or stack `q` as a stack, in which no leaf is broadcast along the first axis."""
+    if q.ndim == 2:
+        return jax.tree.map(lambda leaf: lax.expand_dims(leaf, (0,)), q)
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (q.shape[0], *leaf.shape[1:])), q)
+
+
+# An eager call runs this as one program. In a program that is being traced it is inlined.
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
+def _matmul_of_stack(
+    x: jax.Array, q: LeafwiseArray, contracted_axis: int, contraction: Contraction, dtype: np.dtype
+) -> jax.Array:
+    """x times q, which `as_stack` gave, by the primitive: (*batch, *free axes of x, n)."""
+    x = lax.transpose(x, (*contraction.x_batch, *contraction.x_free, *contraction.x_summed))
+    batch, rows = len(contraction.x_batch), len(contraction.x_free)
+    free = x.shape[: batch + rows]
+    x = lax.reshape(x, (math.prod(free[:batch]), *free[batch:], math.prod(x.shape[batch + rows :])))
+    out = matmul_stacks(x, with_count(q), contracted_axis, dtype)
+    return lax.reshape(out, (*free, out.shape[-1]))

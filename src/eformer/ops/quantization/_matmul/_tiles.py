@@ -1,65 +1,70 @@
-"""Matmuls of a dense and a quantized array in JAX's own operations, without a dense copy of the quantized one.
+"""Matmuls of a dense and a quantized array in XLA's own operations, without a dense copy of the quantized one.
 
 XLA:CPU writes a decoded weight to memory before it multiplies. A loop that decodes a tile into cache and multiplies it
-at once needs no such copy, and is many times faster with few rows of `x`: `benchmarks/matmul.py`.
+at once needs no such copy, and is many times faster for few rows of `x`: `benchmarks/matmul.py`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from eformer.jaximus import note_materialized
 from eformer.kernels.reference import cast
 from eformer.ops.quantization._leafwise import LeafwiseArray
 
+from ._primitive import PARTLY_MANUAL, matmul_in_xla, varying_alike
+
 # `benchmarks/matmul.py` shows what this does; chosen on 2 cores of an AMD EPYC (AVX2).
 TILE_ELEMENTS = 2**20  # decoded at once: 4 MB
 MIN_TILES = 4  # a smaller array is cut too: a single tile would be a dense copy of it
 
-
-Numbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+Axes: TypeAlias = tuple[int, ...]
+Numbers: TypeAlias = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]  # the `dimension_numbers` of `lax.dot_general`
+# What `lax.dot_general` makes of its argument `precision`.
+Precision: TypeAlias = tuple[lax.Precision, lax.Precision] | lax.DotAlgorithm | lax.DotAlgorithmPreset | None
 
 
 class Contraction(NamedTuple):
-    """Which axes of `x` and `q` are summed over, and which run in parallel; the result has batch, x's, q's axes."""
+    """The axes of `x` and `q` by their role in a matmul, whose result has the axes (*batch, *x_free, *q_free).
 
-    x_summed: tuple[int, ...]
-    q_summed: tuple[int, ...]
-    x_batch: tuple[int, ...]
-    q_batch: tuple[int, ...]
+    `x_summed[i]` is contracted with `q_summed[i]`, in the order of q's axes.
+    """
+
+    x_summed: Axes
+    q_summed: Axes
+    x_batch: Axes
+    q_batch: Axes
+    x_free: Axes
+    q_free: Axes
 
     @property
     def numbers(self) -> Numbers:
         return (self.x_summed, self.q_summed), (self.x_batch, self.q_batch)
 
-    @property
-    def x_summed_in_order(self) -> list[int]:
-        """The axes of x that are summed over, in the order in which the quantized array has them."""
-        return [x_axis for _, x_axis in sorted(zip(self.q_summed, self.x_summed, strict=True))]
-
-    def x_free(self, ndim: int) -> list[int]:
-        return [a for a in range(ndim) if a not in self.x_summed and a not in self.x_batch]
-
-    def q_free(self, ndim: int) -> list[int]:
-        return [a for a in range(ndim) if a not in self.q_summed and a not in self.q_batch]
+    def in_result(self) -> dict[int, int]:
+        """Where each batch axis and free axis of `q` is in the result."""
+        first = len(self.x_batch) + len(self.x_free)
+        return {a: i for i, a in enumerate(self.q_batch)} | {a: first + i for i, a in enumerate(self.q_free)}
 
 
 class AsDense(NamedTuple):
-    """What a dense `dot_general` is given: its result's dtype and its precision. Its rounding and wrapping are met."""
+    """The result's dtype and the precision of the dense `dot_general` whose rounding and wrapping is wanted."""
 
-    dtype: Any
-    precision: Any = None
+    dtype: np.dtype
+    precision: Precision = None
 
     @property
-    def sums(self) -> Any:
+    def sums(self) -> np.dtype:
         """The dtype in which tiles are added up: half precision would round each time."""
-        algorithm = not (self.precision is None or isinstance(self.precision, tuple))
+        algorithm = self.precision is not None and type(self.precision) is not tuple
         return self.dtype if algorithm or self.dtype not in (jnp.bfloat16, jnp.float16) else jnp.dtype(jnp.float32)
 
 
@@ -68,20 +73,25 @@ def matmul_in_tiles(
     q: LeafwiseArray,
     contraction: Contraction,
     as_dense: AsDense | None = None,
-    *,
-    in_tiles: bool = True,
-    why: str = "it is too small to be cut into tiles",
+    dense_because: str | None = None,
 ) -> jax.Array:
-    """In float32, or as `as_dense` says (its `sums`); without `in_tiles`, of the array made dense, `why` being told."""
-    tiling = _tiling(q, contraction) if in_tiles else None
+    """x times q in float32, or in `as_dense.sums`. A reason in `dense_because` decodes all of `q` at once."""
+    tiling = None if dense_because else _tiling(q, contraction)
     if tiling is None:
-        note_materialized(q, why)
+        note_materialized(q, dense_because or "it is too small to be cut into tiles")
         return _whole(x, q, contraction, as_dense)
     return _tiled_on_cpu(x, q, contraction, as_dense, tiling)
 
 
+@matmul_in_xla.register
+def _(q: LeafwiseArray, x: jax.Array, contracted_axis: int, *, in_tiles: bool = True) -> jax.Array:
+    free = tuple(range(1, x.ndim - 1))
+    contraction = Contraction((x.ndim - 1,), (1 + contracted_axis,), (0,), (0,), free, (2 - contracted_axis,))
+    return matmul_in_tiles(x, q, contraction, dense_because=None if in_tiles else PARTLY_MANUAL)
+
+
 def _tiling(q: LeafwiseArray, contraction: Contraction) -> tuple[int, int] | None:
-    """The axis to cut, the outermost that is not parallel if there is one, and how much of it to decode at once."""
+    """The axis to cut, the first that is no batch axis if there is one, and the length of a tile along it."""
     if not q.size:
         return None
     for axis in sorted(range(q.ndim), key=lambda axis: axis in contraction.q_batch):
@@ -93,13 +103,13 @@ def _tiling(q: LeafwiseArray, contraction: Contraction) -> tuple[int, int] | Non
 def _tile(q: LeafwiseArray, axis: int) -> int:
     step, size = q.alignment(axis), q.shape[axis]
     most = max(step, min(TILE_ELEMENTS * size // q.size, size // MIN_TILES) // step * step)
-    # Without a rest there is no leaf to cut; unless that makes tiles small.
+    # A tile that divides the length leaves no shorter one to slice off. Less than half of the most would be too small.
     even = (tile for tile in range(most, most // 2, -step) if size % tile == 0)
     return next(even, most)
 
 
-def in_pieces(q: LeafwiseArray, axis: int, function: Callable[[LeafwiseArray], jax.Array], out_axis: int) -> jax.Array:
-    """`function` of tiles of `q` along `axis`, one after the other, joined along `out_axis`."""
+def map_tiles(function: Callable[[LeafwiseArray], jax.Array], q: LeafwiseArray, axis: int, out_axis: int) -> jax.Array:
+    """`function` of each tile of `q` along `axis`, joined along `out_axis`."""
     tile = _tile(q, axis)
     count, rest = divmod(q.shape[axis], tile)
     parts = lax.map(function, q.tiles(axis, tile))
@@ -108,15 +118,14 @@ def in_pieces(q: LeafwiseArray, axis: int, function: Callable[[LeafwiseArray], j
 
 
 def _joined(parts: jax.Array, last: list[jax.Array], axis: int) -> jax.Array:
-    """Parts, stacked along the first axis, one after the other along `axis`."""
+    """(count, ...) parts, and a shorter last one if there is a rest, one after the other along `axis`."""
     parts = jnp.moveaxis(parts, 0, axis)
     return jnp.concatenate([lax.collapse(parts, axis, axis + 2), *last], axis)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _whole(x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense | None) -> jax.Array:
-    dtype = x.dtype if x.dtype == q.dtype else jnp.float32
-    return _matmul(x, q, contraction, dtype) if as_dense is None else _dense_dot(x, q, contraction, as_dense)
+    return _decode_and_matmul(x, q, contraction, as_dense, x.dtype if x.dtype == q.dtype else jnp.dtype(jnp.float32))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -124,7 +133,7 @@ def _tiled_on_cpu(
     x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense | None, tiling: tuple[int, int]
 ) -> jax.Array:
     tiled = functools.partial(_tiled, contraction=contraction, as_dense=as_dense, tiling=tiling)
-    # Compilers of other devices fuse the decoding into the product by themselves.
+    # Compilers of other devices fuse the decoding into the matmul by themselves.
     return lax.platform_dependent(x, q, cpu=tiled, default=lambda x, q: _whole(x, q, contraction, as_dense))
 
 
@@ -138,12 +147,10 @@ def _tiled(
 
     # Differentiation decodes again instead of keeping what was decoded.
     @jax.checkpoint
-    def part(x: jax.Array, start: Any, piece: LeafwiseArray) -> jax.Array:
+    def part(x: jax.Array, start: ArrayLike, piece: LeafwiseArray) -> jax.Array:
         if axis in x_axes:
             x = lax.dynamic_slice_in_dim(x, start, piece.shape[axis], x_axes[axis])
-        if as_dense is None:
-            return _matmul(x, piece, contraction, jnp.float32)
-        return _dense_dot(x, piece, contraction, as_dense)
+        return _decode_and_matmul(x, piece, contraction, as_dense, jnp.dtype(jnp.float32))
 
     count, rest = divmod(q.shape[axis], tile)
     tiles = (jnp.arange(count) * tile, q.tiles(axis, tile))
@@ -153,64 +160,39 @@ def _tiled(
         zeros, *_ = varying_alike([jnp.zeros(first.shape, first.dtype), x, *jax.tree.leaves(q)])
         total, _ = lax.scan(lambda total, tile: (total + part(x, *tile), None), zeros, tiles)
         return sum(last, total)
-    parts = lax.map(lambda tile: part(x, *tile), tiles)
-    before = len(contraction.x_batch) + len(contraction.x_free(x.ndim))
-    places = [*contraction.q_batch, *[None] * (before - len(contraction.q_batch)), *contraction.q_free(q.ndim)]
-    return _joined(parts, last, places.index(axis))
+    return _joined(lax.map(lambda tile: part(x, *tile), tiles), last, contraction.in_result()[axis])
 
 
-def varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """The operands, in `shard_map` all typed as differing along each axis of the mesh that one differs along."""
-    varying = [jax.typeof(operand).mat.varying for operand in operands]
-    every = frozenset().union(*varying)
-    pairs = zip(operands, varying, strict=True)
-    return [lax.pcast(operand, tuple(sorted(every - own)), to="varying") for operand, own in pairs]
+def _decode_and_matmul(
+    x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense | None, dtype: np.dtype
+) -> jax.Array:
+    """The matmul with all of `q`, in float32 with operands cast to `dtype`, or as `as_dense` says.
 
-
-def _dense_dot(x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense) -> jax.Array:
-    dense = cast(q.decode(), q.dtype)
-    precision = as_dense.precision
-    return lax.dot_general(x, dense, contraction.numbers, precision, preferred_element_type=as_dense.sums)
-
-
-def _matmul(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: Any) -> jax.Array:
-    """The product in float32, of operands in `dtype`; a scale goes where it costs least.
-
-    One that varies only along axes that are summed over multiplies `x`; one that varies along none of them multiplies
-    the result; any other, the array.
+    A scale is applied where that is cheapest: to `x` if it varies along contracted axes only, to the result if it
+    varies along none of them, else to `q`.
     """
+    if as_dense is not None:
+        dense = cast(q.decode(), q.dtype)
+        return lax.dot_general(x, dense, contraction.numbers, as_dense.precision, preferred_element_type=as_dense.sums)
     values, scale = q.factors()
-    varies = set() if scale is None else {a for a in range(q.ndim) if scale.shape[a] != 1}
-    if scale is None:
-        return _dot_general(x.astype(dtype), values.astype(dtype), contraction)
-    if varies and varies <= set(contraction.q_summed):
-        x = x.astype(jnp.float32) * _beside_x(scale, x, contraction)
-        dtype = jnp.float32 if dtype == jnp.float16 else dtype  # which would lose the digits of a small scale
-        return _dot_general(x.astype(dtype), values.astype(dtype), contraction)
-    if not varies & set(contraction.q_summed):
-        out = _dot_general(x.astype(dtype), values.astype(dtype), contraction)
-        return out * _beside_result(scale, x, out, contraction)
-    return _dot_general(x.astype(dtype), cast(q.decode(), q.dtype).astype(dtype), contraction)
+    summed, scale_of_result = set(contraction.q_summed), None
+    if scale is not None:
+        varies = {a for a in range(q.ndim) if scale.shape[a] != 1}
+        if not varies & summed:
+            scale_of_result = scale
+        elif varies <= summed:
+            at = dict(zip(contraction.q_summed, contraction.x_summed, strict=True))
+            x = x.astype(jnp.float32) * _aligned(scale, at, x.shape)
+            dtype = jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype  # float16 loses digits of a small scale
+        else:
+            values = cast(q.decode(), q.dtype)
+    x, values = x.astype(dtype), values.astype(dtype)
+    out = lax.dot_general(x, values, contraction.numbers, preferred_element_type=jnp.float32)
+    return out if scale_of_result is None else out * _aligned(scale_of_result, contraction.in_result(), out.shape)
 
 
-def _dot_general(x: jax.Array, values: jax.Array, contraction: Contraction) -> jax.Array:
-    return lax.dot_general(x, values, contraction.numbers, preferred_element_type=jnp.float32)
-
-
-def _beside_x(scale: jax.Array, x: jax.Array, contraction: Contraction) -> jax.Array:
-    at = dict(zip(contraction.q_summed, contraction.x_summed, strict=True))
-    return _aligned(scale, at, x.shape)
-
-
-def _beside_result(scale: jax.Array, x: jax.Array, out: jax.Array, contraction: Contraction) -> jax.Array:
-    first = len(contraction.q_batch) + len(contraction.x_free(x.ndim))
-    at = {a: i for i, a in enumerate(contraction.q_batch)}
-    at |= {a: first + i for i, a in enumerate(contraction.q_free(scale.ndim))}
-    return _aligned(scale, at, out.shape)
-
-
-def _aligned(scale: jax.Array, at: dict[int, int], shape: Sequence[int]) -> jax.Array:
-    """`scale` without the axes that `at` does not place, the others where it says, broadcast to `shape`."""
+def _aligned(scale: jax.Array, at: Mapping[int, int], shape: Sequence[int]) -> jax.Array:
+    """`scale` broadcast to `shape`: its axis `a` goes to `at[a]`, and axes that are not in `at` have length 1."""
     kept = sorted(at)
     scale = lax.squeeze(scale, [a for a in range(scale.ndim) if a not in at])
     order = sorted(range(len(kept)), key=lambda i: at[kept[i]])
