@@ -1,4 +1,4 @@
-"""The parts that plots are drawn with: elements, a scale, ticks."""
+"""The parts of plots in SVG: elements, a scale, ticks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Scale = Callable[[float], float]  # from a value to a coordinate
 
 
 def element(name: str, *children: str, **attributes: object) -> str:
-    """`<name attributes>children</name>`; in names of attributes `_` stands for `-`, and a last one is dropped."""
+    """`<name attributes>children</name>`; in an attribute's name `_` stands for `-`, and a last `_` is dropped."""
     given = "".join(f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"' for key, value in attributes.items())
     return f"<{name}{given}>{''.join(children)}</{name}>" if children else f"<{name}{given}/>"
 
@@ -25,14 +25,14 @@ def text(content: str, x: float, y: float, **attributes: object) -> str:
 
 
 def scale(low: float, high: float, start: float, end: float) -> Scale:
-    """Linear; a range of no width is put in the middle."""
+    """A linear map from `low`..`high` to `start`..`end`; if the range is empty, everything goes to the middle."""
     if high == low:
         return lambda value: (start + end) / 2
     return lambda value: start + (value - low) / (high - low) * (end - start)
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) from `low` to `high`, about `count` of them."""
+    """About `count` round numbers from `low` to `high`, 1, 2 or 5 times a power of ten apart."""
     if not high - low > 1e-300:
         return [low]
     rough = (high - low) / count
@@ -47,12 +47,12 @@ def tick_label(value: float) -> str:
 
 
 def shorten(words: str, length: int) -> str:
-    """With the middle left out, where the ends tell more."""
+    """`words` without its middle if it is longer than `length`: the ends tell more."""
     if len(words) <= length:
         return words
     tail = (length - 1) * 2 // 3
     return f"{words[: length - 1 - tail]}…{words[len(words) - tail :]}"
 
 
-def figure(width: float, height: float, parts: Sequence[str], label: str) -> str:
-    return element("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label)
+def figure(width: float, height: float, parts: Sequence[str], label: str, **attributes: object) -> str:
+    return element("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label, **attributes)

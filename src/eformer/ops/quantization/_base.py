@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from eformer.jaximus import ImplicitArray, aux_field, unobserved
 from eformer.kernels.reference import cast
 
+from ._notebook import array_html
 from ._validation import Rules, a_bool, a_number_type, check_fields, int8_or_none
 
 ShardingType = NamedSharding | PartitionSpec | None
@@ -44,6 +45,8 @@ class QuantizedArray(ImplicitArray):
             type.__delattr__(
                 cls, "sharding"
             )  # the default of an argument of the constructor; the attribute is the property below
+
+    _repr_html_ = array_html
 
     @classmethod
     def of_fields(cls, values: Mapping[str, Any]) -> Self:
