@@ -257,3 +257,12 @@ def test_the_histogram_is_of_the_worst_leaf_by_default(small):
 def test_a_histogram_of_a_leaf_that_is_not_there(small):
     with pytest.raises(ValueError, match=r"there is no leaf 'v' to count the values of; there are 'a.w', 'bias'"):
         report(*small, histogram="v")
+
+
+def test_a_page_replaces_a_file_only_if_asked(tmp_path):
+    found, path = report({"w": jnp.ones(3)}, {"w": jnp.ones(3)}), tmp_path / "page.html"
+    path.write_text("mine")
+    with pytest.raises(FileExistsError, match="`overwrite=True` replaces it"):
+        found.to_html(path)
+    assert path.read_text() == "mine"
+    assert found.to_html(path, overwrite=True).read_text() != "mine"

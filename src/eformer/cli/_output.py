@@ -108,5 +108,5 @@ def write_page(report: Report, path: Path, *, title: str, force: bool) -> Path:
     """The report as HTML, whole or not at all."""
     check_page(path, force=force)
     with atomic_file(path, overwrite=force) as file:
-        report.to_html(file.name, title=title)
+        report.to_html(file.name, title=title, overwrite=True)
     return path

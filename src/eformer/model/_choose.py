@@ -1,17 +1,18 @@
-"""The format of a leaf and the axis of its blocks, from the uses that a function makes of it."""
+"""Chooses the format of a leaf, and the axis of its blocks, by how a function uses it."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from eformer.ops.quantization import find_format
+from eformer.ops.quantization import QuantizedArray, find_format
 
 from ._defaults import MIN_LENGTH, options_along
+from ._paths import Typed
 from ._replay import Term, leaves_of, made_dense, signature
 from ._rules import Options
 from ._uses import Use
@@ -23,8 +24,11 @@ class Decision(NamedTuple):
     reason: str
 
 
+Axis = int | tuple[int, ...]  # several: one scale for all of them
+
+
 class _Dense(NamedTuple):
-    """What the uses of a leaf make dense: bytes more than they must, in which operations, and if all of them do."""
+    """The `excess` bytes that the uses of a leaf make dense, in which `primitives`, and whether `always`."""
 
     excess: int
     primitives: tuple[str, ...]
@@ -32,19 +36,19 @@ class _Dense(NamedTuple):
 
 
 class Choice:
-    """Decides over the leaves of a model, given by index with their uses."""
+    """Decides over the leaves of a model; `leaves` and their `uses` are given by index."""
 
     def __init__(
         self,
-        leaves: Mapping[int, Any],
+        leaves: Mapping[int, Typed],
         uses: Mapping[int, Sequence[Use]],
         format: str,
         embeddings: str | None,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
     ) -> None:
         self.leaves, self.uses = leaves, uses
         self.format, self.embeddings, self.options = format, embeddings, options
-        self.asked: dict[Any, dict[str, int]] = {}  # layers of a model ask the same
+        self.replayed: dict[Hashable, dict[str, int]] = {}  # bytes made dense; layers of a model replay alike
 
     def __call__(self, index: int) -> Decision:
         uses = self.uses[index]
@@ -56,7 +60,7 @@ class Choice:
         wanted = _wanted(uses)
         if not wanted:
             return _kept(f"it would go dense: used by {_names(use.primitive for use in uses)}")
-        best: tuple[_Dense, Any] | None = None
+        best: tuple[_Dense, Options] | None = None
         for options in self._candidates(index):
             dense = self._dense(index, form, options)
             if best is None or dense.excess < best[0].excess:
@@ -68,34 +72,33 @@ class Choice:
         dense, options = best
         if dense.always:
             return _kept(f"it would go dense in {_names(dense.primitives)}")
-        return Decision(form, Options(options), _reason(uses, wanted, dense))
+        return Decision(form, options, _reason(uses, wanted, dense))
 
     def _format(self, index: int) -> str | None:
         return self.embeddings if any(use.gathered for use in self.uses[index]) else self.format
 
-    def _candidates(self, index: int) -> Iterator[dict[str, Any]]:
-        """Options of the format, best first: blocks along what is summed over; else along another axis."""
+    def _candidates(self, index: int) -> Iterator[Options]:
+        """Options of the format, best first: blocks along the contracted axes, then along the others."""
         form, leaf = self._format(index), self.leaves[index]
         assert form is not None
         given = self.options if form == self.format else {}
-        wanted = _wanted(self.uses[index])
-        axes: list[Any] = []
-        for each in wanted:
+        axes: list[Axis] = []
+        for each in _wanted(self.uses[index]):
             if len(each) > 1:
-                axes.append(each)  # one scale for all; most formats have blocks along one axis only
+                axes.append(each)  # most formats have blocks along one axis only
             axes += sorted(each, key=lambda axis: (-leaf.shape[axis], -axis))
         axes += range(-1, -len(leaf.shape) - 1, -1)
         if "axis" not in find_format(form).options or "axis" in given:
             axes = axes[:1]
         for axis in dict.fromkeys(axes):
-            options = options_along(form, axis, given)
-            if _length(leaf, axis) >= MIN_LENGTH and _abstract(form, Options(options), leaf) is not None:
+            options = Options(options_along(form, axis, given))
+            if _length(leaf, axis) >= MIN_LENGTH and _abstract(form, options, leaf) is not None:
                 yield options
 
-    def _dense(self, index: int, form: str, options: Mapping[str, Any]) -> _Dense:
+    def _dense(self, index: int, form: str, options: Options) -> _Dense:
         excess, primitives, always = 0, dict[str, None](), True
         for use in self.uses[index]:
-            found = self._asked(use.term, index, form, Options(options)) if use.term is not None else {}
+            found = self._replay(use.term, index, form, options) if use.term is not None else {}
             more = sum(found.values()) - use.may_be_dense
             if more > 0:
                 excess += more
@@ -104,27 +107,28 @@ class Choice:
                 always = False
         return _Dense(excess, tuple(primitives), always)
 
-    def _asked(self, term: Term, index: int, form: str, options: Options) -> dict[str, int]:
+    def _replay(self, term: Term, index: int, form: str, options: Options) -> dict[str, int]:
+        """The bytes that a use makes dense, by primitive."""
         chosen = {i: self._first(i) for i in leaves_of(term)}
         chosen[index] = (form, options)
         kinds = {i: (each, self.leaves[i].shape, str(self.leaves[i].dtype)) for i, each in chosen.items()}
         key = signature(term, kinds)
         try:
             hash(key)
-        except TypeError:  # a parameter that is a list, say
+        except TypeError:  # a parameter may be a list
             key = (id(term), form, options)
-        if key not in self.asked:
+        if key not in self.replayed:
             arrays = {
                 i: _abstract(*each, self.leaves[i]) if each else _struct(self.leaves[i]) for i, each in chosen.items()
             }
-            self.asked[key] = made_dense(term, arrays)
-        return self.asked[key]
+            self.replayed[key] = made_dense(term, arrays)
+        return self.replayed[key]
 
     def _first(self, index: int) -> tuple[str, Options] | None:
-        """What another leaf that meets the one decided over is taken to be: the best by its uses alone."""
+        """The format and options assumed for another leaf in the same operation: the first candidate."""
         form = self._format(index)
         options = None if form is None else next(self._candidates(index), None)
-        return None if form is None or options is None else (form, Options(options))
+        return None if form is None or options is None else (form, options)
 
 
 def _kept(reason: str) -> Decision:
@@ -132,7 +136,7 @@ def _kept(reason: str) -> Decision:
 
 
 def _wanted(uses: Sequence[Use]) -> list[tuple[int, ...]]:
-    """The axes to have blocks along, those of the most work first."""
+    """The axes to put blocks along, most work first."""
     work: dict[tuple[int, ...], int] = {}
     for use in uses:
         if use.axes:
@@ -141,23 +145,23 @@ def _wanted(uses: Sequence[Use]) -> list[tuple[int, ...]]:
     return sorted(work, key=lambda axes: -work[axes])
 
 
-def _length(leaf: Any, axes: Any) -> int:
+def _length(leaf: Typed, axes: Axis) -> int:
     return math.prod(leaf.shape[axis] for axis in (axes if isinstance(axes, tuple) else (axes,)))
 
 
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+def _struct(leaf: Typed) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def _abstract(form: str, options: Options, leaf: Any) -> Any:
-    """The leaf quantized, without values; None if the format refuses it so."""
+def _abstract(form: str, options: Options, leaf: Typed) -> QuantizedArray | None:
+    """The leaf quantized, without values; None if the format refuses these options for it."""
     return _encoded(form, options, _struct(leaf))
 
 
 @functools.lru_cache(maxsize=1024)
-def _encoded(form: str, options: Options, struct: jax.ShapeDtypeStruct) -> Any:
+def _encoded(form: str, options: Options, struct: jax.ShapeDtypeStruct) -> QuantizedArray | None:
     try:
-        made = jax.eval_shape(functools.partial(find_format(form).encode, **options), struct)
+        made: Any = jax.eval_shape(functools.partial(find_format(form).encode, **options), struct)
     except (TypeError, ValueError, NotImplementedError):
         return None
     several = isinstance(options.get("axis"), tuple)
@@ -177,5 +181,5 @@ def _reason(uses: Sequence[Use], wanted: Sequence[tuple[int, ...]], dense: _Dens
     return "; ".join(parts)
 
 
-def _names(primitives: Any) -> str:
+def _names(primitives: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(primitives))

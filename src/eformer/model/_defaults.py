@@ -1,4 +1,4 @@
-"""The rules that suit most models: large matrices are quantized along the axis that is summed over."""
+"""The rules that suit most models: large matrices are quantized, with blocks along the contracted axis."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 
 from eformer.ops.quantization import find_format
 
+from ._paths import Typed
 from ._rules import Rule
 
 MIN_SIZE = 4096  # elements; smaller leaves are not worth an error
-MIN_LENGTH = 32  # along the blocks; a float32 scale for fewer elements takes more than a bit of each
+MIN_LENGTH = 32  # elements along the blocks; with fewer, a float32 scale costs more than a bit per element
 
-# A part of the path ends where a dot, a slash (Haiku) or the path itself does.
+# The parts of a path are separated by dots, or by slashes (Haiku).
 _START, _END = r"(^|[./])", r"([./]|$)"
 NORMS_AND_BIASES = rf"(?i)norm|{_START}ln(_?\d+|_\w)?{_END}|{_START}(bias\w*|b|scale|offset|gamma|beta)$"
 EMBEDDINGS = rf"(?i)embe?d|(^|[._/])emb([._/]|$)|{_START}(wte|wpe){_END}"  # `embd` is how GGUF writes it
 
-# How a leaf is used, by its path; the first that matches and fits the shape wins.
-_HEADS = (rf"{_START}(query|key|value)[./]kernel$", -3)  # Flax attention: (features, heads, features of a head)
+# The contracted axis by the path of a leaf; the first pattern that matches and fits the shape wins.
+_HEADS = (rf"{_START}(query|key|value)[./]kernel$", -3)  # Flax attention: (features, heads, features per head)
 AXES: tuple[tuple[str, int], ...] = (
     _HEADS,
     (rf"{_START}weight(_\w+)?$", -1),  # torch and Equinox: (out, in)
     ("", -2),  # `x @ w` of Flax, Haiku and plain JAX: (in, out)
 )
 
-# What a model needs of a format beyond its defaults: without a scale the magnitude of a weight is lost.
-_MODEL_OPTIONS: Mapping[str, dict[str, Any]] = {"ternary": {"scale": "channel"}, "binary": {"scale": "channel"}}
+# Options that a model needs, of formats that have them: ternary weights without a scale lose their magnitude.
+_MODEL_OPTIONS = {"scale": "channel"}
 
 
 def contracted_axis(path: str, shape: Sequence[int], axes: Sequence[tuple[str, int]] = AXES) -> int:
-    """The axis, counted from the end, that a product with the weight sums over; of several, the one to put blocks on.
+    """The axis, counted from the end, that a matmul with the weight contracts; of several, the axis for the blocks.
 
     >>> from eformer.model import contracted_axis
     >>> contracted_axis("mlp.kernel", (64, 256)), contracted_axis("mlp.weight", (256, 64))
@@ -44,7 +44,7 @@ def contracted_axis(path: str, shape: Sequence[int], axes: Sequence[tuple[str, i
     for pattern, axis in axes:
         fits = len(shape) >= -axis
         if fits and (pattern, axis) == _HEADS:
-            fits = shape[-3] > shape[-2]  # more features than heads; a stack of matrices has fewer matrices than rows
+            fits = shape[-3] > shape[-2]  # more features than heads; else it is a stack of matrices
         if fits and re.search(pattern, path):
             return axis
     return -1
@@ -52,14 +52,14 @@ def contracted_axis(path: str, shape: Sequence[int], axes: Sequence[tuple[str, i
 
 @dataclass(frozen=True)
 class Matrices:
-    """The pattern of large floating point matrices, and stacks of them, that a product sums over along `axis`."""
+    """A pattern for large floating point matrices, and stacks of them, whose contracted axis is `axis`."""
 
     axis: int
     axes: tuple[tuple[str, int], ...]
     min_size: int
     path: str = ""
 
-    def __call__(self, path: str, leaf: Any) -> bool:
+    def __call__(self, path: str, leaf: Typed) -> bool:
         shape = leaf.shape
         return (
             len(shape) >= 2
@@ -77,15 +77,16 @@ def default_rules(
     embeddings: str | None = None,
     min_size: int = MIN_SIZE,
     axes: Sequence[tuple[str, int]] = (),
-    **options: Any,
+    **options: object,
 ) -> tuple[Rule, ...]:
     """Rules that give `format` to the matrices of a model, and to stacks of them, and keep the rest.
 
-    Kept are norms and biases, by their names; embeddings, unless `embeddings` names a format for them ("int8"); and
-    leaves of fewer than `min_size` elements, or fewer than 32 along the axis that is summed over. A format with an
-    `axis` gets that axis: -2 for a weight (in, out), -1 for one called "weight" (out, in), the last for embeddings.
-    `axes` says otherwise, by pairs of a regular expression and an axis counted from the end; the first that matches
-    wins. `options` go to `format`. Ternary and binary weights get a scale per column.
+    Kept are norms and biases, recognized by name; embeddings, unless `embeddings` names a format for them ("int8"); and
+    leaves of fewer than `min_size` elements, or fewer than 32 along the contracted axis. A format with the option
+    `axis` gets the contracted axis: -2 for a weight (in, out), -1 for a leaf called "weight" (out, in), the last for
+    embeddings. `axes` overrides that with pairs of a regular expression and an axis counted from the end; the first
+    that matches wins. A format with the option `scale`, such as ternary, gets a scale per channel. `options` go to
+    `format`, before all of these.
 
     >>> from eformer.model import Rule, default_rules, quantize_model
     >>> rules = (Rule("lm_head", "int8", {"axis": -2}), *default_rules("nf4", block_size=32))
@@ -107,7 +108,8 @@ def default_rules(
     return tuple(found)
 
 
-def options_along(format: str, axis: int | tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model asks of the format for blocks along `axis`; `given` goes first."""
-    blocks = {"axis": axis} if "axis" in find_format(format).options else {}
-    return {**blocks, **_MODEL_OPTIONS.get(format, {}), **given}
+def options_along(format: str, axis: int | tuple[int, ...], given: Mapping[str, object]) -> dict[str, object]:
+    """The options of `format` for a weight with blocks along `axis`; those `given` win."""
+    wanted = {"axis": axis, **_MODEL_OPTIONS}
+    known = find_format(format).options
+    return {**{name: value for name, value in wanted.items() if name in known}, **given}

@@ -1,28 +1,33 @@
-"""How far a weight is from what it was, with little memory and without overflow."""
+"""The distance of a weight from what it was, with little memory and without overflow."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from eformer.ops.quantization import QuantizedArray
+
 from ._paths import is_abstract, is_array, is_quantized
 
-_ROW = 4096  # elements added up in float32, before float64 takes over on the host
+Values = jax.Array | np.ndarray | QuantizedArray
+Dense = jax.Array | np.ndarray
+
+_ROW = 4096  # elements that are added in float32; the sums of rows are added in float64, on the host
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Distance:
-    """Sums over the elements that are finite in both arrays.
+    """Sums, in float64, over the elements that are finite in both arrays.
 
-    `signal` is the sum of squares of the array before, `result` of that after, `noise` of their difference, and
-    `product` the sum of their products. A float64 holds them, whatever the arrays hold.
+    `signal` is the sum of squares of the array before, `result` of the array after, `noise` of their difference;
+    `product` is their dot product.
     """
 
     signal: float = 0.0
@@ -46,7 +51,7 @@ class Distance:
 
     @property
     def relative_error(self) -> float:
-        """`|after - before| / |before|` in the 2-norm; 0 for equal arrays, also of zeros, or of no elements."""
+        """`|after - before| / |before|` in the 2-norm; 0 for equal arrays, even if they are zero or empty."""
         if not self.noise:
             return 0.0
         return math.sqrt(self.noise) / math.sqrt(self.signal) if self.signal else math.inf
@@ -61,56 +66,51 @@ class Distance:
 
     @property
     def cosine(self) -> float:
-        """Of the angle between the arrays; 1 for equal ones, NaN where only one of them is all zero."""
+        """The cosine of the angle between the arrays; 1 for equal arrays, NaN if only one of them is all zero."""
         if not self.noise:
             return 1.0
         lengths = math.sqrt(self.signal) * math.sqrt(self.result)
         return max(-1.0, min(1.0, self.product / lengths)) if lengths else math.nan
 
 
-def distance(before: Any, after: Any) -> Distance | None:
-    """Between an array and what became of it, one matrix at a time; None where values can't be compared.
+def distance(before: object, after: object) -> Distance | None:
+    """The distance between an array and its quantized form; None where values can't be compared.
 
-    That is where `before` has no values (any more), or is not floating point and not the same object as `after`.
+    That is where `before` has no values (any more), or is not floating point and not the same object as `after`. Of a
+    stack, one matrix at a time is made dense.
     """
-    if before is after:
-        return _unchanged(after)
-    if not has_values(before) or not has_values(after) or not jnp.issubdtype(before.dtype, jnp.floating):
+    if not has_values(before) or not has_values(after):
         return None
-    return sum((_of_pair(*pair) for pair in pairs(before, after)), Distance())
-
-
-def _unchanged(leaf: Any) -> Distance | None:
-    if not has_values(leaf):
-        return None
-    if is_quantized(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+    floating = jnp.issubdtype(before.dtype, jnp.floating)
+    if before is not after:
+        return sum((_of_pair(*pair) for pair in pairs(before, after)), Distance()) if floating else None
+    if isinstance(before, QuantizedArray) or not floating:
         return Distance()
-    found = _of_pair(leaf, leaf)
-    return Distance(found.signal, found.result, 0.0, found.product, 0.0, found.nonfinite_before, found.nonfinite_after)
+    return dataclasses.replace(_of_pair(before, before), noise=0.0, max_error=0.0)
 
 
-def has_values(leaf: Any) -> bool:
-    """False for abstract arrays, and for those whose buffers were freed."""
+def has_values(leaf: object) -> TypeGuard[Values]:
+    """False for abstract arrays, and for arrays whose buffers were freed."""
     if not is_array(leaf) or isinstance(leaf, Tracer) or is_abstract(leaf):
         return False
     return not any(isinstance(part, jax.Array) and part.is_deleted() for part in jax.tree.leaves(leaf))
 
 
-def pairs(before: Any, after: Any) -> Iterator[tuple[Any, jax.Array]]:
-    """Both as dense arrays; of a stack, one matrix after the other, so that only one is made dense at a time."""
+def pairs(before: Values, after: Values) -> Iterator[tuple[Dense, Dense]]:
+    """Both arrays, dense; for a stack, one pair per matrix, so that only one is made dense at a time."""
     if is_quantized(after) and after.ndim > 2 and after.is_stacked():
         for i in range(len(after)):
-            # By leaves, as `is_stacked` promises: not every format has a rule for an index.
+            # Slice the leaves, as `is_stacked` allows: not every format has a rule for an index.
             yield from pairs(_dense(before[i]), jax.tree.map(lambda leaf, i=i: leaf[i], after))
     else:
         yield _dense(before), _dense(after)
 
 
-def _dense(leaf: Any) -> Any:
+def _dense(leaf: Any) -> Dense:
     return leaf.materialize() if is_quantized(leaf) else leaf
 
 
-def _of_pair(before: Any, after: Any) -> Distance:
+def _of_pair(before: Dense, after: Dense) -> Distance:
     if not before.size:
         return Distance()
     found = jax.device_get(_moments(before, after))
@@ -129,14 +129,14 @@ def _of_pair(before: Any, after: Any) -> Distance:
 
 @jax.jit
 def _moments(before: jax.Array, after: jax.Array) -> dict[str, jax.Array]:
-    """Sums by rows of 4096 elements; products are of the arrays over `peak`, those of the difference over the gap."""
+    """Sums over rows of 4096 elements, of the arrays divided by `peak` and of their difference divided by the gap."""
     wide = np.promote_types(before.dtype, np.float32)
     x, y = (jnp.ravel(a).astype(wide) for a in (before, after))
     finite_x, finite_y = jnp.isfinite(x), jnp.isfinite(y)
     both, zero = finite_x & finite_y, jnp.zeros((), wide)
     x, y = jnp.where(both, x, zero), jnp.where(both, y, zero)
     peak = jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(y)))
-    half = x / 2 - y / 2  # a difference of large numbers of two signs may overflow
+    half = x / 2 - y / 2  # half of it: the difference of large numbers with two signs may overflow
     largest = jnp.max(jnp.abs(half))
     x, y, d = _over(x, peak), _over(y, peak), _over(half, largest)
 
@@ -156,6 +156,6 @@ def _moments(before: jax.Array, after: jax.Array) -> dict[str, jax.Array]:
 
 
 def _over(x: jax.Array, largest: jax.Array) -> jax.Array:
-    # XLA multiplies by the reciprocal, which must be no subnormal number: that would be flushed to zero.
+    # XLA multiplies by the reciprocal; a subnormal reciprocal would be flushed to zero.
     shrunk = jnp.where(largest > 1, 1 / 16, 1.0).astype(x.dtype)
     return x * shrunk / jnp.where(largest > 0, largest * shrunk, jnp.ones_like(largest))

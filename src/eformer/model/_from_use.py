@@ -1,4 +1,4 @@
-"""Rules from use: a function is traced, and each leaf is quantized along the axis that the function sums over."""
+"""Rules from use: a function is traced, and each leaf is quantized along the axis that the function contracts."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from ._uses import Use, find_uses
 
 
 def rules_from_use(
-    function: Callable[..., Any],
-    params: Any,
-    *inputs: Any,
+    function: Callable[..., object],
+    params: object,
+    *inputs: object,
     format: str = "nf4",
     embeddings: str | None = "int8",
     min_size: int = MIN_SIZE,
-    **options: Any,
+    **options: object,
 ) -> tuple[Rule, ...]:
     """Rules for the leaves of `params`, by what `function(params, *inputs)` does with them.
 
     The function is traced, not run: parameters and inputs may be `jax.ShapeDtypeStruct`s. Blocks run along the axis
-    that a matmul or a convolution sums over; if uses differ, along that of the most work. A leaf that is gathered is
-    an embedding, also if it is summed over too: it takes the format `embeddings`, with blocks along its features, or
-    stays if that is None. Of several axes that serve, the first is taken with which the engine makes nothing dense.
-    Kept are leaves that would only go dense (those that are added, say), leaves that the function does not use, and
-    those of fewer than `min_size` elements. Each rule has its `reason`. `options` go to `format`.
+    that a matmul or a convolution contracts; if uses differ, along the axis with the most work. If several axes serve,
+    the first with which nothing is made dense is taken. A leaf that is gathered is an embedding, even if a matmul uses
+    it too: it takes the format `embeddings`, with blocks along its features, or stays if that is None. Leaves also stay
+    if every use would make them dense (a leaf that is added), if the function does not use them, or if they have fewer
+    than `min_size` elements. Each rule tells its `reason`. `options` go to `format`.
 
     >>> import jax, jax.numpy as jnp
     >>> from eformer.model import rules_from_use
@@ -49,14 +49,14 @@ def rules_from_use(
     flat_inputs, input_structure = jax.tree.flatten(inputs)
     run = implicit(function) if any(map(is_quantized, leaves)) else function
 
-    def call(flat: list[Any]) -> Any:
+    def call(flat: list[Any]) -> object:
         params = jax.tree.unflatten(structure, flat[: len(leaves)])
         return run(params, *jax.tree.unflatten(input_structure, flat[len(leaves) :]))
 
     weights = {i: leaf for i, leaf in enumerate(leaves) if is_weight(leaf) and not is_quantized(leaf)}
     large = {i: leaf for i, leaf in weights.items() if math.prod(leaf.shape) >= max(min_size, 1)}
     found = find_uses(call, [*leaves, *flat_inputs], large)
-    # An array that occurs twice is quantized once, for all its uses; an abstract one stands for any of its type.
+    # An array that occurs twice is quantized once, for all its uses; of abstract ones that can't be told.
     array = {i: i if is_abstract(leaf) else id(leaf) for i, leaf in large.items()}
     of_array: dict[int, list[Use]] = {}
     for i in large:
@@ -68,7 +68,7 @@ def rules_from_use(
 
 
 def _as_rules(decided: Mapping[str, Decision]) -> Iterator[Rule]:
-    """A rule for each leaf; one for all whose paths differ in numbers only, if they are decided alike."""
+    """A rule for each leaf, or one rule for leaves with the same decision whose paths differ only in numbers."""
     groups: dict[str, list[str]] = {}
     for path in decided:
         groups.setdefault(re.sub(r"\d+", r"\\d+", re.escape(path)), []).append(path)

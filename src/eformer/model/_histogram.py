@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from ._distance import has_values, pairs
+from ._distance import Dense, has_values, pairs
 
 BINS = 64
-REACH = 6  # standard deviations to each side of the mean; a few outliers must not squeeze the rest into one bin
+REACH = 6  # standard deviations to each side of the mean; a few outliers must not press the rest into one bin
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of finite values in bins of equal width; `edges` has one number more than there are bins.
-
-    `beyond` counts the values before and after that lie outside the bins.
-    """
+    """Counts of finite values in bins of equal width between `edges`; `beyond` counts the values outside the bins."""
 
     path: str
     edges: tuple[float, ...]
@@ -27,8 +23,8 @@ class Histogram:
     beyond: tuple[int, int] = (0, 0)
 
 
-def histogram_of(path: str, before: Any, after: Any) -> Histogram | None:
-    """Over the range of both arrays, but for outliers; None where there is no value to count."""
+def histogram_of(path: str, before: object, after: object) -> Histogram | None:
+    """A histogram over the range of both arrays without outliers; None where there is no value to count."""
     if not has_values(before) or not has_values(after):
         return None
     parts = [x for pair in pairs(before, after) for x in map(_summary, pair) if x is not None]
@@ -46,14 +42,14 @@ def histogram_of(path: str, before: Any, after: Any) -> Histogram | None:
     return Histogram(path, tuple(edges.tolist()), *rows, beyond=(int(beyond[0]), int(beyond[1])))
 
 
-def _values(x: Any) -> np.ndarray:
+def _values(x: Dense) -> np.ndarray:
     found = np.asarray(x)
     found = found.astype(np.promote_types(found.dtype, np.float32)).ravel()
     return found[np.isfinite(found)]
 
 
-def _summary(x: Any) -> tuple[float, ...] | None:
-    """Smallest, largest, count, sum and sum of squares."""
+def _summary(x: Dense) -> tuple[float, ...] | None:
+    """The smallest and largest value, the count, the sum and the sum of squares."""
     values = _values(x).astype(np.float64)
     if not values.size:
         return None

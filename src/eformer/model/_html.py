@@ -1,4 +1,4 @@
-"""A report as one web page that asks for nothing: style, plots and script are in it."""
+"""A report as one web page that fetches nothing, since style, plots and script are in it; and as notebooks show it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _COLUMNS = ("array", "shape", "format", "before", "after", "bits a weight", "error", "SNR, dB", "cosine", "NaN or inf")
 _WORDS = 3  # the first columns are sorted as words
+_NOTEBOOK_ROWS = 50
 
 
 def page(report: Report, title: str) -> str:
@@ -44,13 +45,25 @@ def page(report: Report, title: str) -> str:
             _summary(report),
             *_notices(report),
             _plots(report),
-            _table(report),
+            "<section><h2>All arrays</h2>",
+            '<p class="note">Click a heading to sort. Arrays without an error were kept as they are.</p>',
+            f"{_table(report, sorted_leaves(report.leaves, 'error'), sortable=True)}</section>",
             f"<script>\n{script}</script>",
             "</body>",
             "</html>",
             "",
         ]
     )
+
+
+def fragment(report: Report) -> str:
+    """The summary, and the arrays with the largest errors."""
+    leaves = sorted_leaves(report.leaves, "error")
+    facts = "; ".join(f"{name.lower()} <b>{value}</b> ({note})" for name, value, note in _facts(report))
+    rest = len(leaves) - _NOTEBOOK_ROWS
+    more = f"<p>and {_counted(rest, 'array')} more, which <code>to_html</code> writes</p>" if rest > 0 else ""
+    table = _table(report, leaves[:_NOTEBOOK_ROWS], sortable=False)
+    return f"<p>{_described(report)}</p><p>{facts}</p>{''.join(_notices(report))}{table}{more}"
 
 
 def _described(report: Report) -> str:
@@ -69,21 +82,26 @@ def _formats(report: Report) -> list[str]:
     return list(dict.fromkeys(leaf.format for leaf in report.quantized))
 
 
-def _summary(report: Report) -> str:
+def _facts(report: Report) -> list[tuple[str, str, str]]:
+    """Name, value and note of what matters most, as HTML."""
     before, after, distance, worst = report.bytes_before, report.bytes_after, report.distance, report.worst
     ratio = f", {before / after:.2f} times smaller" if after else ""
-    tiles = [
+    facts = [
         ("Size", in_bytes(after), f"from {in_bytes(before)}{ratio}"),
         ("Bits a weight", as_bits(report.bits) or "none", _counted(report.size, "weight")),
     ]
     if distance is not None:
-        tiles += [
+        facts += [
             ("Relative error", in_percent(distance.relative_error), "all quantized arrays together"),
             ("Signal to noise", f"{in_decibels(distance.snr)} dB", f"cosine {as_cosine(distance.cosine)}"),
         ]
     if worst is not None:
-        tiles.append(("Largest relative error", in_percent(worst.error), escaped(worst.path)))
-    cells = (f"<div><dt>{name}</dt><dd>{value}</dd><dd>{note}</dd></div>" for name, value, note in tiles)
+        facts.append(("Largest relative error", in_percent(worst.error), escaped(worst.path)))
+    return facts
+
+
+def _summary(report: Report) -> str:
+    cells = (f"<div><dt>{name}</dt><dd>{value}</dd><dd>{note}</dd></div>" for name, value, note in _facts(report))
     return f'<dl class="summary">{"".join(cells)}</dl>'
 
 
@@ -133,23 +151,17 @@ def _figure(title: str, note: str, plot: str, legend: Sequence[tuple[str, str]])
     return f'<figure>{caption}{plot}<div class="legend">{keys}</div></figure>'
 
 
-def _table(report: Report) -> str:
+def _table(report: Report, leaves: Sequence[Leaf], *, sortable: bool) -> str:
     columns = len(_COLUMNS) if report.nonfinite else len(_COLUMNS) - 1
-    head = "".join(
-        f'<th scope="col" data-kind="{"words" if i < _WORDS else "numbers"}"{_sorted_by(name)}>'
-        f'<button type="button">{name}</button></th>'
-        for i, name in enumerate(_COLUMNS[:columns])
-    )
-    rows = "\n".join(f"<tr>{_cells(leaf, columns)}</tr>" for leaf in sorted_leaves(report.leaves, "error"))
-    return (
-        "<section><h2>All arrays</h2>"
-        '<p class="note">Click a heading to sort. Arrays without an error were kept as they are.</p>'
-        f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></section>"
-    )
+    head = "".join(_heading(i, name) if sortable else f"<th>{name}</th>" for i, name in enumerate(_COLUMNS[:columns]))
+    rows = "\n".join(f"<tr>{_cells(leaf, columns)}</tr>" for leaf in leaves)
+    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
 
 
-def _sorted_by(name: str) -> str:
-    return ' aria-sort="descending"' if name == "error" else ""
+def _heading(column: int, name: str) -> str:
+    kind = "words" if column < _WORDS else "numbers"
+    order = ' aria-sort="descending"' if name == "error" else ""
+    return f'<th scope="col" data-kind="{kind}"{order}><button type="button">{name}</button></th>'
 
 
 def _cells(leaf: Leaf, columns: int) -> str:
@@ -180,7 +192,7 @@ def _cells(leaf: Leaf, columns: int) -> str:
 
 
 def _value(value: object) -> str:
-    """What the script compares: a number JavaScript knows, or words."""
+    """The value that the script compares: a number that JavaScript knows, or words."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float) and math.isinf(value):

@@ -1,4 +1,4 @@
-"""A model in two trees: what is trained, and what is not."""
+"""Split a model into the leaves that are trained and those that are frozen, and join them again."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Tree = TypeVar("Tree")
 
 
 def partition(tree: Tree, trainable: Callable[[str, Any], bool] | None = None) -> tuple[Tree, Tree]:
-    """`tree` twice, each with None where the other has a leaf: what is trained, and what is frozen.
+    """Two trees like `tree`, trained and frozen, each with None where the other has a leaf.
 
-    Trained are dense floating point arrays, those of them for which `trainable(path, leaf)` is true if it is given.
-    Quantized arrays, integers, and all that is no array are frozen. `combine` puts the two together again, so that
-    JAX and optax see a tree of nothing but what is trained:
+    Dense floating point arrays are trained; with `trainable`, those for which `trainable(path, leaf)` is true.
+    Quantized arrays, integers, and whatever is no array are frozen. JAX and optax see the trained tree alone; `combine`
+    joins the two again:
 
     >>> import jax, jax.numpy as jnp
     >>> from eformer.jaximus import implicit
@@ -46,7 +46,7 @@ def _can_train(leaf: Any) -> bool:
 
 
 def combine(trained: Tree, frozen: Tree) -> Tree:
-    """The tree that `partition` made the two of; also of halves that hold gradients, updates or tracers."""
+    """The tree that `partition` split; the halves may hold gradients, updates or tracers instead."""
     (ours, structure), (theirs, other) = (_flatten(half) for half in (trained, frozen))
     if structure != other:
         raise ValueError(
@@ -59,12 +59,12 @@ def combine(trained: Tree, frozen: Tree) -> Tree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _flatten(half: Any) -> tuple[list[tuple[str, Any]], Any]:
+def _flatten(half: object) -> tuple[list[tuple[str, Any]], Any]:
     found, structure = jtu.tree_flatten_with_path(half, is_leaf=lambda x: x is None or is_quantized(x))
     return [(jtu.keystr(path, simple=True, separator="."), leaf) for path, leaf in found], structure
 
 
-def _differing(trained: Any, frozen: Any) -> str:
+def _differing(trained: object, frozen: object) -> str:
     paths = [{path for path, _ in _flatten(half)[0]} for half in (trained, frozen)]
     only = [sorted(paths[0] - paths[1]), sorted(paths[1] - paths[0])]
     if not any(only):

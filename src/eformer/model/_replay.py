@@ -1,13 +1,14 @@
-"""What the engine makes of an operation on quantized arrays: it is traced again, alone, and `explain` is asked."""
+"""What an operation does to quantized arrays: it is traced again on its own, under `explain`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
 
 from eformer.jaximus import explain, implicit, is_implicit
 
@@ -21,30 +22,32 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """What the body of a scan sees of a stack."""
+    """One matrix of a stack, as the body of a scan sees it."""
 
     stack: Term
 
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """An output of a primitive; operands that come from no leaf are known by their type."""
+    """The output number `out` of a primitive; an operand that comes from no leaf is given by its type."""
 
-    primitive: Any
+    primitive: Primitive
     params: Mapping[str, Any]
-    operands: tuple[Term | jax.ShapeDtypeStruct, ...]
+    operands: tuple[Operand, ...]
     out: int
 
 
 Term = Given | Slice | Op
+Operand = Term | jax.ShapeDtypeStruct
+Leaves = Mapping[int, Any]  # arrays by the index of their leaf: quantized, dense or abstract ones
 
 
-def made_dense(term: Term, arrays: Mapping[int, Any]) -> dict[str, int]:
-    """The bytes that `term` makes dense, by primitive; `arrays` are the leaves, abstract, by their index."""
+def made_dense(term: Term, arrays: Leaves) -> dict[str, int]:
+    """The bytes that `term` makes dense, by primitive, for abstract `arrays`."""
     found = []
 
-    def run(arrays: Mapping[int, Any], others: list[jax.Array]) -> None:
-        # Closed over, so that what passes between two operations is the array itself and can be sliced by leaves.
+    def run(arrays: Leaves, others: list[jax.Array]) -> None:
+        # A closure passes the array itself, not a tracer, between two operations: it can be sliced leaf by leaf.
         found.append(explain(lambda: _evaluate(term, arrays, iter(others)))())
 
     jax.eval_shape(run, dict(arrays), list(_others(term)))
@@ -55,20 +58,20 @@ def made_dense(term: Term, arrays: Mapping[int, Any]) -> dict[str, int]:
     return dense
 
 
-def signature(term: Term | jax.ShapeDtypeStruct, leaves: Mapping[int, Any]) -> Any:
-    """Equal for terms that do the same to leaves of the same kind, which `leaves` say."""
+def signature(term: Operand, kinds: Mapping[int, Hashable]) -> Hashable:
+    """Equal for terms that do the same to leaves of the same kinds."""
     match term:
         case Given():
-            return leaves[term.index]
+            return kinds[term.index]
         case Slice():
-            return ("slice", signature(term.stack, leaves))
+            return ("slice", signature(term.stack, kinds))
         case Op():
-            operands = tuple(signature(operand, leaves) for operand in term.operands)
+            operands = tuple(signature(operand, kinds) for operand in term.operands)
             return (term.primitive.name, tuple(sorted(term.params.items())), operands, term.out)
     return (term.shape, str(term.dtype))
 
 
-def leaves_of(term: Term | jax.ShapeDtypeStruct) -> set[int]:
+def leaves_of(term: Operand) -> set[int]:
     match term:
         case Given():
             return {term.index}
@@ -79,7 +82,7 @@ def leaves_of(term: Term | jax.ShapeDtypeStruct) -> set[int]:
     return set()
 
 
-def _others(term: Term | jax.ShapeDtypeStruct) -> Iterator[jax.ShapeDtypeStruct]:
+def _others(term: Operand) -> Iterator[jax.ShapeDtypeStruct]:
     """The types of the operands that come from no leaf, in the order in which `_evaluate` asks for them."""
     match term:
         case Slice():
@@ -91,7 +94,7 @@ def _others(term: Term | jax.ShapeDtypeStruct) -> Iterator[jax.ShapeDtypeStruct]
             yield term
 
 
-def _evaluate(term: Term | jax.ShapeDtypeStruct, arrays: Mapping[int, Any], others: Iterator[jax.Array]) -> Any:
+def _evaluate(term: Operand, arrays: Leaves, others: Iterator[jax.Array]) -> Any:
     match term:
         case Given():
             return arrays[term.index]

@@ -6,14 +6,24 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from eformer._text import as_json
 
 from ._distance import Distance
 from ._histogram import Histogram
-from ._html import page
+from ._html import fragment, page
 from ._table import report_table
+
+# The fields of a leaf in JSON; then those of its distance, by their names there.
+_SHOWN = ("path", "shape", "dtype", "format", "quantized", "shared", "reason", "bytes_before", "bytes_after", "bits")
+_MEASURED = {
+    "error": "relative_error",
+    "snr_db": "snr",
+    "cosine": "cosine",
+    "max_error": "max_error",
+    "nonfinite_before": "nonfinite_before",
+    "nonfinite_after": "nonfinite_after",
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,7 @@ class Leaf:
     dtype: str
     format: str  # a name of the registry, or the dtype of a dense leaf
     quantized: bool
-    shared: bool  # the array occurred before, so its bytes are counted there
+    shared: bool  # the array occurs in an earlier leaf, where its bytes are counted
     bytes_before: int
     bytes_after: int
     distance: Distance | None
@@ -37,7 +47,7 @@ class Leaf:
 
     @property
     def bits(self) -> float:
-        """A weight; NaN where there is none."""
+        """Bits per weight; NaN if there is none."""
         return 8 * self.bytes_after / self.size if self.size else math.nan
 
     @property
@@ -55,9 +65,9 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Report:
-    """Of `report(before, after)`. Bytes are of all arrays, each counted once; errors of those that were quantized.
+    """What `report(before, after)` found. Bytes count each array once; errors count the arrays that were quantized.
 
-    `str(report)` is a table; `to_json` and `to_html` write the same for machines and for browsers.
+    `str(report)` is a table; `to_json` and `to_html` give the same to machines and browsers.
     """
 
     leaves: tuple[Leaf, ...]
@@ -78,17 +88,17 @@ class Report:
 
     @property
     def size(self) -> int:
-        """Elements of all arrays."""
+        """The number of weights: elements of all arrays."""
         return sum(leaf.size for leaf in self.leaves if not leaf.shared)
 
     @property
     def bits(self) -> float:
-        """A weight of the whole model; NaN if it has none."""
+        """Bits per weight of the whole model; NaN if it has none."""
         return 8 * self.bytes_after / self.size if self.size else math.nan
 
     @property
     def distance(self) -> Distance | None:
-        """Over all quantized leaves together; None if none of them could be compared."""
+        """The distance over all quantized leaves together; None if none of them could be compared."""
         known = [leaf.distance for leaf in self.quantized if leaf.distance is not None]
         return sum(known, Distance()) if known else None
 
@@ -105,56 +115,44 @@ class Report:
         return tuple(leaf for leaf, d in found if d and (d.nonfinite_before or d.nonfinite_after))
 
     def table(self, sort: str | None = None) -> str:
-        """As plain text, by the tree's order; `sort` is "error", "bytes_before" or "bytes_after", largest first."""
+        """Plain text, in the tree's order; or sorted by "error", "bytes_before" or "bytes_after", largest first."""
         return report_table(self, sort)
 
     def __str__(self) -> str:
         return self.table()
 
     def to_json(self) -> str:
-        """Strict JSON: null for what is unknown or no finite number, such as the SNR of a leaf that is exact."""
-        distance = self.distance
-        total = {
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "size": self.size,
-            "bits": self.bits,
-            **_measures(distance),
-        }
-        leaves = [
-            {
-                "path": leaf.path,
-                "shape": list(leaf.shape),
-                "dtype": leaf.dtype,
-                "format": leaf.format,
-                "quantized": leaf.quantized,
-                "shared": leaf.shared,
-                "reason": leaf.reason,
-                "bytes_before": leaf.bytes_before,
-                "bytes_after": leaf.bytes_after,
-                "bits": leaf.bits,
-                **_measures(leaf.distance),
-            }
-            for leaf in self.leaves
-        ]
-        found = {"total": total, "leaves": leaves, "unused_rules": list(self.unused_rules)}
-        return as_json(found)
+        """Strict JSON; null for what is unknown or not finite, such as the SNR of a leaf that is exact."""
+        sizes = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after, "size": self.size}
+        total = {**sizes, "bits": self.bits, **_measures(self.distance)}
+        shown = (
+            "path",
+            "shape",
+            "dtype",
+            "format",
+            "quantized",
+            "shared",
+            "reason",
+            "bytes_before",
+            "bytes_after",
+            "bits",
+        )
+        leaves = [{name: getattr(leaf, name) for name in shown} | _measures(leaf.distance) for leaf in self.leaves]
+        return as_json({"total": total, "leaves": leaves, "unused_rules": self.unused_rules})
 
-    def to_html(self, path: str | os.PathLike[str], *, title: str = "Quantization report") -> Path:
-        """Write one page that needs nothing else: no network, no other file. Returns where it is."""
-        target = Path(path)
-        target.write_text(page(self, title), encoding="utf-8")
+    def to_html(
+        self, path: str | os.PathLike[str], *, title: str = "Quantization report", overwrite: bool = False
+    ) -> Path:
+        """Write one page that needs no network and no other file; returns its path."""
+        target, text = Path(path), page(self, title)
+        if target.exists() and not overwrite:
+            raise FileExistsError(f"{target} exists; `overwrite=True` replaces it")
+        target.write_text(text, encoding="utf-8")
         return target
 
+    def _repr_html_(self) -> str:
+        return fragment(self)
 
-def _measures(distance: Distance | None) -> dict[str, Any]:
-    if distance is None:
-        return dict.fromkeys(("error", "snr_db", "cosine", "max_error", "nonfinite_before", "nonfinite_after"))
-    return {
-        "error": distance.relative_error,
-        "snr_db": distance.snr,
-        "cosine": distance.cosine,
-        "max_error": distance.max_error,
-        "nonfinite_before": distance.nonfinite_before,
-        "nonfinite_after": distance.nonfinite_after,
-    }
+
+def _measures(distance: Distance | None) -> dict[str, float | None]:
+    return {name: distance and getattr(distance, field) for name, field in _MEASURED.items()}

@@ -1,7 +1,6 @@
-"""How a function uses the leaves of a model: a walk over its jaxpr that follows each leaf to the operations it ends in.
+"""How a function uses the leaves of a model: a walk over its jaxpr follows each leaf to the operations it ends in.
 
-A jaxpr says everything that a trace meets, and needs no rule to exist for an operation; what the engine then makes of
-an operation is asked of the engine (`_replay`).
+A jaxpr holds every operation, whether or not it has a rule; `_replay` finds out what a rule does with it.
 """
 
 from __future__ import annotations
@@ -12,30 +11,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend import core as jexc
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ._movements import INDEXING, MOVEMENTS, PASSING, SCALING, Axes, summed_axes, unchanged
-from ._replay import Given, Op, Slice, Term
+from ._movements import INDEXING, MOVEMENTS, PASSING, SCALING, Axes, summed_axes, type_of, unchanged
+from ._paths import Typed
+from ._replay import Given, Op, Operand, Slice, Term
 
-MANY_ROWS = 256
+MANY_ROWS = 256  # of activations: as in the prefill of a long prompt
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What became of one leaf, or of several that were joined; `term` is how, None where it can't be done again."""
+    """An array made from one leaf by moving elements, or from several that were joined.
+
+    `term` tells how it was made; None if that can't be replayed. `indexed`: a part was taken, at a position that is
+    known only when the function runs.
+    """
 
     leaves: dict[int, Axes]
     term: Term | None
-    indexed: bool = False  # parts were taken at places that are known only when the function runs
+    indexed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Use:
     """An operation that a leaf ends in.
 
-    `axes` are those of the leaf that it sums over, or along which it takes whole slices if it is `gathered`; none
-    for any other operation. `work` is how many numbers it multiplies or reads. `may_be_dense` is how many bytes are
-    dense in any case: those of the parts that were taken by index.
+    `axes` are the leaf's axes that it contracts, or along which it takes whole slices if it is `gathered`; empty for
+    any other operation. `work` counts the elements that it multiplies or reads. `may_be_dense` counts the bytes that
+    are dense in any case: those of a part taken by index.
     """
 
     primitive: str
@@ -46,17 +51,26 @@ class Use:
     may_be_dense: int
 
 
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]  # of dot_general
+Values = Sequence[Value | None]  # None for an array that is made from no leaf
+AnyJaxpr = Jaxpr | ClosedJaxpr
+
+
+def _opened(jaxpr: AnyJaxpr) -> Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
 @dataclass(eq=False)
 class Walk:
     uses: dict[int, list[Use]] = field(default_factory=dict)
 
-    def jaxpr(self, jaxpr: Any, values: Sequence[Value | None], times: int) -> list[Value | None]:
-        """Follow the `values` of its inputs through a jaxpr that runs `times` times; returns those of its outputs."""
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    def jaxpr(self, jaxpr: AnyJaxpr, values: Values, times: int) -> list[Value | None]:
+        """Follow the `values` of the inputs through a jaxpr that runs `times` times; returns the outputs' values."""
+        jaxpr = _opened(jaxpr)
         known = {var: value for var, value in zip(jaxpr.invars, values, strict=True) if value is not None}
 
-        def find(var: Any) -> Value | None:
-            return None if isinstance(var, jexc.Literal) else known.get(var)
+        def find(var: Var | Literal) -> Value | None:
+            return None if isinstance(var, Literal) else known.get(var)
 
         for eqn in jaxpr.eqns:
             operands = [find(var) for var in eqn.invars]
@@ -65,13 +79,13 @@ class Walk:
                 known.update((var, out) for var, out in zip(eqn.outvars, outs, strict=True) if out is not None)
         return [find(var) for var in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, operands: list[Value | None], times: int) -> Sequence[Value | None]:
+    def _equation(self, eqn: JaxprEqn, operands: Values, times: int) -> Values:
         name = eqn.primitive.name
         if name in _CONTROL:
             return _CONTROL[name](self, eqn, operands, times)
         inner = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
-        if inner is not None and len(getattr(inner, "jaxpr", inner).invars) == len(operands):
-            if name == "shard_map":  # inside, arrays are parts: what the engine does with them is not asked
+        if inner is not None and len(_opened(inner).invars) == len(operands):
+            if name == "shard_map":  # inside, arrays are shards, which can't be replayed
                 operands = [value and Value(value.leaves, None, value.indexed) for value in operands]
             return self.jaxpr(inner, operands, times)
         if name in PASSING:
@@ -84,34 +98,35 @@ class Walk:
                 self._note(eqn, operands, position, value, times)
         return [None] * len(eqn.outvars)
 
-    def _note(self, eqn: Any, operands: list[Value | None], position: int, value: Value, times: int) -> None:
-        out = math.prod(eqn.outvars[0].aval.shape)
+    def _note(self, eqn: JaxprEqn, operands: Values, position: int, value: Value, times: int) -> None:
+        out = type_of(eqn.outvars[0]).size
         summed = summed_axes(eqn, position)
         gathered = eqn.primitive.name in INDEXING and position == 0
         term = _term(eqn, operands)
-        dense = _nbytes(eqn.outvars[0] if gathered else eqn.invars[position]) if gathered or value.indexed else 0
+        part = type_of(eqn.outvars[0] if gathered else eqn.invars[position])
+        dense = part.size * part.dtype.itemsize if gathered or value.indexed else 0
         for leaf, axes in value.leaves.items():
             if gathered:
                 moved = INDEXING[eqn.primitive.name](axes, eqn)
                 found, work = frozenset().union(*moved), out
             else:
                 found = frozenset().union(*(axes[axis] for axis in summed or ()))
-                work = out * math.prod(eqn.invars[position].aval.shape[axis] for axis in summed or ())
+                work = out * math.prod(type_of(eqn.invars[position]).shape[axis] for axis in summed or ())
             use = Use(eqn.primitive.name, tuple(sorted(found)), gathered, work * times, term, dense)
             self.uses.setdefault(leaf, []).append(use)
 
 
-def _moved(eqn: Any, operands: list[Value | None]) -> list[Value] | None:
-    """The outputs, if they are the operands' elements moved or scaled; None for an operation that a leaf ends in."""
+def _moved(eqn: JaxprEqn, operands: Values) -> list[Value] | None:
+    """The outputs, if the operation only moves or scales elements; None for an operation that a leaf ends in."""
     name = eqn.primitive.name
     values = [value for value in operands if value is not None]
     move = MOVEMENTS.get(name)
     indexed = values[0].indexed
     if name in INDEXING and operands[0] is not None:
         left = INDEXING[name](next(iter(values[0].leaves.values())), eqn)
-        if len([each for each in left if each]) >= 2:  # matrices, such as a layer's or an expert's
+        if len([each for each in left if each]) >= 2:  # a matrix, such as that of one layer or expert
             move, indexed = INDEXING[name], True
-    elif name in SCALING and len(values) == 1 and _is_all_weight(values[0], eqn.outvars[0].aval.shape):
+    elif name in SCALING and len(values) == 1 and _is_all_weight(values[0], type_of(eqn.outvars[0]).shape):
         move = unchanged
     if move is None or (name == "concatenate" and len(values) < len(operands)):
         return None
@@ -120,29 +135,31 @@ def _moved(eqn: Any, operands: list[Value | None]) -> list[Value] | None:
     return [Value(leaves, _term(eqn, operands, out), indexed) for out in outs]
 
 
-def _passed(value: Value, eqn: Any) -> Value:
+def _passed(value: Value, eqn: JaxprEqn) -> Value:
     return Value(value.leaves, value.term and Op(eqn.primitive, eqn.params, (value.term,), 0), value.indexed)
 
 
 def _is_all_weight(value: Value, shape: Sequence[int]) -> bool:
-    """Whether no axis is repeated: a vector broadcast against activations is no weight any more."""
+    """Whether no axis was added by broadcasting: a vector broadcast against activations is no weight any more."""
     return all(each or size == 1 for axes in value.leaves.values() for each, size in zip(axes, shape, strict=True))
 
 
-def _term(eqn: Any, operands: Sequence[Value | None], out: int = 0) -> Term | None:
-    terms: list[Any] = []
+def _term(eqn: JaxprEqn, operands: Values, out: int = 0) -> Term | None:
+    terms: list[Operand] = []
     for var, value in zip(eqn.invars, operands, strict=True):
-        if value is not None and value.term is None:
+        term = _struct(type_of(var)) if value is None else value.term
+        if term is None:
             return None
-        terms.append(_struct(var.aval) if value is None else value.term)
+        terms.append(term)
     if eqn.primitive.name == "dot_general" and None in operands:
         position = operands.index(None)
-        terms[position] = _with_many_rows(terms[position], eqn.params["dimension_numbers"], position)
+        x = _struct(type_of(eqn.invars[position]))
+        terms[position] = _with_many_rows(x, eqn.params["dimension_numbers"], position)
     return Op(eqn.primitive, eqn.params, tuple(terms), out)
 
 
-def _with_many_rows(x: jax.ShapeDtypeStruct, numbers: Any, position: int) -> jax.ShapeDtypeStruct:
-    """As of a long prompt: what the engine does without a dense weight then, it does for one token too."""
+def _with_many_rows(x: jax.ShapeDtypeStruct, numbers: DimensionNumbers, position: int) -> jax.ShapeDtypeStruct:
+    """The activations `x` of a long prompt: a matmul that makes no weight dense then makes none for one token."""
     taken = {*numbers[0][position], *numbers[1][position]}
     free = next((axis for axis in range(len(x.shape)) if axis not in taken), None)
     if free is None:
@@ -150,22 +167,18 @@ def _with_many_rows(x: jax.ShapeDtypeStruct, numbers: Any, position: int) -> jax
     return x.update(shape=(*x.shape[:free], x.shape[free] * MANY_ROWS, *x.shape[free + 1 :]))
 
 
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+def _struct(aval: ShapedArray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _nbytes(var: Any) -> int:
-    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
-
-
-def _scan(walk: Walk, eqn: Any, operands: list[Value | None], times: int) -> Sequence[Value | None]:
-    inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+def _scan(walk: Walk, eqn: JaxprEqn, operands: Values, times: int) -> Values:
+    inner = _opened(eqn.params["jaxpr"])
     values = [
-        _sliced(value) if value and len(var.aval.shape) < len(outer.aval.shape) else value
+        _sliced(value) if value and type_of(var).ndim < type_of(outer).ndim else value
         for value, var, outer in zip(operands, inner.invars, eqn.invars, strict=True)
     ]
     outs = walk.jaxpr(inner, values, times * eqn.params["length"])
-    carried = [len(a.aval.shape) == len(b.aval.shape) for a, b in zip(inner.outvars, eqn.outvars, strict=True)]
+    carried = [type_of(a).ndim == type_of(b).ndim for a, b in zip(inner.outvars, eqn.outvars, strict=True)]
     return [value if carry else None for value, carry in zip(outs, carried, strict=True)]
 
 
@@ -174,26 +187,28 @@ def _sliced(value: Value) -> Value:
     return Value(leaves, value.term and Slice(value.term), value.indexed)
 
 
-def _while(walk: Walk, eqn: Any, operands: list[Value | None], times: int) -> Sequence[Value | None]:
+def _while(walk: Walk, eqn: JaxprEqn, operands: Values, times: int) -> Values:
     of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = operands[of_condition + of_body :]
     walk.jaxpr(eqn.params["cond_jaxpr"], [*operands[:of_condition], *carry], times)
     return walk.jaxpr(eqn.params["body_jaxpr"], operands[of_condition:], times)
 
 
-def _cond(walk: Walk, eqn: Any, operands: list[Value | None], times: int) -> Sequence[Value | None]:
+def _cond(walk: Walk, eqn: JaxprEqn, operands: Values, times: int) -> Values:
     outs = [walk.jaxpr(branch, operands[1:], times) for branch in eqn.params["branches"]]
     return [next((value for value in same if value is not None), None) for same in zip(*outs, strict=True)]
 
 
-_CONTROL: dict[str, Callable[..., Sequence[Value | None]]] = {"scan": _scan, "while": _while, "cond": _cond}
+_CONTROL: dict[str, Callable[[Walk, JaxprEqn, Values, int], Values]] = {"scan": _scan, "while": _while, "cond": _cond}
 
 
-def find_uses(function: Callable[..., Any], leaves: Sequence[Any], followed: Collection[int]) -> dict[int, list[Use]]:
-    """The uses of those `leaves` whose indices are `followed`, in `function(leaves)`, which is traced and not run."""
+def find_uses(
+    function: Callable[[list[Any]], object], leaves: Sequence[Any], followed: Collection[int]
+) -> dict[int, list[Use]]:
+    """The uses of the leaves with the indices `followed`, in `function(leaves)`, which is traced and not run."""
     traced = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
 
-    def run(arrays: list[Any]) -> Any:
+    def run(arrays: list[Any]) -> list[jax.Array]:
         mixed = list(leaves)
         for i, array in zip(traced, arrays, strict=True):
             mixed[i] = array
@@ -202,12 +217,12 @@ def find_uses(function: Callable[..., Any], leaves: Sequence[Any], followed: Col
     jaxpr = jax.make_jaxpr(run)([leaves[i] for i in traced])
     walk = Walk()
     values: list[Value | None] = []
-    for i in traced:  # one that is quantized already has several inputs
+    for i in traced:  # a leaf that is quantized already has several inputs
         values += [_given(i, leaves[i])] if i in followed else [None] * len(jax.tree.leaves(leaves[i]))
     walk.jaxpr(jaxpr, values, 1)
     return walk.uses
 
 
-def _given(index: int, leaf: Any) -> Value:
+def _given(index: int, leaf: Typed) -> Value:
     axes = tuple(frozenset([axis - len(leaf.shape)]) for axis in range(len(leaf.shape)))
     return Value({index: axes}, Given(index))
