@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chart import STYLE
-from eformer._svg import element, scale, text
 from rings import markdown, rewrite
+
+from eformer._svg import element, scale, text
 
 HERE = Path(__file__).parent
 README, MODELS = HERE.parent / "README.md", HERE.parent / "docs" / "models.md"

@@ -18,8 +18,8 @@ from eformer.jaximus import register
 from eformer.ops.quantization._base import asked_of
 from eformer.ops.quantization._leafwise import LeafwiseArray
 
+from ._primitive import Precision
 from ._rule import has_explicit_sharding, matmul
-from ._tiles import Precision
 
 # Patches overlap, so all of them together are larger than the input. If they are larger than the kernel and than this
 # many times the input, a matmul for each position in the window takes less memory.

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax import tree_util as jtu
 from jax.interpreters import mlir
@@ -21,7 +20,7 @@ from eformer.kernels import cpu, pallas
 
 from ._operand import MatmulOperand
 from ._partitioning import SUMMED, Dim, Problem, partitioned
-from ._primitive import TreeDef, leaves_in_xla, matmul_in_xla, matmul_p, matmul_stacks
+from ._primitive import Static, in_xla, matmul_in_xla, matmul_p, matmul_stacks
 
 Kernel = Callable[[MatmulOperand, jax.Array, int], jax.Array | None]
 
@@ -90,33 +89,25 @@ def matmul_on_accelerator(
     return pallas.matmul(x, q.stored_matrix(), contracted_axis, device, round_x=q.activation_dtype == "int8")
 
 
-def _by_kernel(
-    kernel: Kernel, x: jax.Array, *leaves: jax.Array, treedef: TreeDef, contracted_axis: int, dtype: np.dtype
-) -> jax.Array:
+def _by_kernel(kernel: Kernel, x: jax.Array, *leaves: jax.Array, static: Static) -> jax.Array:
     """The matmul by `kernel`, or in XLA's operations where that gives None."""
-    q = jtu.tree_unflatten(treedef, leaves)
-    out = kernel(q, lax.reshape(x, (x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])), contracted_axis)
+    q = static.array(leaves)
+    out = kernel(q, lax.reshape(x, (x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])), static.contracted_axis)
     if out is None:
-        return matmul_in_xla(q, x, contracted_axis).astype(dtype)
-    return lax.convert_element_type(lax.reshape(out, (*x.shape[:-1], out.shape[-1])), dtype)
+        return in_xla(x, *leaves, static=static)
+    return lax.convert_element_type(lax.reshape(out, (*x.shape[:-1], out.shape[-1])), static.dtype)
 
 
-def _by_xla(x: jax.Array, *leaves: jax.Array, treedef: TreeDef, contracted_axis: int, dtype: np.dtype) -> jax.Array:
-    """The matmul in operations that XLA can partition: it would gather the tiles of a loop."""
-    q = jtu.tree_unflatten(treedef, leaves).divisible()
-    return matmul_in_xla(q, x, contracted_axis, in_tiles=False).astype(dtype)
+def _for_xla_to_partition(x: jax.Array, *leaves: jax.Array, static: Static) -> jax.Array:
+    """The matmul without a loop over tiles, which XLA would gather."""
+    q = static.array(leaves).divisible()
+    return matmul_in_xla(q, x, static.contracted_axis, in_tiles=False).astype(static.dtype)
 
 
-def _over_devices(
-    x: jax.Array,
-    *leaves: jax.Array,
-    treedef: TreeDef,
-    contracted_axis: int,
-    dtype: np.dtype,
-    devices: Sequence[object],
-) -> jax.Array:
+def _over_devices(x: jax.Array, *leaves: jax.Array, static: Static, devices: Sequence[object]) -> jax.Array:
     """The matmul in which each device multiplies its shards, by the kernel that it would use alone."""
-    q = jtu.tree_unflatten(treedef, leaves).divisible()
+    q = static.array(leaves).divisible()
+    contracted_axis, dtype = static.contracted_axis, static.dtype
     axes = ("count", SUMMED, "n") if contracted_axis == 0 else ("count", "n", SUMMED)
     rows = tuple(Dim(f"row{i}") for i in range(x.ndim - 2))
     dims = {
@@ -139,36 +130,34 @@ def _over_devices(
     return partitioned(problem, local, identity, x, [q.named_leaves()[name] for name in dims], devices=devices)
 
 
-def _lower(
-    alone: Callable[..., jax.Array],
-    ctx: mlir.LoweringRuleContext,
-    *operands: Any,
-    treedef: TreeDef,
-    **params: Any,
-) -> Any:
+def _lower(alone: Callable[..., jax.Array], ctx: mlir.LoweringRuleContext, *operands: Any, static: Static) -> Any:
     """Lower the matmul to `alone` where a device works alone, and on the shards of each where XLA partitions it.
 
     XLA's own operations stand in where a kernel can't be called: in an exported program, and under `shard_map` over
     some axes of a mesh only.
     """
     who = partitioner(ctx)
-    function = {Partitioner.NOBODY: alone, Partitioner.UNKNOWN: _by_xla}.get(who, leaves_in_xla)
+    function = {Partitioner.NOBODY: alone, Partitioner.UNKNOWN: _for_xla_to_partition}.get(who, in_xla)
     if who is Partitioner.XLA:
         devices = _devices(ctx)
         function = functools.partial(_over_devices, devices=devices)
         context = dataclasses.replace(ctx.module_context.axis_context, device_assignment=devices)
         ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
-    with serving(matmul_p, (treedef.node_data()[0],), f"{__name__}.matmul"):
-        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, treedef=treedef, **params)
+    with serving(matmul_p, (static.treedef.node_data()[0],), __name__):
+        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, static=static)
 
 
-def _lower_on_accelerator(platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+def _lower_on_accelerator(platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, static: Static) -> Any:
     kernel = functools.partial(matmul_on_accelerator, device=pallas.Device(platform, _device_kind(ctx)))
-    # Where there is no kernel, XLA fuses the decoding into its own matmul: no dense copy is to be noted.
-    return _lower(unobserved()(functools.partial(_by_kernel, kernel)), ctx, *operands, **params)
+
+    def alone(*operands: jax.Array, static: Static) -> jax.Array:
+        with unobserved():  # where there is no kernel, XLA fuses the decoding into its own matmul
+            return _by_kernel(kernel, *operands, static=static)
+
+    return _lower(alone, ctx, *operands, static=static)
 
 
-mlir.register_lowering(matmul_p, functools.partial(_lower, leaves_in_xla))
+mlir.register_lowering(matmul_p, functools.partial(_lower, in_xla))
 mlir.register_lowering(
     matmul_p, functools.partial(_lower, functools.partial(_by_kernel, matmul_on_cpu)), platform="cpu"
 )

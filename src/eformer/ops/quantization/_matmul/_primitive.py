@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +23,28 @@ from eformer.jaximus import note_materialized
 
 from ._operand import MatmulOperand
 
-TreeDef: TypeAlias = Any  # `jax.tree_util.PyTreeDef`, which is not typed as a class
+# What `lax.dot_general` makes of its argument `precision`.
+Precision: TypeAlias = tuple[lax.Precision, lax.Precision] | lax.DotAlgorithm | lax.DotAlgorithmPreset | None
 Operand: TypeAlias = jax.Array | ad.Zero
-Operands: TypeAlias = Sequence[Operand]
 
-matmul_p = Primitive("quantized_matmul")
 PARTLY_MANUAL = "`shard_map` over some axes of the mesh leaves the others to XLA, which can't divide a kernel"
+
+
+class Static(NamedTuple):
+    """The parameter of matmul primitives, whose last operands are the leaves of the quantized array."""
+
+    treedef: Any  # `jax.tree_util.PyTreeDef`, which is not typed as a class
+    contracted_axis: int  # 0 for `x @ q`, 1 for `x @ q.mT`
+    dtype: np.dtype
+    precision: Precision = None
+
+    def array(self, operands: Sequence[object]) -> Any:
+        return jtu.tree_unflatten(self.treedef, operands[len(operands) - self.treedef.num_leaves :])
 
 
 @functools.singledispatch
 def matmul_in_xla(q: MatmulOperand, x: jax.Array, contracted_axis: int, *, in_tiles: bool = True) -> jax.Array:
-    """What `matmul_stacks` computes, in XLA's own operations, in its accumulator's dtype: at least 32 bits.
+    """What `matmul_stacks` computes, in XLA's own operations, in a dtype of at least 32 bits.
 
     A format registers its own. Without `in_tiles` it may not loop over parts of `q`.
     """
@@ -47,8 +58,7 @@ def matmul_stacks(x: jax.Array, q: MatmulOperand, contracted_axis: int, dtype: n
     Every leaf of `q` has the axis `count`. Kernels sum in float32; devices add up partial sums of `dtype`.
     """
     leaves, treedef = jtu.tree_flatten(q)
-    x, *leaves = varying_alike([x, *leaves])
-    return matmul_p.bind(x, *leaves, treedef=treedef, contracted_axis=contracted_axis, dtype=dtype)
+    return matmul_p.bind(*varying_alike([x, *leaves]), static=Static(treedef, contracted_axis, dtype))
 
 
 def varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
@@ -68,69 +78,57 @@ def note_partly_manual(q: MatmulOperand) -> None:
         note_materialized(q, PARTLY_MANUAL)
 
 
-def leaves_in_xla(
-    x: jax.Array, *leaves: jax.Array, treedef: TreeDef, contracted_axis: int, dtype: np.dtype
-) -> jax.Array:
-    """`matmul_in_xla` of the primitive's operands."""
-    return matmul_in_xla(jtu.tree_unflatten(treedef, leaves), x, contracted_axis).astype(dtype)
+def matmul_primitive(name: str, in_xla: Callable[..., jax.Array]) -> Primitive:
+    """A primitive `(x, *rest, static=Static(...))` with a derivative; `in_xla` computes it in XLA's own operations."""
+    primitive = Primitive(name)
+    compiled: Any = jax.jit(primitive.bind, static_argnames="static")
 
+    def run(*operands: jax.Array, static: Static) -> jax.Array:
+        with jax.disable_jit(False):  # a primitive has to be compiled to run at all
+            return compiled(*operands, static=static)
 
-@functools.partial(jax.jit, static_argnames=("treedef", "contracted_axis", "dtype"))
-def _compiled(*operands: jax.Array, **params: object) -> jax.Array:
-    return matmul_p.bind(*operands, **params)
+    def abstract_eval(x: ShapedArray, *rest: ShapedArray, static: Static) -> ShapedArray:
+        columns = static.array(rest).shape[2 - static.contracted_axis]
+        return x.update(shape=(*x.shape[:-1], columns), dtype=static.dtype, weak_type=False)
 
-
-@matmul_p.def_impl
-def _run(*operands: jax.Array, **params: object) -> jax.Array:
-    with jax.disable_jit(False):  # a primitive has to be compiled to run at all
-        return _compiled(*operands, **params)
-
-
-@matmul_p.def_abstract_eval
-def _abstract_eval(
-    x: ShapedArray, *leaves: ShapedArray, treedef: TreeDef, contracted_axis: int, dtype: np.dtype
-) -> ShapedArray:
-    shape = jtu.tree_unflatten(treedef, leaves).shape
-    return x.update(shape=(*x.shape[:-1], shape[2 - contracted_axis]), dtype=dtype, weak_type=False)
-
-
-def define_derivative(primitive: Primitive, in_xla: Callable[..., jax.Array]) -> None:
-    """The derivative of a matmul primitive of operands (x, *rest); `in_xla` computes it in XLA's own operations."""
-
-    def jvp(primals: Operands, tangents: Operands, **params: object) -> tuple[jax.Array, jax.Array]:
+    def jvp(primals: Sequence[jax.Array], tangents: Sequence[Operand], static: Static) -> tuple[jax.Array, jax.Array]:
         (x, *rest), (dx, *drest) = primals, tangents
-        terms = [] if isinstance(dx, ad.Zero) else [primitive.bind(dx, *rest, **params)]
+        terms = [] if isinstance(dx, ad.Zero) else [primitive.bind(dx, *rest, static=static)]
         if not all(isinstance(d, ad.Zero) for d in drest):  # scales have derivatives too
-            of_rest = functools.partial(in_xla, x, **params)
+            of_rest = functools.partial(in_xla, x, static=static)
             terms.append(jax.jvp(of_rest, rest, [ad.instantiate_zeros(d) for d in drest])[1])
-        return primitive.bind(*primals, **params), functools.reduce(lax.add, terms)  # JAX asks for one at least
+        return primitive.bind(*primals, static=static), functools.reduce(lax.add, terms)  # JAX asks for one at least
 
-    def transpose(
-        ct: Operand, x: ad.UndefinedPrimal, *rest: jax.Array, contracted_axis: int, dtype: np.dtype, **params: object
-    ) -> list[Operand | None]:
-        del dtype
-        params |= {"contracted_axis": 1 - contracted_axis, "dtype": x.aval.dtype}
-        dx = ad.Zero(x.aval) if isinstance(ct, ad.Zero) else primitive.bind(ct, *rest, **params)
+    def transpose(ct: Operand, x: ad.UndefinedPrimal, *rest: jax.Array, static: Static) -> list[Operand | None]:
+        static = static._replace(contracted_axis=1 - static.contracted_axis, dtype=x.aval.dtype)
+        dx = ad.Zero(x.aval) if isinstance(ct, ad.Zero) else primitive.bind(ct, *rest, static=static)
         return [dx, *[None] * len(rest)]
 
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(abstract_eval)
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
+    return primitive
 
 
-def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], **params: object) -> tuple[jax.Array, int]:
+def in_xla(x: jax.Array, *leaves: jax.Array, static: Static) -> jax.Array:
+    return matmul_in_xla(static.array(leaves), x, static.contracted_axis).astype(static.dtype)
+
+
+def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], static: Static) -> tuple[jax.Array, int]:
     (x, *leaves), (x_axis, *leaf_axes) = operands, axes
     if all(axis is None for axis in leaf_axes):  # more rows of x
         assert x_axis is not None
-        return matmul_p.bind(jnp.moveaxis(x, x_axis, 1), *leaves, **params), 1
+        return matmul_p.bind(jnp.moveaxis(x, x_axis, 1), *leaves, static=static), 1
     size = next(o.shape[a] for o, a in zip(operands, axes, strict=True) if a is not None)
 
     def stack(operand: jax.Array, axis: int | None) -> jax.Array:
         whole = jnp.broadcast_to(operand, (size, *operand.shape)) if axis is None else jnp.moveaxis(operand, axis, 0)
         return whole.reshape(size * whole.shape[1], *whole.shape[2:])
 
-    out = matmul_p.bind(*map(stack, operands, axes), **params)
+    out = matmul_p.bind(*map(stack, operands, axes), static=static)
     return out.reshape(size, out.shape[0] // size, *out.shape[1:]), 0
 
 
-define_derivative(matmul_p, leaves_in_xla)
+matmul_p = matmul_primitive("quantized_matmul", in_xla)
 batching.primitive_batchers[matmul_p] = _batch

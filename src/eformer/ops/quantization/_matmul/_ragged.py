@@ -13,10 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax import tree_util as jtu
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.typing import DTypeLike
@@ -25,13 +23,10 @@ from eformer.jaximus import register
 from eformer.ops.quantization._base import asked_of
 from eformer.ops.quantization._leafwise import LeafwiseArray, transpose
 
-from ._primitive import TreeDef, define_derivative, varying_alike
+from ._primitive import Precision, Static, matmul_primitive, varying_alike
 from ._rule import as_stack, contraction_of, matmul, result_dtype, with_count
-from ._tiles import Precision
 
 BLOCK_ROWS = 64  # rows in a step: with fewer, codes are read more often; with more, more rows are of other groups
-
-grouped_matmul_p = Primitive("grouped_matmul")
 
 
 @register("ragged_dot_general")
@@ -59,55 +54,36 @@ def ragged_dot_general(
     stack = as_stack(matrices, contraction)
     if stack is None:  # the codes of a matrix can't be told from those of the next, or blocks run along several axes
         return NotImplemented
-    q, contracted_axis = stack
+    leaves, treedef = jtu.tree_flatten(with_count(stack[0]))
     free = contraction.x_free
     x = lax.transpose(lhs, [ragged, *(axis for axis in free if axis != ragged), *contraction.x_summed])
+    x = lax.collapse(x, len(free))
     dtype = jnp.dtype(preferred_element_type or result_dtype(lhs.dtype, rhs.dtype, precision))
-    out = _grouped_matmul(lax.collapse(x, len(free)), group_sizes, with_count(q), contracted_axis, dtype, precision)
+    static = Static(treedef, stack[1], dtype, precision)
+    _step_type(x, min(len(x), BLOCK_ROWS), leaves, static)  # notes what a step makes dense, which the lowering can't
+    operands = varying_alike([x, group_sizes.astype(jnp.int32), *leaves])
+    out = grouped_matmul_p.bind(*operands, static=static)
     columns = [matrices.shape[axis] for axis in contraction.q_free]
     return jnp.moveaxis(lax.reshape(out, (*out.shape[:-1], *columns)), 0, free.index(ragged))
 
 
-def _grouped_matmul(
-    x: jax.Array,
-    sizes: jax.Array,
-    q: LeafwiseArray,
-    contracted_axis: int,
-    dtype: np.dtype,
-    precision: Precision,
-) -> jax.Array:
-    """x (rows, ..., k), whose first `sizes[0]` rows are multiplied by `q[0]`, the next `sizes[1]` by `q[1]` and so on.
-
-    Rows of no group are zero. q is (count, k, n), or (count, n, k) for `contracted_axis=1`, in every leaf.
-    """
-    leaves, treedef = jtu.tree_flatten(q)
-    operands = varying_alike([x, sizes.astype(jnp.int32), *leaves])
-    params = {"treedef": treedef, "contracted_axis": contracted_axis, "dtype": dtype, "precision": precision}
-    _step_type(x, min(len(x), BLOCK_ROWS), leaves, params)  # notes what a step makes dense, which the lowering can't
-    return grouped_matmul_p.bind(*operands, **params)
-
-
-def _step_type(x: jax.Array, rows: int, leaves: Sequence[jax.Array], params: Any) -> jax.ShapeDtypeStruct:
+def _step_type(x: jax.Array, rows: int, leaves: Sequence[jax.Array], static: Static) -> jax.ShapeDtypeStruct:
     rows_of_x = jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-    return jax.eval_shape(functools.partial(_step, **params), rows_of_x, *leaves, which=jnp.int32(0))
+    return jax.eval_shape(functools.partial(_step, static=static), rows_of_x, *leaves, which=jnp.int32(0))
 
 
-def _step(
-    rows: jax.Array,
-    *leaves: jax.Array,
-    which: jax.Array,
-    treedef: TreeDef,
-    contracted_axis: int,
-    dtype: np.dtype,
-    precision: Precision,
-) -> jax.Array:
-    taken = [lax.dynamic_slice_in_dim(leaf, which, 1, 0) for leaf in leaves]
-    numbers = (((rows.ndim,), (1 + contracted_axis,)), ((0,), (0,)))
-    out = matmul(lax.expand_dims(rows, (0,)), jtu.tree_unflatten(treedef, taken), numbers, dtype, precision)
-    return lax.squeeze(out, (0,))
+def _step(rows: jax.Array, *leaves: jax.Array, which: jax.Array, static: Static) -> jax.Array:
+    """(rows, ..., n): the rows times matrix `which`."""
+    matrix = static.array([lax.dynamic_slice_in_dim(leaf, which, 1, 0) for leaf in leaves])
+    numbers = (((rows.ndim,), (1 + static.contracted_axis,)), ((0,), (0,)))
+    return lax.squeeze(matmul(lax.expand_dims(rows, (0,)), matrix, numbers, static.dtype, static.precision), (0,))
 
 
-def _in_steps(x: jax.Array, sizes: jax.Array, *leaves: jax.Array, **params: Any) -> jax.Array:
+def _in_steps(x: jax.Array, sizes: jax.Array, *leaves: jax.Array, static: Static) -> jax.Array:
+    """x (rows, ..., k): its first `sizes[0]` rows times matrix 0, the next `sizes[1]` times matrix 1 and so on.
+
+    Rows of no group give zero.
+    """
     count, groups = x.shape[0], sizes.shape[0]
     block = min(count, BLOCK_ROWS)
     blocks = -(-count // block)
@@ -122,7 +98,7 @@ def _in_steps(x: jax.Array, sizes: jax.Array, *leaves: jax.Array, **params: Any)
     def write(out: jax.Array, number: jax.Array) -> jax.Array:
         which = jnp.minimum(jnp.searchsorted(done, number, side="right"), groups - 1).astype(jnp.int32)
         start = block * (firsts[which] + number - (done[which] - steps[which]))
-        made = _step(lax.dynamic_slice_in_dim(x, start, block, 0), *leaves, which=which, **params)
+        made = _step(lax.dynamic_slice_in_dim(x, start, block, 0), *leaves, which=which, static=static)
         rows = start + jnp.arange(block, dtype=jnp.int32)
         mine = lax.broadcast_in_dim((rows >= starts[which]) & (rows < ends[which]), made.shape, (0,))
         kept = jnp.where(mine, made, lax.dynamic_slice_in_dim(out, start, block, 0))
@@ -131,42 +107,21 @@ def _in_steps(x: jax.Array, sizes: jax.Array, *leaves: jax.Array, **params: Any)
     def step(out: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
         return lax.cond(number < done[-1], write, lambda out, _: out, out, number), None
 
-    made = _step_type(x, block, leaves, params)
+    made = _step_type(x, block, leaves, static)
     zeros, *_ = varying_alike([jnp.zeros((blocks * block, *made.shape[1:]), made.dtype), x, ends, *leaves])
     numbers, *_ = varying_alike([jnp.arange(blocks + min(groups, count), dtype=jnp.int32), zeros])
     out, _ = lax.scan(step, zeros, numbers)
     return lax.slice_in_dim(out, 0, count)
 
 
-@functools.partial(jax.jit, static_argnames=("treedef", "contracted_axis", "dtype", "precision"))
-def _run(*operands: jax.Array, **params: Any) -> jax.Array:
-    return grouped_matmul_p.bind(*operands, **params)
-
-
-def _abstract_eval(
-    x: ShapedArray,
-    sizes: ShapedArray,
-    *leaves: ShapedArray,
-    treedef: TreeDef,
-    contracted_axis: int,
-    dtype: np.dtype,
-    precision: Precision,
-) -> ShapedArray:
-    del sizes, precision
-    columns = jtu.tree_unflatten(treedef, leaves).shape[2 - contracted_axis]
-    return x.update(shape=(*x.shape[:-1], columns), dtype=dtype, weak_type=False)
-
-
-def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
+def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], static: Static) -> tuple[jax.Array, int]:
     (x, *rest), (x_axis, *rest_axes) = operands, axes
     if all(axis is None for axis in rest_axes):  # more columns of the same rows
         assert x_axis is not None
-        return grouped_matmul_p.bind(jnp.moveaxis(x, x_axis, 1), *rest, **params), 1
-    return jax.vmap(functools.partial(_in_steps, **params), tuple(axes))(*operands), 0
+        return grouped_matmul_p.bind(jnp.moveaxis(x, x_axis, 1), *rest, static=static), 1
+    return jax.vmap(functools.partial(_in_steps, static=static), tuple(axes))(*operands), 0
 
 
-grouped_matmul_p.def_impl(_run)
-grouped_matmul_p.def_abstract_eval(_abstract_eval)
-define_derivative(grouped_matmul_p, _in_steps)
+grouped_matmul_p = matmul_primitive("grouped_matmul", _in_steps)
 batching.primitive_batchers[grouped_matmul_p] = _batch
 mlir.register_lowering(grouped_matmul_p, mlir.lower_fun(_in_steps, multiple_results=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,17 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import AxisType
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from eformer.jaximus import materialize, note_materialized, register, unobserved
 from eformer.kernels import cpu
 from eformer.ops.quantization._base import asked_of, typed_as
 from eformer.ops.quantization._leafwise import LeafwiseArray, reshaped
 
-from ._primitive import matmul_stacks, note_partly_manual
-from ._tiles import AsDense, Contraction, Numbers, Precision, map_tiles, matmul_in_tiles
+from ._primitive import Precision, matmul_stacks, note_partly_manual
+from ._tiles import AsDense, Axes, Contraction, Numbers, map_tiles, matmul_in_tiles
+
+Either: TypeAlias = jax.Array | LeafwiseArray
 
 _use_kernels = jax.make_user_context(default_value=True)
 
@@ -47,8 +49,8 @@ def is_kernel_available() -> bool:
 @register("dot_general")
 def dot_general(
     primitive: Primitive,
-    lhs: jax.Array | LeafwiseArray,
-    rhs: jax.Array | LeafwiseArray,
+    lhs: Either,
+    rhs: Either,
     *,
     dimension_numbers: Numbers,
     preferred_element_type: DTypeLike | None,
@@ -62,17 +64,11 @@ def dot_general(
         return NotImplemented
     if not asked and not has_explicit_sharding(lhs, rhs):
         return run(lhs, rhs)
-    dense = functools.partial(
-        primitive.bind,
-        dimension_numbers=dimension_numbers,
-        preferred_element_type=preferred_element_type,
-        precision=precision,
-        **params,
-    )
-    return typed_as(lambda lhs, rhs: dense(*materialize([lhs, rhs])), run)(lhs, rhs)
+    how = {"dimension_numbers": dimension_numbers, "precision": precision, "preferred_element_type": dtype, **params}
+    return typed_as(lambda lhs, rhs: primitive.bind(*materialize([lhs, rhs]), **how), run)(lhs, rhs)
 
 
-def has_explicit_sharding(*operands: jax.Array | LeafwiseArray) -> bool:
+def has_explicit_sharding(*operands: Either) -> bool:
     """Whether the sharding of an operand is part of its type, as on meshes with explicit axes."""
     leaves = jax.tree.leaves(operands)
     return any(AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves)
@@ -86,53 +82,44 @@ def result_dtype(lhs: np.dtype, rhs: np.dtype, precision: Precision = None) -> n
     return jax.eval_shape(lambda x, y: lax.dot_general(x, y, (((), ()), ((), ())), precision), *structs).dtype
 
 
-def matmul(
-    lhs: jax.Array | LeafwiseArray,
-    rhs: jax.Array | LeafwiseArray,
-    numbers: Numbers,
-    dtype: np.dtype,
-    precision: Precision,
-) -> jax.Array:
+def matmul(lhs: Either, rhs: Either, numbers: Numbers, dtype: np.dtype, precision: Precision) -> jax.Array:
     """`lax.dot_general` with one quantized operand or two, as `dtype`: by a kernel, or else in XLA's operations."""
+    (l_summed, r_summed), (l_batch, r_batch) = numbers
     if isinstance(rhs, LeafwiseArray):
         if isinstance(lhs, LeafwiseArray):
             return _matmul_of_two(lhs, rhs, numbers, dtype, precision)
         return _matmul(lhs, rhs, contraction_of(numbers, lhs.ndim, rhs.ndim), dtype, precision)
     assert isinstance(lhs, LeafwiseArray)
-    (l_summed, r_summed), (l_batch, r_batch) = numbers
     contraction = contraction_of(((r_summed, l_summed), (r_batch, l_batch)), rhs.ndim, lhs.ndim)
-    swapped = (precision[1], precision[0]) if type(precision) is tuple else precision
-    out = _matmul(rhs, lhs, contraction, dtype, swapped)
+    precision = (precision[1], precision[0]) if type(precision) is tuple else precision
+    out = _matmul(rhs, lhs, contraction, dtype, precision)
     batch, free = len(r_batch), len(contraction.x_free)
     return jnp.moveaxis(out, range(batch, batch + free), range(out.ndim - free, out.ndim))
 
 
 def contraction_of(numbers: Numbers, x_ndim: int, q_ndim: int) -> Contraction:
     (x_summed, q_summed), (x_batch, q_batch) = numbers
-    pairs = sorted(zip(q_summed, x_summed, strict=True))
-    return Contraction(
-        x_summed=tuple(x for _, x in pairs),
-        q_summed=tuple(q for q, _ in pairs),
-        x_batch=tuple(x_batch),
-        q_batch=tuple(q_batch),
-        x_free=tuple(a for a in range(x_ndim) if a not in x_summed and a not in x_batch),
-        q_free=tuple(a for a in range(q_ndim) if a not in q_summed and a not in q_batch),
-    )
+    q_summed, x_summed = zip(*sorted(zip(q_summed, x_summed, strict=True)), strict=True) if q_summed else ((), ())
+    x_free = tuple(a for a in range(x_ndim) if a not in x_summed and a not in x_batch)
+    q_free = tuple(a for a in range(q_ndim) if a not in q_summed and a not in q_batch)
+    return Contraction(x_summed, q_summed, tuple(x_batch), tuple(q_batch), x_free, q_free)
 
 
 def _matmul_of_two(
     lhs: LeafwiseArray, rhs: LeafwiseArray, numbers: Numbers, dtype: np.dtype, precision: Precision
 ) -> jax.Array:
     """The matmul of two quantized arrays: tiles of `lhs` are decoded, and `rhs` stays quantized."""
-    (l_summed, r_summed), (l_batch, r_batch) = numbers
-    free = contraction_of(((r_summed, l_summed), (r_batch, l_batch)), rhs.ndim, lhs.ndim).q_free
+    (l_summed, _), (l_batch, _) = numbers
+    free = [axis for axis in range(lhs.ndim) if axis not in l_summed and axis not in l_batch]
     axis = next((axis for axis in free if lhs.shape[axis] > lhs.alignment(axis)), None)
     if axis is None or not (lhs.use_kernel and lhs.size):
         note_materialized(lhs, "it has no axis that can be cut into tiles, and the other operand is quantized too")
         return matmul(lhs.decoded(), rhs, numbers, dtype, precision)
-    return map_tiles(
-        lambda tile: matmul(tile.decoded(), rhs, numbers, dtype, precision), lhs, axis, len(l_batch) + free.index(axis)
-    )
+
+    def of_tile(_: ArrayLike, tile: LeafwiseArray) -> jax.Array:
+        return matmul(tile.decoded(), rhs, numbers, dtype, precision)
+
+    return map_tiles(of_tile, lhs, axis, len(l_batch) + free.index(axis))
 
 
 def _matmul(
@@ -140,39 +127,40 @@ def _matmul(
 ) -> jax.Array:
     """x times q as `dtype`, of shape (*batch, *free axes of x, *free axes of q)."""
     if q.moved_from is not None:  # `x @ q.T` reads the codes as they are stored
-        q, contraction = _before_transpose(q, contraction)
+        q, contraction = _before_transpose(*q.moved_from, q, x.ndim, contraction)
     off = "use_kernel=False" if not q.use_kernel else "use_kernels(False)" if not _use_kernels.value else None
     why = f"`{off}` asks for it" if off else None
     exact, as_dense = _exact_kernels(x.dtype, q.dtype, dtype, precision), AsDense(dtype, precision)
     if exact == "none":
-        return matmul_in_tiles(x, q, contraction, as_dense, why).astype(dtype)
+        return matmul_in_tiles(x, q, contraction, dtype, as_dense, why)
     x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)  # as the dense matmul does
     if off:
-        return matmul_in_tiles(x, q, contraction, None, why).astype(dtype)
+        return matmul_in_tiles(x, q, contraction, dtype, None, why)
+    by_kernel = functools.partial(_by_kernel, contraction=contraction, dtype=dtype)
     if exact == "all":
-        return _by_kernel(x, q, contraction, dtype)
+        return by_kernel(x, q)
     why = f"the kernels of this device multiply in less than the precision asked for, {precision}"
-    elsewhere = functools.partial(_as_dense, contraction=contraction, as_dense=as_dense, why=why)
     if jax.default_backend() != "cpu":
-        return elsewhere(x, q)
-    exact_q = q.with_activation_dtype(None) if q.activation_dtype else q
-    on_cpu = functools.partial(_by_kernel, contraction=contraction, dtype=dtype)
-    return lax.platform_dependent(x, exact_q, cpu=on_cpu, default=unobserved()(elsewhere))
+        return matmul_in_tiles(x, q, contraction, dtype, as_dense, why)
+
+    def elsewhere(x: jax.Array, q: LeafwiseArray) -> jax.Array:
+        with unobserved():
+            return matmul_in_tiles(x, q, contraction, dtype, as_dense, why)
+
+    q = q.with_activation_dtype(None) if q.activation_dtype else q
+    return lax.platform_dependent(x, q, cpu=by_kernel, default=elsewhere)
 
 
-def _as_dense(x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense, why: str) -> jax.Array:
-    return matmul_in_tiles(x, q, contraction, as_dense, why).astype(as_dense.dtype)
-
-
-def _before_transpose(q: LeafwiseArray, contraction: Contraction) -> tuple[LeafwiseArray, Contraction]:
+def _before_transpose(
+    origin: LeafwiseArray, permutation: Axes, q: LeafwiseArray, x_ndim: int, contraction: Contraction
+) -> tuple[LeafwiseArray, Contraction]:
     """The array that `q` is the transpose of, and its contraction, if that leaves the result's axes in their order."""
-    assert q.moved_from is not None
-    origin, permutation = q.moved_from
-    q_summed, q_batch = (tuple(permutation[a] for a in axes) for axes in (contraction.q_summed, contraction.q_batch))
-    x_ndim = len((*contraction.x_summed, *contraction.x_batch, *contraction.x_free))
-    moved = contraction_of(((contraction.x_summed, q_summed), (contraction.x_batch, q_batch)), x_ndim, q.ndim)
-    in_order = moved.q_free == tuple(permutation[a] for a in contraction.q_free)
-    return (origin, moved) if in_order else (q, contraction)
+    (x_summed, q_summed), (x_batch, q_batch) = contraction.numbers
+    q_summed, q_batch, q_free = (
+        tuple(permutation[a] for a in axes) for axes in (q_summed, q_batch, contraction.q_free)
+    )
+    moved = contraction_of(((x_summed, q_summed), (x_batch, q_batch)), x_ndim, q.ndim)
+    return (origin, moved) if moved.q_free == q_free else (q, contraction)
 
 
 _HALF_OR_SINGLE = frozenset(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
@@ -195,7 +183,7 @@ def _exact_kernels(x: np.dtype, q: np.dtype, out: np.dtype, precision: Precision
 def _by_kernel(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: np.dtype) -> jax.Array:
     stack = as_stack(q, contraction) if jax.default_backend() != "cpu" or cpu.is_available() else None
     if stack is None or not stack[0].fits_kernels():
-        return matmul_in_tiles(x, q, contraction).astype(dtype)
+        return matmul_in_tiles(x, q, contraction, dtype)
     note_partly_manual(q)
     out = _matmul_of_stack(x, *stack, contraction, dtype)
     return lax.reshape(out, (*out.shape[:-1], *(q.shape[a] for a in contraction.q_free)))

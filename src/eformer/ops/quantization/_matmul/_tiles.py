@@ -20,16 +20,15 @@ from eformer.jaximus import note_materialized
 from eformer.kernels.reference import cast
 from eformer.ops.quantization._leafwise import LeafwiseArray
 
-from ._primitive import PARTLY_MANUAL, matmul_in_xla, varying_alike
+from ._primitive import PARTLY_MANUAL, Precision, matmul_in_xla, varying_alike
 
 # `benchmarks/matmul.py` shows what this does; chosen on 2 cores of an AMD EPYC (AVX2).
 TILE_ELEMENTS = 2**20  # decoded at once: 4 MB
 MIN_TILES = 4  # a smaller array is cut too: a single tile would be a dense copy of it
+FLOAT32 = jnp.dtype(jnp.float32)
 
 Axes: TypeAlias = tuple[int, ...]
 Numbers: TypeAlias = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]  # the `dimension_numbers` of `lax.dot_general`
-# What `lax.dot_general` makes of its argument `precision`.
-Precision: TypeAlias = tuple[lax.Precision, lax.Precision] | lax.DotAlgorithm | lax.DotAlgorithmPreset | None
 
 
 class Contraction(NamedTuple):
@@ -65,29 +64,33 @@ class AsDense(NamedTuple):
     def sums(self) -> np.dtype:
         """The dtype in which tiles are added up: half precision would round each time."""
         algorithm = self.precision is not None and type(self.precision) is not tuple
-        return self.dtype if algorithm or self.dtype not in (jnp.bfloat16, jnp.float16) else jnp.dtype(jnp.float32)
+        return self.dtype if algorithm or self.dtype not in (jnp.bfloat16, jnp.float16) else FLOAT32
 
 
 def matmul_in_tiles(
     x: jax.Array,
     q: LeafwiseArray,
     contraction: Contraction,
+    dtype: np.dtype,
     as_dense: AsDense | None = None,
     dense_because: str | None = None,
 ) -> jax.Array:
-    """x times q in float32, or in `as_dense.sums`. A reason in `dense_because` decodes all of `q` at once."""
+    """x times q as `dtype`, summed in float32 or in `as_dense.sums`.
+
+    A reason in `dense_because` decodes all of `q` at once.
+    """
     tiling = None if dense_because else _tiling(q, contraction)
     if tiling is None:
         note_materialized(q, dense_because or "it is too small to be cut into tiles")
-        return _whole(x, q, contraction, as_dense)
-    return _tiled_on_cpu(x, q, contraction, as_dense, tiling)
+        return _whole(x, q, contraction, as_dense).astype(dtype)
+    return _tiled_on_cpu(x, q, contraction, as_dense, tiling).astype(dtype)
 
 
 @matmul_in_xla.register
 def _(q: LeafwiseArray, x: jax.Array, contracted_axis: int, *, in_tiles: bool = True) -> jax.Array:
     free = tuple(range(1, x.ndim - 1))
     contraction = Contraction((x.ndim - 1,), (1 + contracted_axis,), (0,), (0,), free, (2 - contracted_axis,))
-    return matmul_in_tiles(x, q, contraction, dense_because=None if in_tiles else PARTLY_MANUAL)
+    return matmul_in_tiles(x, q, contraction, FLOAT32, dense_because=None if in_tiles else PARTLY_MANUAL)
 
 
 def _tiling(q: LeafwiseArray, contraction: Contraction) -> tuple[int, int] | None:
@@ -108,24 +111,21 @@ def _tile(q: LeafwiseArray, axis: int) -> int:
     return next(even, most)
 
 
-def map_tiles(function: Callable[[LeafwiseArray], jax.Array], q: LeafwiseArray, axis: int, out_axis: int) -> jax.Array:
-    """`function` of each tile of `q` along `axis`, joined along `out_axis`."""
+def map_tiles(
+    function: Callable[[ArrayLike, LeafwiseArray], jax.Array], q: LeafwiseArray, axis: int, out_axis: int
+) -> jax.Array:
+    """`function(start, tile)` of each tile of `q` along `axis`, joined along `out_axis`."""
     tile = _tile(q, axis)
     count, rest = divmod(q.shape[axis], tile)
-    parts = lax.map(function, q.tiles(axis, tile))
-    last = [function(q.sliced(count * tile, rest, axis))] if rest else []
-    return _joined(parts, last, out_axis)
-
-
-def _joined(parts: jax.Array, last: list[jax.Array], axis: int) -> jax.Array:
-    """(count, ...) parts, and a shorter last one if there is a rest, one after the other along `axis`."""
-    parts = jnp.moveaxis(parts, 0, axis)
-    return jnp.concatenate([lax.collapse(parts, axis, axis + 2), *last], axis)
+    parts = lax.map(lambda each: function(*each), (jnp.arange(count) * tile, q.tiles(axis, tile)))
+    joined = lax.collapse(jnp.moveaxis(parts, 0, out_axis), out_axis, out_axis + 2)
+    last = [function(count * tile, q.sliced(count * tile, rest, axis))] if rest else []
+    return jnp.concatenate([joined, *last], out_axis)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _whole(x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense | None) -> jax.Array:
-    return _decode_and_matmul(x, q, contraction, as_dense, x.dtype if x.dtype == q.dtype else jnp.dtype(jnp.float32))
+    return _decode_and_matmul(x, q, contraction, as_dense, x.dtype if x.dtype == q.dtype else FLOAT32)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -150,17 +150,16 @@ def _tiled(
     def part(x: jax.Array, start: ArrayLike, piece: LeafwiseArray) -> jax.Array:
         if axis in x_axes:
             x = lax.dynamic_slice_in_dim(x, start, piece.shape[axis], x_axes[axis])
-        return _decode_and_matmul(x, piece, contraction, as_dense, jnp.dtype(jnp.float32))
+        return _decode_and_matmul(x, piece, contraction, as_dense, FLOAT32)
 
+    if axis not in contraction.q_summed:
+        return map_tiles(functools.partial(part, x), q, axis, contraction.in_result()[axis])
     count, rest = divmod(q.shape[axis], tile)
+    first = jax.eval_shape(part, x, 0, q.sliced(0, tile, axis))
+    zeros, *_ = varying_alike([jnp.zeros(first.shape, first.dtype), x, *jax.tree.leaves(q)])
     tiles = (jnp.arange(count) * tile, q.tiles(axis, tile))
-    last = [part(x, count * tile, q.sliced(count * tile, rest, axis))] if rest else []
-    if axis in contraction.q_summed:
-        first = jax.eval_shape(part, x, 0, q.sliced(0, tile, axis))
-        zeros, *_ = varying_alike([jnp.zeros(first.shape, first.dtype), x, *jax.tree.leaves(q)])
-        total, _ = lax.scan(lambda total, tile: (total + part(x, *tile), None), zeros, tiles)
-        return sum(last, total)
-    return _joined(lax.map(lambda tile: part(x, *tile), tiles), last, contraction.in_result()[axis])
+    total, _ = lax.scan(lambda total, tile: (total + part(x, *tile), None), zeros, tiles)
+    return total + part(x, count * tile, q.sliced(count * tile, rest, axis)) if rest else total
 
 
 def _decode_and_matmul(
@@ -183,7 +182,7 @@ def _decode_and_matmul(
         elif varies <= summed:
             at = dict(zip(contraction.q_summed, contraction.x_summed, strict=True))
             x = x.astype(jnp.float32) * _aligned(scale, at, x.shape)
-            dtype = jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype  # float16 loses digits of a small scale
+            dtype = FLOAT32 if dtype == jnp.float16 else dtype  # float16 loses digits of a small scale
         else:
             values = cast(q.decode(), q.dtype)
     x, values = x.astype(dtype), values.astype(dtype)
