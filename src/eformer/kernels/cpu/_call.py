@@ -91,7 +91,7 @@ def matmul(
     with `round_values`, the values of the matrix to bfloat16, if x is bfloat16.
     """
     width = matrix.cols if contracted_axis == 0 else matrix.rows
-    call = jax.ffi.ffi_call("eformer_matmul", jax.ShapeDtypeStruct((matrix.count, x.shape[1], width), jnp.float32))
+    call = jax.ffi.ffi_call("eformer_matmul", jax.ShapeDtypeStruct((*x.shape[:2], width), jnp.float32))
     rounding = {"round_x": round_x, "round_values": round_values}
     return call(x, *matrix.codes, *matrix.scales, contracted_axis=contracted_axis, **rounding, **_attributes(matrix))
 
