@@ -21,6 +21,7 @@ from eformer.ops.quantization import (
     is_kernel_available,
     nf4_use_kernel,
     quantize,
+    use_kernels,
 )
 from eformer.ops.quantization._matmul import _tiles
 from eformer.ops.quantization.implicit_array_8bit import matmul_bf16_int8_weight_only
@@ -526,7 +527,8 @@ def test_without_the_kernel_the_weight_is_decoded_whole():
     ("core", "kernel"), [pytest.param(True, "eformer_matmul", marks=needs_core), (False, "stablehlo.while")], ids=str
 )
 @pytest.mark.parametrize("form", ["int8", "nf4", "ternary"])
-def test_nf4_use_kernel_changes_programs_that_are_cached(form, core, kernel):
+@pytest.mark.parametrize("switch", [use_kernels, nf4_use_kernel], ids=["use_kernels", "nf4_use_kernel"])
+def test_use_kernels_changes_programs_that_are_cached(switch, form, core, kernel):
     x, q = large(form)
     function = jax.jit(matmul)
 
@@ -535,20 +537,20 @@ def test_nf4_use_kernel_changes_programs_that_are_cached(form, core, kernel):
             return kernel in function.lower(x, q).as_text()
 
     assert has_kernel()
-    with nf4_use_kernel(False):
+    with switch(False):
         assert not has_kernel()
-        with nf4_use_kernel(True):
+        with switch(True):
             assert has_kernel()
     assert has_kernel()
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_nf4_use_kernel_changes_operators_that_ran_before():
+def test_use_kernels_changes_operators_that_ran_before():
     """`x @ q` is compiled and kept; the switch is part of what it is kept under."""
     q = ArrayNF4.quantize(normal((26, 6)), block_size=2, axis=0)
     x = normal((5, 26), seed=1)
     tiled = x @ q
-    with nf4_use_kernel(False):
+    with use_kernels(False):
         whole = x @ q
         assert "scan" not in primitives(matmul, x, q)
     assert "scan" in primitives(matmul, x, q)
@@ -557,9 +559,9 @@ def test_nf4_use_kernel_changes_operators_that_ran_before():
 
 
 @pytest.mark.parametrize("value", [None, 1, "no"])
-def test_nf4_use_kernel_takes_a_bool(value):
+def test_use_kernels_takes_a_bool(value):
     with pytest.raises(TypeError, match=r"takes True or False, got "):
-        nf4_use_kernel(value)
+        use_kernels(value)
 
 
 # --- the documented function ---

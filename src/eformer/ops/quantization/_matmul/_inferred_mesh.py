@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import AxisType, Mesh, Sharding
 
 
 def infer_mesh(devices: Sequence[object], starts: Sequence[np.ndarray]) -> Mesh:
@@ -18,7 +18,8 @@ def infer_mesh(devices: Sequence[object], starts: Sequence[np.ndarray]) -> Mesh:
         return sum(len(axes) for each in starts for axes in mesh_axes(each, sizes))
 
     sizes = max(_orders(_primes(len(devices))), key=explained)
-    return Mesh(np.array(devices, object).reshape(sizes), tuple(f"axis{i}" for i in range(len(sizes))))
+    names, automatic = tuple(f"axis{i}" for i in range(len(sizes))), (AxisType.Auto,) * len(sizes)
+    return Mesh(np.array(devices, object).reshape(sizes), names, automatic)
 
 
 def _primes(n: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -25,29 +24,6 @@ from ._primitive import Static, in_xla, matmul_in_xla, matmul_p, matmul_stacks
 Kernel = Callable[[MatmulOperand, jax.Array, int], jax.Array | None]
 
 
-class Partitioner(enum.Enum):
-    """Who partitions the operation that is being lowered."""
-
-    NOBODY = enum.auto()  # there is one device, or `shard_map` has given each its shard
-    XLA = enum.auto()  # over several devices that are known
-    UNKNOWN = enum.auto()  # XLA, over devices that are not known, or over the axes that a `shard_map` leaves to it
-    READER = enum.auto()  # whoever runs the exported program
-
-
-def partitioner(ctx: mlir.LoweringRuleContext) -> Partitioner:
-    module = ctx.module_context
-    if module.lowering_parameters.for_export:
-        return Partitioner.READER
-    context: Any = module.axis_context  # of one of three classes that JAX does not name publicly
-    manual = getattr(context, "manual_axes", None)
-    if manual is not None:
-        rest = {name for name, size in context.mesh.shape.items() if size > 1} - set(manual)
-        return Partitioner.UNKNOWN if rest else Partitioner.NOBODY
-    if (getattr(context, "num_devices", 1) or 1) == 1:
-        return Partitioner.NOBODY
-    return Partitioner.XLA if _devices(ctx) else Partitioner.UNKNOWN
-
-
 def _devices(ctx: mlir.LoweringRuleContext) -> tuple[object, ...]:
     """As many devices as the program runs on; which ones does not matter to XLA. Empty if they are not known."""
     module = ctx.module_context
@@ -61,11 +37,10 @@ def _devices(ctx: mlir.LoweringRuleContext) -> tuple[object, ...]:
 
 def _device_kind(ctx: mlir.LoweringRuleContext) -> str | None:
     """The `device_kind` of the devices that the program is for; None if it is not known."""
-    module = ctx.module_context
-    mesh = getattr(module.axis_context, "mesh", None)
-    devices = list(getattr(module.axis_context, "device_assignment", None) or ())
-    if isinstance(mesh, jax.sharding.Mesh):
-        devices = list(mesh.devices.flat)
+    module, context = ctx.module_context, ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    devices = getattr(context, "device_assignment", None)
+    devices = list(mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else devices or ())
     if not devices and module.backend is not None:
         devices = module.backend.devices()
     return devices[0].device_kind if devices else None
@@ -131,18 +106,25 @@ def _over_devices(x: jax.Array, *leaves: jax.Array, static: Static, devices: Seq
 
 
 def _lower(alone: Callable[..., jax.Array], ctx: mlir.LoweringRuleContext, *operands: Any, static: Static) -> Any:
-    """Lower the matmul to `alone` where a device works alone, and on the shards of each where XLA partitions it.
+    """Lower the matmul to `alone` on a device that nobody partitions it for, and to shards of it where XLA does.
 
     XLA's own operations stand in where a kernel can't be called: in an exported program, and under `shard_map` over
     some axes of a mesh only.
     """
-    who = partitioner(ctx)
-    function = {Partitioner.NOBODY: alone, Partitioner.UNKNOWN: _for_xla_to_partition}.get(who, in_xla)
-    if who is Partitioner.XLA:
+    module = ctx.module_context
+    context: Any = module.axis_context  # of one of three classes that JAX does not name publicly
+    function, manual = alone, getattr(context, "manual_axes", None)
+    if module.lowering_parameters.for_export:  # whoever runs the program may partition it
+        function = in_xla
+    elif manual is not None:  # `shard_map` has partitioned it, and leaves the other axes to XLA
+        rest = {name for name, size in context.mesh.shape.items() if size > 1} - set(manual)
+        function = _for_xla_to_partition if rest else alone
+    elif (getattr(context, "num_devices", 1) or 1) > 1:
         devices = _devices(ctx)
-        function = functools.partial(_over_devices, devices=devices)
-        context = dataclasses.replace(ctx.module_context.axis_context, device_assignment=devices)
-        ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+        function = functools.partial(_over_devices, devices=devices) if devices else _for_xla_to_partition
+        if devices:
+            context = dataclasses.replace(context, device_assignment=devices)
+            ctx = ctx.replace(module_context=module.replace(axis_context=context))
     with serving(matmul_p, (static.treedef.node_data()[0],), __name__):
         return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, static=static)
 

@@ -22,7 +22,7 @@ from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from ._inferred_mesh import infer_mesh, mesh_axes, shard_starts
 
@@ -103,7 +103,7 @@ def partitioned(
 
         def on_device(mark: jax.Array, *operands: jax.Array) -> jax.Array:
             del mark
-            return on_device_p.bind(*operands, function=compute, mesh=tuple(mesh.shape.items()))
+            return on_device_p.bind(*operands, function=compute, mesh=mesh.abstract_mesh)
 
         shardings = tuple(NamedSharding(mesh, plan.spec(dims)) for dims in all_dims)
         return mesh, on_device, NamedSharding(mesh, out_plan.spec(problem.out)), shardings
@@ -121,22 +121,17 @@ on_device_p = Primitive("on_device")
 
 
 @on_device_p.def_abstract_eval
-def _(x: ShapedArray, *leaves: ShapedArray, function: Callable[..., jax.Array], mesh: Any) -> ShapedArray:
-    with use_abstract_mesh(_automatic(mesh)):
+def _(x: ShapedArray, *leaves: ShapedArray, function: Callable[..., jax.Array], mesh: AbstractMesh) -> ShapedArray:
+    with use_abstract_mesh(mesh):
         out = jax.eval_shape(function, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (x, *leaves)))
     return x.update(shape=out.shape, dtype=out.dtype)
 
 
 def _lower_on_device(
-    ctx: mlir.LoweringRuleContext, *operands: Any, function: Callable[..., jax.Array], mesh: Any
+    ctx: mlir.LoweringRuleContext, *operands: Any, function: Callable[..., jax.Array], mesh: AbstractMesh
 ) -> Any:
-    with use_abstract_mesh(_automatic(mesh)):
+    with use_abstract_mesh(mesh):
         return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
-
-
-def _automatic(mesh: tuple[tuple[str, int], ...]) -> AbstractMesh:
-    names, sizes = zip(*mesh, strict=True)
-    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 mlir.register_lowering(on_device_p, _lower_on_device)
@@ -181,21 +176,18 @@ def _divide(problem: Problem, mesh: Mapping[str, int], x: MeshAxes, codes: MeshA
     result, as a dense weight is that is sharded for its size alone.
     """
 
-    def axis_of(divided_by: MeshAxes, name: str) -> str | None:
-        return next((axis for axis, names in divided_by.items() if name in names), None)
-
-    def chosen(name: str) -> str | None:
-        by_x, by_codes, by_out = (axis_of(each, name) for each in (x, codes, out))
-        if by_x in problem.rows and (by_x == by_out or by_codes is None):
-            return by_x
-        if by_codes is not None:
-            return by_codes
-        return by_x if by_x is not None and by_x != SUMMED else by_out
-
     axes = [axis for axis, _ in problem.sizes]
     found: dict[str, tuple[str, ...]] = dict.fromkeys(axes, ())
     for name in dict.fromkeys(name for each in (codes, x, out) for axis in axes for name in each.get(axis, ())):
-        axis = chosen(name)
+        by_x, by_codes, by_out = (
+            next((axis for axis, names in each.items() if name in names), None) for each in (x, codes, out)
+        )
+        if by_x in problem.rows and (by_x == by_out or by_codes is None):
+            axis = by_x
+        elif by_codes is None:
+            axis = by_out if by_x in (None, SUMMED) else by_x
+        else:
+            axis = by_codes
         if axis is not None:
             found[axis] += (name,)
     return {axis: _fitting(problem, mesh, axis, names) for axis, names in found.items()}

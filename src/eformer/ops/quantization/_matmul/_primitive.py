@@ -72,7 +72,7 @@ def varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def note_partly_manual(q: MatmulOperand) -> None:
-    """Note the dense copy of `q` inside a `shard_map` over some mesh axes only: `Partitioner.UNKNOWN`, when lowered."""
+    """Note the dense copy of `q` that is made inside a `shard_map` over some axes of the mesh only."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and any(size > 1 and name not in mesh.manual_axes for name, size in mesh.shape.items()):
         note_materialized(q, PARTLY_MANUAL)

@@ -52,7 +52,7 @@ def ragged_dot_general(
     summed = (tuple(l_summed), tuple(order.index(axis) for axis in r_summed))
     contraction = contraction_of((summed, ((), (0,))), lhs.ndim, rhs.ndim)
     stack = as_stack(matrices, contraction)
-    if stack is None:  # the codes of a matrix can't be told from those of the next, or blocks run along several axes
+    if stack is None:  # blocks of codes run across matrices, or along several axes
         return NotImplemented
     leaves, treedef = jtu.tree_flatten(with_count(stack[0]))
     free = contraction.x_free

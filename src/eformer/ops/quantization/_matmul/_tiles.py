@@ -83,7 +83,7 @@ def matmul_in_tiles(
     if tiling is None:
         note_materialized(q, dense_because or "it is too small to be cut into tiles")
         return _whole(x, q, contraction, as_dense).astype(dtype)
-    return _tiled_on_cpu(x, q, contraction, as_dense, tiling).astype(dtype)
+    return _tiled(x, q, contraction, as_dense, tiling).astype(dtype)
 
 
 @matmul_in_xla.register
@@ -129,21 +129,12 @@ def _whole(x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: A
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _tiled_on_cpu(
-    x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense | None, tiling: tuple[int, int]
-) -> jax.Array:
-    tiled = functools.partial(_tiled, contraction=contraction, as_dense=as_dense, tiling=tiling)
-    # Compilers of other devices fuse the decoding into the matmul by themselves.
-    return lax.platform_dependent(x, q, cpu=tiled, default=lambda x, q: _whole(x, q, contraction, as_dense))
-
-
 def _tiled(
     x: jax.Array, q: LeafwiseArray, contraction: Contraction, as_dense: AsDense | None, tiling: tuple[int, int]
 ) -> jax.Array:
     axis, tile = tiling
-    x_axes = dict(
-        zip(contraction.q_summed + contraction.q_batch, contraction.x_summed + contraction.x_batch, strict=True)
-    )
+    (x_summed, q_summed), (x_batch, q_batch) = contraction.numbers
+    x_axes = dict(zip(q_summed + q_batch, x_summed + x_batch, strict=True))
 
     # Differentiation decodes again instead of keeping what was decoded.
     @jax.checkpoint
@@ -152,14 +143,18 @@ def _tiled(
             x = lax.dynamic_slice_in_dim(x, start, piece.shape[axis], x_axes[axis])
         return _decode_and_matmul(x, piece, contraction, as_dense, FLOAT32)
 
-    if axis not in contraction.q_summed:
-        return map_tiles(functools.partial(part, x), q, axis, contraction.in_result()[axis])
-    count, rest = divmod(q.shape[axis], tile)
-    first = jax.eval_shape(part, x, 0, q.sliced(0, tile, axis))
-    zeros, *_ = varying_alike([jnp.zeros(first.shape, first.dtype), x, *jax.tree.leaves(q)])
-    tiles = (jnp.arange(count) * tile, q.tiles(axis, tile))
-    total, _ = lax.scan(lambda total, tile: (total + part(x, *tile), None), zeros, tiles)
-    return total + part(x, count * tile, q.sliced(count * tile, rest, axis)) if rest else total
+    def on_cpu(x: jax.Array, q: LeafwiseArray) -> jax.Array:
+        if axis not in contraction.q_summed:
+            return map_tiles(functools.partial(part, x), q, axis, contraction.in_result()[axis])
+        count, rest = divmod(q.shape[axis], tile)
+        first = jax.eval_shape(part, x, 0, q.sliced(0, tile, axis))
+        zeros, *_ = varying_alike([jnp.zeros(first.shape, first.dtype), x, *jax.tree.leaves(q)])
+        tiles = (jnp.arange(count) * tile, q.tiles(axis, tile))
+        total, _ = lax.scan(lambda total, tile: (total + part(x, *tile), None), zeros, tiles)
+        return total + part(x, count * tile, q.sliced(count * tile, rest, axis)) if rest else total
+
+    # Compilers of other devices fuse the decoding into the matmul by themselves.
+    return lax.platform_dependent(x, q, cpu=on_cpu, default=lambda x, q: _whole(x, q, contraction, as_dense))
 
 
 def _decode_and_matmul(
