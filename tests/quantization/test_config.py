@@ -23,7 +23,7 @@ from eformer.ops.quantization import (
     register_format,
     straight_through,
 )
-from eformer.ops.quantization import _base as base
+from eformer.ops.quantization import _registry as registry
 from eformer.ops.quantization._leafwise import LeafwiseArray
 
 from .cases import assert_same_array, assert_same_leaves, normal
@@ -169,7 +169,7 @@ def toy_format():
     """Half precision as a format: one class and one registration."""
 
     class Half(LeafwiseArray):
-        array_fields = ("weight",)
+        code_fields = ("weight",)
         weight: jax.Array
 
         @property
@@ -179,7 +179,7 @@ def toy_format():
         def decode(self):
             return self.weight.astype(jnp.float32)
 
-        def requantized(self, array):
+        def _encoded_again(self, array):
             return make(array)
 
         def _step_bound(self, original):
@@ -195,7 +195,7 @@ def toy_format():
         return Half(array.astype(jnp.bfloat16), dtype=array.dtype)
 
     yield register_format("half", Half, make)
-    del base._formats["half"]
+    del registry._formats["half"]
 
 
 def test_a_new_format_is_one_class_and_one_line(toy_format):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
 
 from eformer.jaximus import register
 
@@ -16,7 +17,7 @@ _TYPED = {"all_gather": "varying", "all_gather_invariant": "invarying"}  # wheth
 
 
 def _gathered(
-    primitive: Any, q: LeafwiseArray, *, all_gather_dimension: int, axis_name: Any, tiled: bool, **params: Any
+    primitive: Primitive, q: LeafwiseArray, *, all_gather_dimension: int, axis_name: Any, tiled: bool, **params: Any
 ) -> Any:
     q, axis, groups = q._single(), all_gather_dimension, params.get("axis_index_groups")
     count = _group_size(axis_name, groups)
@@ -37,7 +38,7 @@ for _name in _TYPED:
 
 @register("all_to_all")
 def all_to_all(
-    primitive: Any, q: LeafwiseArray, *, axis_name: Any, split_axis: int, concat_axis: int, **params: Any
+    primitive: Primitive, q: LeafwiseArray, *, axis_name: Any, split_axis: int, concat_axis: int, **params: Any
 ) -> Any:
     del primitive
     q, groups = q._single(), params.get("axis_index_groups")
@@ -82,4 +83,4 @@ def _is_shared(q: LeafwiseArray, name: str, axis_name: Any) -> bool:
     """
     axes = {*axis_name} if isinstance(axis_name, (tuple, list)) else {axis_name}
     varying = {each: jax.typeof(leaf).mat.varying for each, leaf in q.named_leaves().items()}
-    return axes <= varying[q.array_fields[0]] and not axes & varying[name]
+    return axes <= varying[q.code_fields[0]] and not axes & varying[name]

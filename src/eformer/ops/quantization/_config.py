@@ -10,15 +10,13 @@ import jax
 
 from eformer.jaximus import ste
 
-from ._base import Format, QuantizedArray, find_format
-from ._validation import a_bool, an_even_length, int8_or_none
-from .implicit_array_1bit import Array1B as Array1B
-from .implicit_array_8bit import Array8B as Array8B
-from .implicit_array_nf4 import ArrayNF4 as ArrayNF4
+from ._base import QuantizedArray
+from ._registry import Format, find_format
+from ._validation import a_bool, an_int, int8_or_none
 
 
 class QuantizationType(enum.StrEnum):
-    """The documented formats; formats registered besides are named by a plain string."""
+    """The documented formats; every other registered format is named by a plain string."""
 
     NF4 = "nf4"
     INT8 = "int8"
@@ -26,18 +24,21 @@ class QuantizationType(enum.StrEnum):
     BINARY = "binary"
 
 
-def _checked_type(dtype: QuantizationType | str) -> QuantizationType | str:
-    find_format(dtype)
-    return QuantizationType(dtype) if dtype in set(QuantizationType) else dtype
+def format_name(dtype: str | None, format: str | None, default: str) -> str:
+    """The name of the format that `dtype` or `format`, two names of one argument, asks for."""
+    if dtype is not None and format is not None:
+        raise TypeError(f"`dtype` and `format` mean the same: give one of them, not {dtype!r} and {format!r}")
+    return next((name for name in (dtype, format) if name is not None), default)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class QuantizationConfig:
     """How to quantize; hashable, so it can be a static argument of a jitted function.
 
-    `block_size` is for formats that have blocks. With `simulate`, `quantize` returns a dense array of quantized values,
-    with the gradient of the identity. `use_kernel=False` makes matmuls decode the whole array first.
-    `activation_dtype="int8"` lets them round what the array is multiplied by: see `with_activation_dtype`.
+    `format` is another name of `dtype`. `block_size` is for formats that have blocks, by default the format's own. With
+    `simulate`, `quantize` returns a dense array of quantized values, with the gradient of the identity.
+    `use_kernel=False` makes matmuls decode the whole array first. `activation_dtype="int8"` lets matmuls round the
+    activations: see `with_activation_dtype`. Config fields that a format does not have are ignored.
 
     >>> from eformer.ops.quantization import QuantizationConfig, QuantizationType
     >>> QuantizationConfig(dtype="int8").dtype is QuantizationType.INT8
@@ -50,37 +51,60 @@ class QuantizationConfig:
     use_kernel: bool = True
     activation_dtype: str | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", _checked_type(self.dtype))
-        an_even_length("block_size", self.block_size)
-        for name in ("simulate", "use_kernel"):
-            a_bool(name, getattr(self, name))
-        int8_or_none("activation_dtype", self.activation_dtype)
+    def __init__(
+        self,
+        dtype: QuantizationType | str | None = None,
+        block_size: int | None = None,
+        simulate: bool = False,
+        use_kernel: bool = True,
+        activation_dtype: str | None = None,
+        *,
+        format: str | None = None,
+    ) -> None:
+        form = find_format(format_name(dtype, format, QuantizationType.NF4))
+        name = QuantizationType(form.name) if form.name in set(QuantizationType) else form.name
+        block_size = form.options.get("block_size", type(self).block_size) if block_size is None else block_size
+        check = form.array_type.rules.get("block_size", an_int)
+        if callable(check):
+            check("block_size", block_size)
+        a_bool("simulate", simulate)
+        a_bool("use_kernel", use_kernel)
+        int8_or_none("activation_dtype", activation_dtype)
+        switches = {"simulate": simulate, "use_kernel": use_kernel, "activation_dtype": activation_dtype}
+        vars(self).update(dtype=name, block_size=block_size, **switches)
+
+    @property
+    def format(self) -> str:
+        """`dtype` by another name."""
+        return self.dtype
 
 
 def quantize(
     array: jax.Array,
     config: QuantizationConfig | None = None,
     dtype: QuantizationType | str | None = None,
-    block_size: int = 64,
+    block_size: int | None = None,
     simulate: bool = False,
     *,
+    format: str | None = None,
     activation_dtype: str | None = None,
     **options: Any,
 ) -> Any:
-    """`array` in a quantized format: "nf4" by default, "int8", "ternary", "binary", or one registered.
+    """`array` in the format named `dtype`, or `format`, which means the same; "nf4" by default.
 
-    A `config` is taken instead of the arguments after it. `options` are the format's own, such as `axis` for "nf4" and
-    "int8" or `scale="channel"` for "ternary". With `simulate`, the result is the dense array of the quantized values,
-    with the gradient of the identity (`straight_through`); otherwise an implicit array, without gradient.
+    `formats()` lists the names, and `find_format(name).options` the options a format takes, such as `axis` for "nf4"
+    and "int8" or `scale="channel"` for "ternary". `block_size` is by default the format's own. A `config` is taken
+    instead of the arguments after it. With `simulate`, the result is the dense array of the quantized values, with the
+    gradient of the identity (`straight_through`); otherwise an implicit array, without gradient.
     `activation_dtype="int8"` trades exactness of its matmuls for speed: see `QuantizedArray.with_activation_dtype`.
 
     >>> import jax.numpy as jnp
     >>> from eformer.ops.quantization import quantize
-    >>> quantize(jnp.ones((128, 256)), dtype="nf4")
+    >>> quantize(jnp.ones((128, 256)), format="nf4")
     ArrayNF4(float32[128, 256], 18,432 bytes)
     """
-    config = _config(config, dtype, block_size, simulate, activation_dtype)
+    switches = {"simulate": simulate, "activation_dtype": activation_dtype}
+    config = _checked(config) or QuantizationConfig(dtype, block_size, format=format, **switches)
     if config.simulate:
         return straight_through(array, config, **options)
     return _encode(array, config, options)
@@ -90,37 +114,33 @@ def straight_through(
     array: jax.Array,
     config: QuantizationConfig | None = None,
     dtype: QuantizationType | str | None = None,
-    block_size: int = 64,
+    block_size: int | None = None,
+    *,
+    format: str | None = None,
     **options: Any,
 ) -> jax.Array:
     """`quantize(array, ...).materialize()`, bit for bit, with the gradient of the identity: to train through rounding.
 
     >>> import jax, jax.numpy as jnp
     >>> from eformer.ops.quantization import straight_through
-    >>> jax.grad(lambda w: straight_through(w, dtype="ternary").sum())(jnp.array([0.3, -2.0]))
+    >>> jax.grad(lambda w: straight_through(w, format="ternary").sum())(jnp.array([0.3, -2.0]))
     Array([1., 1.], dtype=float32)
     """
-    config = _config(config, dtype, block_size, simulate=False)
+    config = _checked(config) or QuantizationConfig(dtype, block_size, format=format)
     return ste(lambda x: _encode(x, config, options))(array)
 
 
-def _config(
-    config: Any, dtype: Any, block_size: Any, simulate: Any, activation_dtype: Any = None
-) -> QuantizationConfig:
-    if config is None:
-        dtype = QuantizationType.NF4 if dtype is None else dtype
-        return QuantizationConfig(dtype, block_size, simulate, activation_dtype=activation_dtype)
-    if not isinstance(config, QuantizationConfig):
+def _checked(config: QuantizationConfig | None) -> QuantizationConfig | None:
+    if config is not None and not isinstance(config, QuantizationConfig):
         raise TypeError(
             f"`config` must be a QuantizationConfig, got {type(config).__name__} {config!r}; a name goes to `dtype`"
         )
     return config
 
 
-def _encode(array: Any, config: QuantizationConfig, options: dict[str, Any]) -> QuantizedArray:
+def _encode(array: jax.Array, config: QuantizationConfig, options: dict[str, Any]) -> QuantizedArray:
     form = find_format(config.dtype)
     _check_options(form, options)
-    # What the config says of matters that the format does not have is no concern of it.
     general = {"block_size": config.block_size, "use_kernel": config.use_kernel}
     made = form.encode(array, **{k: v for k, v in general.items() if k in form.options}, **options)
     return made if config.activation_dtype is None else made.with_activation_dtype(config.activation_dtype)

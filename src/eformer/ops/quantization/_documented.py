@@ -1,57 +1,120 @@
-"""The documented handlers of primitives, for all formats that have them, by name.
+"""The documented functions that are no part of a format, put into the documented modules by name.
 
-They are there to be called. What `implicit` dispatches to are the rules; a handler that has one runs it. A format's
-documented module has their names by importing all of these.
+`add_8bit_xy` and the other handlers of primitives are there to be called; `implicit` dispatches to the rules. A handler
+of an operation that has a rule runs that rule.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 from jax import lax
 
-from . import _handlers as handlers
+from eformer.jaximus import implicit, ste
 
-add_1bit_xy, add_8bit_xy, add_nf4_xy = handlers.dense("add_{}_xy", lax.add, "x, y")
-broadcast_in_dim_1bit_operand, broadcast_in_dim_8bit_operand, broadcast_in_dim_nf4_operand = handlers.moved(
-    "broadcast_in_dim_{}_operand", lax.broadcast_in_dim, "operand, *args, **params"
-)
-concatenate_1bit_operands, concatenate_8bit_operands, concatenate_nf4_operands = handlers.dense(
-    "concatenate_{}_operands", lax.concatenate, "operands, *args, **kwargs"
-)
-conv_general_dilated_1bit_lhs_rhs, conv_general_dilated_8bit_lhs_rhs, conv_general_dilated_nf4_lhs_rhs = handlers.dense(
-    "conv_general_dilated_{}_lhs_rhs", lax.conv_general_dilated, "lhs, rhs, *args, **kwargs"
-)
-convert_element_type_1bit_operand_kw, convert_element_type_8bit_operand_kw, convert_element_type_nf4_operand_kw = (
-    handlers.by_rule("convert_element_type_{}_operand_kw", lax.convert_element_type, "operand, **kwargs")
-)
-convert_element_type_1bit_operand_pos, convert_element_type_8bit_operand_pos, convert_element_type_nf4_operand_pos = (
-    handlers.by_rule("convert_element_type_{}_operand_pos", lax.convert_element_type, "operand, new_dtype")
-)
-div_1bit_xy, div_8bit_xy, div_nf4_xy = handlers.dense("div_{}_xy", lax.div, "x, y")
-div_1bit_xy_fallback, _, _ = handlers.dense("div_{}_xy_fallback", lax.div, "x, y")
-dot_general_1bit_lhs_rhs, dot_general_8bit_lhs_rhs, dot_general_nf4_lhs_rhs = handlers.by_rule(
-    "dot_general_{}_lhs_rhs", lax.dot_general, "lhs, rhs, *args, **kwargs"
-)
-exp_1bit_x, exp_8bit_x, exp_nf4_x = handlers.dense("exp_{}_x", lax.exp, "x, *args, **kwargs")
-gather_1bit_operand, gather_8bit_operand, gather_nf4_operand = handlers.by_rule(
-    "gather_{}_operand", lax.gather, "operand, *args, **kwargs"
-)
-integer_pow_1bit_x, integer_pow_8bit_x, integer_pow_nf4_x = handlers.dense(
-    "integer_pow_{}_x", handlers.integer_pow, "x, **kwargs"
-)
-integer_pow_1bit_xy, integer_pow_8bit_xy, integer_pow_nf4_xy = handlers.dense(
-    "integer_pow_{}_xy", handlers.integer_pow, "x, y"
-)
-log_1bit_x, log_8bit_x, log_nf4_x = handlers.dense("log_{}_x", lax.log, "x, *args, **kwargs")
-lt_1bit_xy, lt_8bit_xy, lt_nf4_xy = handlers.dense("lt_{}_xy", lax.lt, "x, y, **kwargs")
-max_1bit_xy, max_8bit_xy, max_nf4_xy = handlers.dense("max_{}_xy", lax.max, "x, y, *args, **kwargs")
-mul_1bit_xy, mul_8bit_xy, mul_nf4_xy = handlers.dense("mul_{}_xy", lax.mul, "x, y")
-reduce_1bit_operand_init_value, reduce_8bit_operand_init_value, reduce_nf4_operand_init_value = handlers.dense(
-    "reduce_{}_operand_init_value", lax.reduce, "operand, init_value, *args, **kwargs"
-)
-reshape_1bit_operand, reshape_8bit_operand, reshape_nf4_operand = handlers.moved(
-    "reshape_{}_operand", lax.reshape, "operand, *args, **params"
-)
-sqrt_1bit_x, sqrt_8bit_x, sqrt_nf4_x = handlers.dense("sqrt_{}_x", lax.sqrt, "x, **kwargs")
-transpose_1bit_operand, transpose_8bit_operand, transpose_nf4_operand = handlers.moved(
-    "transpose_{}_operand", lax.transpose, "operand, *args, **kwargs"
-)
+from . import _handlers as handlers
+from . import implicit_array_1bit, implicit_array_8bit, implicit_array_nf4
+from ._config import format_name
+from .implicit_array_1bit import quantize_binary, quantize_ternary
+from .implicit_array_8bit import Array8B
+from .implicit_array_nf4 import ArrayNF4
+
+MODULES = {"1bit": implicit_array_1bit, "8bit": implicit_array_8bit, "nf4": implicit_array_nf4}
+# By name: the operation, its documented arguments, and how it runs.
+HANDLERS: dict[str, tuple[handlers.Operation, str, handlers.Run]] = {
+    "add_{}_xy": (lax.add, "x, y", handlers.on_dense),
+    "broadcast_in_dim_{}_operand": (lax.broadcast_in_dim, "operand, *args, **params", handlers.moved),
+    "concatenate_{}_operands": (lax.concatenate, "operands, *args, **kwargs", handlers.on_dense),
+    "conv_general_dilated_{}_lhs_rhs": (lax.conv_general_dilated, "lhs, rhs, *args, **kwargs", handlers.on_dense),
+    "convert_element_type_{}_operand_kw": (lax.convert_element_type, "operand, **kwargs", handlers.by_rule),
+    "convert_element_type_{}_operand_pos": (lax.convert_element_type, "operand, new_dtype", handlers.by_rule),
+    "div_{}_xy": (lax.div, "x, y", handlers.on_dense),
+    "div_{}_xy_fallback": (lax.div, "x, y", handlers.on_dense),
+    "dot_general_{}_lhs_rhs": (lax.dot_general, "lhs, rhs, *args, **kwargs", handlers.by_rule),
+    "exp_{}_x": (lax.exp, "x, *args, **kwargs", handlers.on_dense),
+    "gather_{}_operand": (lax.gather, "operand, *args, **kwargs", handlers.by_rule),
+    "integer_pow_{}_x": (handlers.integer_pow, "x, **kwargs", handlers.on_dense),
+    "integer_pow_{}_xy": (handlers.integer_pow, "x, y", handlers.on_dense),
+    "log_{}_x": (lax.log, "x, *args, **kwargs", handlers.on_dense),
+    "lt_{}_xy": (lax.lt, "x, y, **kwargs", handlers.on_dense),
+    "max_{}_xy": (lax.max, "x, y, *args, **kwargs", handlers.on_dense),
+    "mul_{}_xy": (lax.mul, "x, y", handlers.on_dense),
+    "reduce_{}_operand_init_value": (lax.reduce, "operand, init_value, *args, **kwargs", handlers.on_dense),
+    "reshape_{}_operand": (lax.reshape, "operand, *args, **params", handlers.moved),
+    "sqrt_{}_x": (lax.sqrt, "x, **kwargs", handlers.on_dense),
+    "transpose_{}_operand": (lax.transpose, "operand, *args, **kwargs", handlers.moved),
+}
+
+
+@ste
+def straight_through_1bit(
+    array: jax.Array, dtype: str | None = None, scale: str | None = None, *, format: str | None = None
+) -> Any:
+    """`quantize(array, dtype="ternary")`, the default, or `"binary"` made dense, with the gradient of the identity."""
+    name = format_name(dtype, format, "ternary")
+    rules = {"ternary": quantize_ternary, "binary": quantize_binary}
+    if name not in rules:
+        raise ValueError(f"`dtype={name!r}` must be 'ternary' or 'binary'")
+    return rules[name](array, scale)
+
+
+@ste
+def straight_through_8bit(array: jax.Array, axis: int | tuple[int, ...] | None = None) -> Any:
+    """`Array8B.quantize(array, axis=axis)` made dense, with the gradient of the identity."""
+    return Array8B.quantize(array, axis=axis)
+
+
+def matmul_bf16_int8_weight_only(lhs_bf16: jax.Array, rhs_q_int8: jax.Array, rhs_scale: jax.Array) -> jax.Array:
+    """`lhs @ (rhs * scale)` by the kernel of `Array8B`, summed in float32, as bfloat16; no dense copy is made.
+
+    `lhs` is (..., M, K) and `rhs` (K, N); the scale has two axes, each of length 1 or that of `rhs`.
+    """
+    if lhs_bf16.ndim < 1 or rhs_q_int8.ndim != 2 or rhs_scale.ndim != 2:
+        raise ValueError(
+            f"expected lhs (..., M, K), rhs (K, N) and a scale of two axes, got {lhs_bf16.shape}, {rhs_q_int8.shape} "
+            f"and {rhs_scale.shape}"
+        )
+    rows = rhs_q_int8.shape[0]
+    if lhs_bf16.shape[-1] != rows:
+        raise ValueError(f"lhs {lhs_bf16.shape} @ rhs {rhs_q_int8.shape}: {lhs_bf16.shape[-1]} columns, {rows} rows")
+    if any(s not in (1, n) for s, n in zip(rhs_scale.shape, rhs_q_int8.shape, strict=True)):
+        raise ValueError(f"scale {rhs_scale.shape} does not broadcast over rhs {rhs_q_int8.shape}")
+    q = Array8B(rhs_scale.astype(jnp.float32), rhs_q_int8)
+    lhs = lhs_bf16 if lhs_bf16.dtype in (jnp.bfloat16, jnp.float16) else lhs_bf16.astype(jnp.float32)
+    matmul: Any = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
+    return implicit(matmul)(lhs, q, (((lhs.ndim - 1,), (0,)), ((), ())))
+
+
+@ste
+def straight_through_nf4(array: jax.Array, block_size: int = 64, axis: int = -1) -> Any:
+    """`ArrayNF4.quantize(array, block_size, axis=axis)` made dense, with the gradient of the identity."""
+    return ArrayNF4.quantize(array, block_size, axis=axis)
+
+
+def safe_materialize(arr: Any) -> tuple[Any, bool]:
+    """`arr` made dense if it is an `ArrayNF4`, and whether it was."""
+    return (arr.materialize(), True) if isinstance(arr, ArrayNF4) else (arr, False)
+
+
+def safe_delete(arr: Any, materialized: bool) -> None:
+    """Do nothing, as documented: JAX frees an array when the last reference to it goes."""
+    del arr, materialized
+
+
+def _install() -> None:
+    functions = {
+        "1bit": [straight_through_1bit],
+        "8bit": [straight_through_8bit, matmul_bf16_int8_weight_only],
+        "nf4": [straight_through_nf4, safe_materialize, safe_delete],
+    }
+    for tag, module in MODULES.items():
+        for name, described in HANDLERS.items():
+            setattr(module, name.format(tag), handlers.handler(name.format(tag), module.__name__, *described))
+        for function in functions[tag]:
+            setattr(module, function.__name__, function)
+
+
+_install()

@@ -1,7 +1,7 @@
 """Formats whose leaves have the array's own axes: moving the array is moving its leaves, exactly.
 
-Along each axis an entry of a leaf stands for so many elements of the array, its grain: 1, a block of them, or
-all (0, a leaf of length 1 that is broadcast). The rules below hold for every such format.
+Along each axis an entry of a leaf covers a fixed number of elements of the array, its grain: 1, a block, or the whole
+axis (0, a leaf of length 1 that is broadcast). The rules below hold for every such format.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -17,47 +17,55 @@ import jax.numpy as jnp
 from jax import lax
 from jax import tree_util as jtu
 from jax.core import Tracer
+from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.jaximus import Deferred, ImplicitArray, register
 
-from ._base import sharding_of, shards
+from ._input import as_floats
 from ._matmul._operand import Grain, Leaves, MatmulOperand
+from ._sharding import Entry, sharding_of, shards
 
 ALL: Grain = 0
 
 
 class LeafwiseArray(MatmulOperand):
-    """A quantized array each leaf of which has the array's rank."""
+    """A quantized array whose leaves have the array's rank.
 
-    # The leaves that have the array's axes, the codes first; `decode()` is linear in the others.
-    array_fields: ClassVar[tuple[str, ...]]
-    nan_code: ClassVar[int | None] = None  # an entry of the codes that decodes to NaN alone, if there is one
+    `code_fields` and `scale_fields` name them. Codes have entries for every element; scales may have length 1 along an
+    axis, and `decode()` is linear in them. Other leaves, if there are any, are gone after `_single()`.
+    """
+
+    code_fields: ClassVar[tuple[str, ...]]
+    scale_fields: ClassVar[tuple[str, ...]] = ()
+    nan_codes: ClassVar[Mapping[str, int]] = {}  # entries of the code leaves that decode to NaN, if there are any
+    unit_codes: ClassVar[Mapping[str, int]] = {}  # entries of the code leaves that decode to their scale, if any
 
     @abc.abstractmethod
     def _grain(self, name: str, axis: int) -> Grain:
-        """How many elements along the non-negative `axis` an entry of the leaf stands for, were it not broadcast."""
+        """How many elements along the non-negative `axis` an entry of the leaf covers, unless it is broadcast."""
 
     @abc.abstractmethod
     def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
-        """The same format of other leaves: `moved` says where each axis went, `shape` is the new array's."""
+        """This array with other leaves: `moved` says where each axis went, `shape` is the new array's."""
 
     def _check_shapes(self) -> None:
-        """Each leaf has the array's axes, and along each an entry per grain, or but for the codes one for all."""
-        shape, (codes, *_) = self.shape, self.array_fields
+        """Each leaf has the array's axes, and along each an entry per grain; or one for all, if it is a scale."""
+        shape, first = self.shape, self.code_fields[0]
         for name, leaf in self.named_leaves().items():
+            is_code = name in self.code_fields
             if len(leaf.shape) != len(shape):
-                raise ValueError(f"{name} {leaf.shape} must have the {len(shape)} axes of {codes} {shape}")
+                raise ValueError(f"{name} {leaf.shape} must have the {len(shape)} axes of {first} {shape}")
             for axis, (found, size) in enumerate(zip(leaf.shape, shape, strict=True)):
                 entries = -(-size // self._grain(name, axis))
-                if found != entries and (found != 1 or name == codes):
+                if found != entries and (found != 1 or is_code):
                     raise ValueError(
                         f"{name} {leaf.shape} does not broadcast over a {type(self).__name__} of shape {shape}: along "
-                        f"axis {axis} it must have {entries} entries{'' if name == codes else ' or 1'}"
+                        f"axis {axis} it must have {entries} entries{'' if is_code else ' or 1'}"
                     )
 
     def factors(self) -> tuple[jax.Array, jax.Array | None]:
-        """`values` and `scale`, of this array's rank, with `values * scale == decode()`; a None is 1."""
+        """`values` and `scale`, of this array's rank, with `values * scale == decode()`; a scale of None is 1."""
         return self.decode(), None
 
     def deferred(self) -> ImplicitArray | Deferred:
@@ -72,8 +80,13 @@ class LeafwiseArray(MatmulOperand):
         return self.__dict__.get("_moved_from")
 
     @abc.abstractmethod
+    def _encoded_again(self, array: jax.Array) -> LeafwiseArray:
+        """`array`, floating point of any shape, in this format along its default axes."""
+
     def requantized(self, array: jax.Array) -> LeafwiseArray:
-        """`array`, of any shape, in this format with its default axes."""
+        """`array`, of any shape, quantized as this array is."""
+        switches = {"use_kernel": self.use_kernel, "activation_dtype": self.activation_dtype}
+        return self._encoded_again(as_floats(array))._replaced(dtype=self.dtype, **switches)
 
     def _single(self) -> Self:
         """An equal array that has only leaves of the array's rank."""
@@ -91,7 +104,7 @@ class LeafwiseArray(MatmulOperand):
         return {name: tuple((axis, each[name]) for axis, each in enumerate(grains)) for name in self.named_leaves()}
 
     def named_leaves(self) -> Leaves:
-        found = {name: getattr(self, name) for name in self.array_fields}
+        found = {name: getattr(self, name) for name in (*self.code_fields, *self.scale_fields)}
         return {name: leaf for name, leaf in found.items() if leaf is not None}
 
     def grains(self, axis: int) -> dict[str, Grain]:
@@ -105,7 +118,7 @@ class LeafwiseArray(MatmulOperand):
         return {name: grain(name, leaf) for name, leaf in self.named_leaves().items()}
 
     def spread(self, axes: Mapping[str, Iterable[int]]) -> Leaves | None:
-        """The leaves, with entries of their own along the `axes` given for each, where they were broadcast.
+        """The leaves, each repeated along its `axes` where it was broadcast.
 
         None if a leaf would get an entry for each element of the array: it would be as large as the dense array.
         """
@@ -119,16 +132,12 @@ class LeafwiseArray(MatmulOperand):
             leaves[name] = jnp.broadcast_to(leaves[name], lengths) if missing else leaves[name]
         return leaves
 
-    def unit_codes(self) -> Any:
-        """An entry of the codes whose elements all decode to their scale; None where there is none."""
-        return None
-
     def with_scale(self) -> Self:
         """An equal array that has a leaf for its scale."""
         return self
 
     def block(self, axis: int) -> int:
-        """How many elements along `axis` have whole entries in every leaf, were none broadcast; 1 without blocks."""
+        """How many elements along `axis` share whole entries of every leaf, if none is broadcast; 1 without blocks."""
         return math.lcm(*(self._grain(name, axis) for name in self.named_leaves()))
 
     def _is_blocked(self, axis: int) -> bool:
@@ -140,7 +149,7 @@ class LeafwiseArray(MatmulOperand):
 
     def vmap_error(self, leaf: Any, axis: int) -> str | None:
         packed = getattr(self, "axis", None)  # counted from the end
-        codes = getattr(self, self.array_fields[0])
+        codes = getattr(self, self.code_fields[0])
         if not isinstance(packed, int) or axis <= leaf.ndim + packed or leaf.ndim < getattr(codes, "ndim", 0):
             return None  # a leaf of fewer axes has none that is packed
         return (
@@ -161,10 +170,10 @@ class LeafwiseArray(MatmulOperand):
                 return None
         return self._mapped(lambda _, leaf: PartitionSpec(*self._leaf_entries(leaf, entries)))
 
-    def _leaf_entries(self, leaf: Any, entries: Sequence[Any]) -> list[Any]:
+    def _leaf_entries(self, leaf: Any, entries: Sequence[Entry]) -> list[Entry]:
         return [None if leaf.shape[a] == 1 and self.shape[a] != 1 else e for a, e in enumerate(entries)]
 
-    def _mapped(self, function: Any) -> Self:
+    def _mapped(self, function: Callable[[str, Any], Any]) -> Self:
         """This tree with `function(name, leaf)` in place of each leaf."""
         leaves = ((name, getattr(self, name)) for name in self._data_fields)
         results = [function(name, leaf) for name, leaf in leaves if leaf is not None]
@@ -172,7 +181,7 @@ class LeafwiseArray(MatmulOperand):
 
     def _leaf_shardings(self, sharding: NamedSharding) -> Self:
         def place(name: str, leaf: Any) -> NamedSharding:
-            if name not in self.array_fields:
+            if name not in self.code_fields + self.scale_fields:
                 return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
             entries = self._leaf_entries(leaf, [*sharding.spec])
             fits = [e if leaf.shape[a] % shards(sharding.mesh, e) == 0 else None for a, e in enumerate(entries)]
@@ -182,7 +191,7 @@ class LeafwiseArray(MatmulOperand):
 
     @property
     def sharding(self) -> NamedSharding | None:
-        return sharding_of(getattr(self, self.array_fields[0]))  # the codes have an entry for every element
+        return sharding_of(getattr(self, self.code_fields[0]))  # the codes have an entry for every element
 
     def sliced(self, start: int, size: int, axis: int) -> Self:
         """The part of `size` elements from `start` along `axis`, where every leaf can be cut."""
@@ -241,12 +250,12 @@ def replaced(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
 
 
 @register("transpose")
-def transpose(primitive: Any, q: LeafwiseArray, *, permutation: Sequence[int], **params: Any) -> Any:
+def transpose(primitive: Primitive, q: LeafwiseArray, *, permutation: Sequence[int], **params: Any) -> LeafwiseArray:
     origin, q = q, q._single()
     leaves = {n: primitive.bind(leaf, permutation=permutation, **params) for n, leaf in q.named_leaves().items()}
     moved = {old: new for new, old in enumerate(permutation)}
     result = q._rebuilt(leaves, moved, tuple(q.shape[old] for old in permutation))
-    if isinstance(leaves[q.array_fields[0]], Tracer):
+    if isinstance(leaves[q.code_fields[0]], Tracer):
         object.__setattr__(result, "_moved_from", (origin, tuple(permutation)))
     return result
 
@@ -255,19 +264,19 @@ def transpose(primitive: Any, q: LeafwiseArray, *, permutation: Sequence[int], *
 class Transposition:
     permutation: tuple[int, ...]
 
-    def __call__(self, q: Any) -> Any:
+    def __call__(self, q: Any) -> LeafwiseArray:
         return transpose(lax.transpose_p, q, permutation=self.permutation)
 
 
 @register("reshape")
-def reshape(primitive: Any, q: LeafwiseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
+def reshape(primitive: Primitive, q: LeafwiseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
     del primitive
     if any(value is not None for value in params.values()):  # a permutation, or a sharding asked for
         return NotImplemented
     return reshaped(q, new_sizes)
 
 
-def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> Any:
+def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> LeafwiseArray:
     """The array with its leaves reshaped; NotImplemented if that would move elements out of their blocks.
 
     Axes with blocks may be split and merged where blocks stay whole: along the last axis of those that are merged.
@@ -330,92 +339,3 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
             continue
         groups.append((olds, news))
     return groups
-
-
-@register("gather")
-def gather(
-    primitive: Any,
-    q: LeafwiseArray,
-    indices: jax.Array,
-    *,
-    dimension_numbers: lax.GatherDimensionNumbers,
-    slice_sizes: Sequence[int],
-    mode: Any,
-    fill_value: Any,
-    **params: Any,
-) -> Any:
-    """Rows are decoded, those asked for and no others: an embedding lookup. Whole matrices stay quantized: experts."""
-    q = q._single()
-    numbers = dimension_numbers
-    indexed = numbers.start_index_map
-    batched = numbers.operand_batching_dims
-    for axis, size in enumerate(slice_sizes):
-        in_blocks = any(q._grain(name, axis) > 1 for name in q.named_leaves())
-        if in_blocks and (axis in indexed or axis in batched or size != q.shape[axis]):
-            return NotImplemented
-        if in_blocks and axis in numbers.collapsed_slice_dims:
-            return NotImplemented
-        if axis in batched and ALL in q.grains(axis).values():
-            return NotImplemented
-        if axis not in indexed and axis not in batched and size != q.shape[axis]:
-            return NotImplemented
-
-    def beside_indices(values: Sequence[int]) -> jax.Array:
-        return jnp.array(values, indices.dtype).reshape(*[1] * (indices.ndim - 1), len(values))
-
-    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
-    inner_mode = lax.GatherScatterMode.CLIP if fills else mode
-
-    def part(name: str, leaf: jax.Array) -> jax.Array:
-        grains = [q.grains(axis)[name] for axis in range(q.ndim)]
-        sizes = [n if grain == 1 else d for grain, n, d in zip(grains, slice_sizes, leaf.shape, strict=True)]
-        # A leaf that is broadcast along an indexed axis has its only entry at 0.
-        at = indices * beside_indices([grains[axis] != ALL for axis in indexed])
-        return primitive.bind(
-            leaf, at, dimension_numbers=numbers, slice_sizes=tuple(sizes), mode=inner_mode, fill_value=None, **params
-        )
-
-    leaves = {name: part(name, leaf) for name, leaf in q.named_leaves().items()}
-    offset_axes = [a for a in range(q.ndim) if a not in numbers.collapsed_slice_dims and a not in batched]
-    moved = dict(zip(offset_axes, numbers.offset_dims, strict=True))
-    rank = len(numbers.offset_dims) + indices.ndim - 1
-    batch_sizes = iter(indices.shape[:-1])
-    offset_sizes = {new: slice_sizes[old] for old, new in moved.items()}
-    shape = tuple(offset_sizes[a] if a in offset_sizes else next(batch_sizes) for a in range(rank))
-    last = beside_indices([q.shape[a] - slice_sizes[a] for a in indexed])
-    inside = jnp.all((indices >= 0) & (indices <= last), axis=-1) if fills else None
-    batch_axes = [a for a in range(rank) if a not in offset_sizes]
-    whole_axes = [a for a in offset_axes if slice_sizes[a] == q.shape[a] > 1]
-    if len(whole_axes) > 1 and (not fills or fill_value is None or math.isnan(fill_value)):
-        filled = leaves if inside is None else _nan_outside(q, leaves, inside, batch_axes)
-        if filled is not None:
-            return q._rebuilt(filled, moved, shape)
-    dense = q._rebuilt(leaves, moved, shape).decoded()
-    if inside is None:
-        return dense
-    inside = lax.broadcast_in_dim(inside, shape, batch_axes)
-    fill = _fill_value(dense.dtype) if fill_value is None else fill_value
-    return jnp.where(inside, dense, jnp.asarray(fill, dense.dtype))
-
-
-def _nan_outside(q: LeafwiseArray, leaves: Leaves, inside: jax.Array, axes: Sequence[int]) -> Leaves | None:
-    """The leaves of an array that is NaN where `inside`, along `axes`, is false; None if none of them can say it."""
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        return None
-    scales = [name for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    names, fill = (scales, jnp.nan) if scales else (q.array_fields[:1], q.nan_code)
-    if fill is None:
-        return None
-
-    def mask(leaf: jax.Array) -> jax.Array:
-        return jnp.where(lax.broadcast_in_dim(inside, leaf.shape, axes), leaf, jnp.asarray(fill, leaf.dtype))
-
-    return {name: mask(leaf) if name in names else leaf for name, leaf in leaves.items()}
-
-
-def _fill_value(dtype: Any) -> Any:
-    """What JAX fills out-of-bounds elements with."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.nan
-    info = jnp.iinfo(dtype)
-    return info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max

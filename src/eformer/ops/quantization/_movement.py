@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 
 from eformer.jaximus import register
 
@@ -23,7 +24,7 @@ from ._matmul._operand import Leaves
 
 @register("broadcast_in_dim")
 def broadcast_in_dim(
-    primitive: Any, q: LeafwiseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+    primitive: Primitive, q: LeafwiseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
 ) -> Any:
     if not q.ndim or any(value is not None for value in params.values()):  # a scalar; a sharding asked for
         return NotImplemented
@@ -32,14 +33,13 @@ def broadcast_in_dim(
     if any(q.shape[old] != shape[new] and q._is_blocked(old) for old, new in moved.items()):
         return NotImplemented
     came_from = {new: old for old, new in moved.items()}
-    codes = q.array_fields[0]
 
     def target(name: str, leaf: jax.Array) -> tuple[int, ...]:
         def length(new: int) -> int:
             old = came_from.get(new)
             if old is None:  # a new axis: only the codes need be repeated
-                return shape[new] if name == codes else 1
-            return leaf.shape[old] if q.shape[old] == shape[new] or name != codes else shape[new]
+                return shape[new] if name in q.code_fields else 1
+            return leaf.shape[old] if q.shape[old] == shape[new] or name not in q.code_fields else shape[new]
 
         return tuple(map(length, range(len(shape))))
 
@@ -51,7 +51,7 @@ def broadcast_in_dim(
 
 
 @register("squeeze")
-def squeeze(primitive: Any, q: LeafwiseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+def squeeze(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
     q = q._single()
     gone = {axis % q.ndim for axis in dimensions}
     kept = [axis for axis in range(q.ndim) if axis not in gone]
@@ -63,7 +63,7 @@ def squeeze(primitive: Any, q: LeafwiseArray, *, dimensions: Sequence[int], **pa
 
 @register("slice")
 def slice_rule(
-    primitive: Any,
+    primitive: Primitive,
     q: LeafwiseArray,
     *,
     start_indices: Sequence[int],
@@ -92,7 +92,7 @@ def slice_rule(
 
 
 @register("split")
-def split(primitive: Any, q: LeafwiseArray, *, sizes: Sequence[int], axis: int, **params: Any) -> Any:
+def split(primitive: Primitive, q: LeafwiseArray, *, sizes: Sequence[int], axis: int, **params: Any) -> Any:
     del primitive, params
     q = q._single()
     starts = [int(start) for start in itertools.accumulate(sizes, initial=0)]
@@ -102,7 +102,7 @@ def split(primitive: Any, q: LeafwiseArray, *, sizes: Sequence[int], axis: int, 
 
 
 @register("unstack")
-def unstack(primitive: Any, q: LeafwiseArray, *, axis: int, **params: Any) -> Any:
+def unstack(primitive: Primitive, q: LeafwiseArray, *, axis: int, **params: Any) -> Any:
     del primitive, params
     q = q._single()
     if q.block(axis) > 1:
@@ -111,7 +111,7 @@ def unstack(primitive: Any, q: LeafwiseArray, *, axis: int, **params: Any) -> An
 
 
 @register("rev")
-def rev(primitive: Any, q: LeafwiseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+def rev(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
     q = q._single()
     if any(q.block(axis) > 1 for axis in dimensions):
         return NotImplemented
@@ -120,7 +120,7 @@ def rev(primitive: Any, q: LeafwiseArray, *, dimensions: Sequence[int], **params
 
 
 @register("tile")
-def tile(primitive: Any, q: LeafwiseArray, *, reps: Sequence[int], **params: Any) -> Any:
+def tile(primitive: Primitive, q: LeafwiseArray, *, reps: Sequence[int], **params: Any) -> Any:
     q = q._single()
     if any(count != 1 and q.shape[axis] % q.alignment(axis) for axis, count in enumerate(reps)):
         return NotImplemented
@@ -161,7 +161,7 @@ def _unlike(q: LeafwiseArray) -> tuple[Any, ...]:
 
 
 @register("concatenate")
-def concatenate(primitive: Any, *operands: LeafwiseArray, dimension: int, **params: Any) -> Any:
+def concatenate(primitive: Primitive, *operands: LeafwiseArray, dimension: int, **params: Any) -> Any:
     arrays = [q._single() for q in operands]
     leaves = _alike(arrays, (dimension,))
     if leaves is None or any(q.shape[dimension] % q.block(dimension) for q in arrays[:-1]):
@@ -174,7 +174,7 @@ def concatenate(primitive: Any, *operands: LeafwiseArray, dimension: int, **para
 
 
 @register("stack")
-def stack(primitive: Any, *operands: LeafwiseArray, axis: int, **params: Any) -> Any:
+def stack(primitive: Primitive, *operands: LeafwiseArray, axis: int, **params: Any) -> Any:
     arrays = [q._single() for q in operands]
     leaves = _alike(arrays, ())
     if leaves is None:
@@ -192,7 +192,7 @@ def inserted(q: LeafwiseArray, axis: int, size: int) -> tuple[dict[int, int], tu
 
 
 @register("select_n")
-def select_n(primitive: Any, which: jax.Array, *cases: LeafwiseArray, **params: Any) -> Any:
+def select_n(primitive: Primitive, which: jax.Array, *cases: LeafwiseArray, **params: Any) -> Any:
     """By one number for all; where each element chooses for itself, only if every leaf has an entry for each."""
     arrays = [q._single() for q in cases]
     leaves = _alike(arrays, ())
@@ -212,7 +212,9 @@ def _clipped(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) 
 
 
 @register("dynamic_slice")
-def dynamic_slice(primitive: Any, q: LeafwiseArray, *starts: Any, slice_sizes: Sequence[int], **params: Any) -> Any:
+def dynamic_slice(
+    primitive: Primitive, q: LeafwiseArray, *starts: Any, slice_sizes: Sequence[int], **params: Any
+) -> Any:
     """Along blocks, where a start may be inside one, the blocks that hold the slice are decoded and no other."""
     q = q._single()
     clipped = _clipped(starts, q.shape, slice_sizes)
@@ -240,7 +242,9 @@ def dynamic_slice(primitive: Any, q: LeafwiseArray, *starts: Any, slice_sizes: S
 
 
 @register("dynamic_update_slice")
-def dynamic_update_slice(primitive: Any, q: LeafwiseArray, update: LeafwiseArray, *starts: Any, **params: Any) -> Any:
+def dynamic_update_slice(
+    primitive: Primitive, q: LeafwiseArray, update: LeafwiseArray, *starts: Any, **params: Any
+) -> Any:
     q, update = q._single(), update._single()
     partial = [axis for axis in range(q.ndim) if q.shape[axis] != update.shape[axis]]
     leaves = _alike([q, update], partial)
@@ -253,22 +257,20 @@ def dynamic_update_slice(primitive: Any, q: LeafwiseArray, update: LeafwiseArray
 
 
 @register("pad")
-def pad(primitive: Any, q: LeafwiseArray, value: jax.Array, *, padding_config: Any, **params: Any) -> Any:
+def pad(primitive: Primitive, q: LeafwiseArray, value: jax.Array, *, padding_config: Any, **params: Any) -> Any:
     """Padding has the code of 1 and the value as its scale: the value is known only when the program runs."""
     q = q._single().with_scale()
     longer = [axis for axis, amounts in enumerate(padding_config) if max(amounts) > 0]
-    codes, *scales = q.named_leaves()
-    unit = q.unit_codes()
-    if unit is None or any(q.block(axis) > 1 for axis, amounts in enumerate(padding_config) if any(amounts)):
+    if not q.unit_codes or any(q.block(axis) > 1 for axis, amounts in enumerate(padding_config) if any(amounts)):
         return NotImplemented
     leaves = q.spread(dict.fromkeys(q.named_leaves(), longer))
-    if leaves is None or not all(holds(leaves[name].dtype, value.dtype) for name in scales):
+    if leaves is None or not all(holds(leaves[name].dtype, value.dtype) for name in q.scale_fields):
         return NotImplemented
 
     def padded(name: str, leaf: jax.Array) -> jax.Array:
         kept = [leaf.shape[axis] == 1 and q.shape[axis] != 1 for axis in range(q.ndim)]
         amounts = [(0, 0, 0) if k else tuple(amount) for k, amount in zip(kept, padding_config, strict=True)]
-        filling = jnp.asarray(unit if name == codes else value).astype(leaf.dtype)
+        filling = jnp.asarray(q.unit_codes.get(name, value)).astype(leaf.dtype)
         return primitive.bind(leaf, filling, padding_config=tuple(amounts), **params)
 
     pairs = zip(q.shape, padding_config, strict=True)
@@ -278,7 +280,7 @@ def pad(primitive: Any, q: LeafwiseArray, value: jax.Array, *, padding_config: A
 
 @register("convert_element_type")
 def convert_element_type(
-    primitive: Any, q: LeafwiseArray, *, new_dtype: Any, weak_type: bool = False, **params: Any
+    primitive: Primitive, q: LeafwiseArray, *, new_dtype: Any, weak_type: bool = False, **params: Any
 ) -> Any:
     """Only the dtype on record changes: the array is rounded to it when it is decoded."""
     del primitive, params

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 
 from eformer.jaximus import register
 
@@ -26,7 +27,7 @@ from ._movement import broadcast_in_dim, holds
 
 @register("mul")
 @register("div")
-def scale_by(primitive: Any, q: LeafwiseArray, x: jax.Array, **params: Any) -> Any:
+def scale_by(primitive: Primitive, q: LeafwiseArray, x: jax.Array, **params: Any) -> Any:
     """By a number, or by an array that differs along no axis along which the scales have blocks."""
     shape = np.broadcast_shapes(q.shape, x.shape)
     if shape != q.shape and q.ndim == len(shape):
@@ -39,19 +40,19 @@ def scale_by(primitive: Any, q: LeafwiseArray, x: jax.Array, **params: Any) -> A
 
 
 @register("neg")
-def negate(primitive: Any, q: LeafwiseArray, **params: Any) -> Any:
+def negate(primitive: Primitive, q: LeafwiseArray, **params: Any) -> Any:
     return _with_scales(q, [], q.dtype, lambda leaf: primitive.bind(leaf, **params))
 
 
 def _with_scales(q: LeafwiseArray, axes: list[int], dtype: Any, function: Callable[[jax.Array], jax.Array]) -> Any:
     """`function` of the scales, which get entries of their own along `axes`; it computes with numbers of `dtype`."""
     q = q._single().with_scale()
-    codes, *scales = q.named_leaves()
+    scales = q.scale_fields
     blocks = any(q._grain(name, axis) > 1 for name in scales for axis in axes)
     leaves = q.spread(dict.fromkeys(scales, axes))
-    if blocks or leaves is None or not jnp.issubdtype(q.dtype, jnp.floating):
+    if not scales or blocks or leaves is None or not jnp.issubdtype(q.dtype, jnp.floating):
         return NotImplemented
     if not all(holds(leaves[name].dtype, dtype) for name in scales):
         return NotImplemented
     scaled = {name: function(leaves[name]) for name in scales}
-    return q._rebuilt({codes: leaves[codes], **scaled}, unmoved(q.ndim), q.shape)
+    return q._rebuilt({**leaves, **scaled}, unmoved(q.ndim), q.shape)

@@ -14,7 +14,9 @@ import numpy as np
 
 from eformer.jaximus import is_implicit
 
-MAX_LENGTH = 2**31 - 1  # of a block: what 32 bits hold, with room for every sum of lengths in 64
+MAX_LENGTH = 2**31 - 1  # of a block; kernels count in 64 bits, which hold every sum of such lengths
+
+COUNTS = {1: "one", 2: "two", 4: "four", 8: "eight"}  # in words, of codes in a byte
 
 Static = Callable[[str, Any], None]  # raises unless the field of that name may have that value
 
@@ -84,12 +86,19 @@ def ints_or_none(name: str, value: Any) -> None:
             raise TypeError(f"`{name}` must be an int or a tuple of ints, got {value!r}")
 
 
-def an_even_length(name: str, value: Any) -> None:
-    an_int(name, value)
-    if not 2 <= value <= MAX_LENGTH or value % 2:
-        raise ValueError(
-            f"`{name}={value}` must be even and at least 2, and at most {MAX_LENGTH}: two 4-bit codes share a byte"
-        )
+def a_block_size(per_byte: int) -> Static:
+    """The rule of a block size in a format that has up to `per_byte` codes in a byte."""
+    multiple = "even" if per_byte == 2 else f"a multiple of {per_byte}"
+
+    def check(name: str, value: Any) -> None:
+        an_int(name, value)
+        if not per_byte <= value <= MAX_LENGTH or value % per_byte:
+            raise ValueError(
+                f"`{name}={value}` must be {multiple} and at least {per_byte}, and at most {MAX_LENGTH}: "
+                f"{COUNTS[per_byte]} codes share a byte"
+            )
+
+    return check
 
 
 def int8_or_none(name: str, value: Any) -> None:

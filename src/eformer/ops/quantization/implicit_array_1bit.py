@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
-from eformer.jaximus import aux_field, ste
-from eformer.kernels import Matrix, reference
+from eformer.jaximus import aux_field
+from eformer.kernels import reference
 
-from ._base import checked_array, laid_out, normalized_axes, register_format
-from ._documented import *  # noqa: F403  # the documented handlers of primitives
-from ._integers import as_floats, without_loss
-from ._leafwise import LeafwiseArray, Leaves, axis_from_start, unmoved
-from ._validation import FLOATS, Leaf, Rules, an_int, check_fields
+from ._input import as_floats, checked_array, normalized_axes
+from ._matmul._operand import Leaves
+from ._packed import PackedArray
+from ._registry import register_format
+from ._validation import FLOATS, Leaf, Rules
 
 SCALES = ("tensor", "channel", None)
 
 
-class Array1B(LeafwiseArray):
+class Array1B(PackedArray):
     """`decode() == value * scale`, with four values of {-1, 0, 1} a byte along `axis`; without a scale, 1.
 
     The axis is the first of the last two, so the first of a matrix or vector; axes before it stack matrices. Any length
@@ -34,57 +35,33 @@ class Array1B(LeafwiseArray):
     through the ternary rule of `quantize(array, dtype="ternary")`. The documentation's own example does the latter.
     """
 
-    array_fields = ("weight", "scale")
-    nan_code = 0xAA  # in each of the four
-    rules: ClassVar[Rules] = {
-        "weight": Leaf("uint8, four values a byte", (jnp.uint8,)),
-        "scale": Leaf("floating point", FLOATS, optional=True),
-        "axis": an_int,
-        "padding": an_int,
-    }
+    values_per_byte: ClassVar = {"weight": 4}
+    scale_fields = ("scale",)
+    kernel_format = "ternary"
+    nan_codes: ClassVar = {"weight": 0xAA}
+    unit_codes: ClassVar = {"weight": 0xFF}
+    rules: ClassVar[Rules] = {"scale": Leaf("floating point", FLOATS, optional=True)}
+    code_version: ClassVar[int] = 2  # of what the two bits stand for, in checkpoints
 
     weight: jax.Array
     scale: jax.Array | None = dataclasses.field(default=None, kw_only=True)
     axis: int = aux_field(default=-2, kw_only=True)
-    padding: int = aux_field(default=0, kw_only=True)
-    code_version: ClassVar[int] = 2  # of what the two bits stand for, in checkpoints
 
     def __post_init__(self) -> None:
-        weight = self.weight
-        if weight.dtype != jnp.uint8:
-            floating = jnp.issubdtype(weight.dtype, jnp.floating)
-            made = quantize_ternary(weight) if floating else self.quantize(weight)
-            for name in ("weight", "scale", "axis", "padding"):
-                object.__setattr__(self, name, getattr(made, name))
-            if self.dtype is None:
-                object.__setattr__(self, "dtype", made.dtype)
-        check_fields(self, self.rules)
-        if self.weight.ndim:
-            axis = -1 if self.axis == -2 and self.weight.ndim == 1 else self.axis
-            object.__setattr__(self, "axis", normalized_axes(axis, self.weight.ndim)[0])
-        if self.dtype is None:
-            object.__setattr__(self, "dtype", jnp.dtype(jnp.float32))
-
-    def _settle(self, shape: Sequence[int] | None) -> None:
-        # A documented constructor tells how full the last byte is by the shape alone.
-        if shape is not None and len(shape) == self.weight.ndim > 0:
-            object.__setattr__(self, "padding", self.weight.shape[self.axis] * 4 - shape[self.axis])
-        super()._settle(shape)
-
-    def _check_shapes(self) -> None:
-        ndim = self.weight.ndim
-        if not 0 <= self.padding < 4 or (ndim and not (-ndim <= self.axis < 0 <= min(self.shape))):
-            raise ValueError(
-                f"weight {self.weight.shape} packs four values a byte along axis {self.axis}, counted from the end, "
-                f"the last byte without {self.padding} of them: that is no array of shape {self.shape}"
-            )
-        super()._check_shapes()
+        if self.weight.dtype != jnp.uint8:
+            floating = jnp.issubdtype(self.weight.dtype, jnp.floating)
+            made = quantize_ternary(self.weight) if floating else self.quantize(self.weight)
+            dtype = made.dtype if self.dtype is None else self.dtype
+            vars(self).update(weight=made.weight, scale=made.scale, axis=made.axis, padding=made.padding, dtype=dtype)
+        elif self.weight.ndim == 1 and self.axis == -2:
+            vars(self)["axis"] = -1
+        super().__post_init__()
 
     @classmethod
     def quantize(
         cls,
         array: jax.Array,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         axis: int | tuple[int, ...] | None = None,
         *,
         scale: jax.Array | None = None,
@@ -107,79 +84,32 @@ class Array1B(LeafwiseArray):
         _check_values(x)
         if scale is not None and scale.ndim != x.ndim:
             raise ValueError(f"scale {scale.shape} must have the {x.ndim} axes of the array {x.shape}")
-        static = {"axis": _pack_axis(x.ndim), "padding": _padding(x), "use_kernel": use_kernel}
-        dtype = x.dtype if dtype is None else dtype
-        return laid_out(lambda x: cls(_packed(x), scale=scale, dtype=dtype, **static), x)
+        scales = {} if scale is None else {"scale": scale}
+        fields = {"dtype": x.dtype if dtype is None else dtype, "use_kernel": use_kernel}
+        return cls._encoded(x, _pack_axis(x.ndim), lambda x, axis: {"weight": _packed(x, axis), **scales}, **fields)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = self.weight.shape
-        if not shape:
-            return ()
-        axis = axis_from_start(self.axis, len(shape))
-        return (*shape[:axis], shape[axis] * 4 - self.padding, *shape[axis + 1 :])
-
-    def values(self) -> jax.Array:
+    def _values(self, codes: Leaves, axis: int, length: int) -> jax.Array:
         """float32, in {-1, 0, 1}; NaN where there was one."""
-        if not self.weight.ndim:
-            return reference.unpack_ternary(self.weight[None], 0, 1)[0]
-        return reference.unpack_ternary(self.weight, self.axis, self.shape[self.axis])
+        return reference.unpack_ternary(codes["weight"], axis, length)
 
-    def decode(self) -> jax.Array:
-        values = self.values()
-        return values if self.scale is None else values * self.scale
-
-    def factors(self) -> tuple[jax.Array, jax.Array | None]:
-        return self.values(), self.scale
-
-    def fits_kernels(self) -> bool:
-        return self.axis >= -2 and (self.scale is None or self.scale.dtype == jnp.float32)
-
-    def stored_matrix(self) -> Matrix:
-        scales = () if self.scale is None else (self.scale,)
-        return Matrix("ternary", (self.weight,), scales, *self.shape[1:], packed_axis=self.axis + 2)
-
-    def requantized(self, array: jax.Array) -> Array1B:
-        scaled = None if self.scale is None else "tensor"
-        return quantize_ternary(as_floats(array), scale=scaled, use_kernel=self.use_kernel).with_dtype(self.dtype)
+    def _encoded_again(self, array: jax.Array) -> Array1B:
+        return quantize_ternary(array, scale=None if self.scale is None else "tensor")
 
     def recoded(self, version: int) -> Self:
-        """This, of codes of an earlier version: in the first, 0, 1 and 2 were -1, 0 and 1, and 3 was NaN."""
+        """This array, read from codes of version 1, in which 0, 1 and 2 were -1, 0 and 1, and 3 was NaN."""
         if version != 1:
             raise ValueError(f"ternary codes have version 1 or {self.code_version}, not {version}")
-        (weight, *rest), treedef = jax.tree.flatten(self)
-        return jax.tree.unflatten(treedef, [weight ^ np.uint8(0x55), *rest])
+        return self._replaced(weight=self.weight ^ np.uint8(0x55))
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
         # Nothing is known of what made the values but their sign: an element became 0, or the scale with its sign.
         x, scale = jnp.abs(original.astype(jnp.float32)), jnp.float32(1) if self.scale is None else jnp.abs(self.scale)
         return jnp.maximum(x, jnp.abs(x - scale))
 
-    def unit_codes(self) -> jax.Array:
-        return reference.pack_ternary(jnp.ones(4), 0)[0]
-
     def with_scale(self) -> Self:
         if self.scale is not None:
             return self
-        ones = jnp.ones((1,) * self.ndim, jnp.float32)
-        return self._rebuilt({**self.named_leaves(), "scale": ones}, unmoved(self.ndim), self.shape)
-
-    def _grain(self, name: str, axis: int) -> int:
-        packed = name == "weight" and self.weight.ndim and axis == self.axis % self.weight.ndim
-        return 4 if packed else 1
-
-    def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
-        axis = moved[self.axis % self.ndim] - len(shape) if self.ndim else -1
-        weight = leaves["weight"]
-        return type(self)(
-            weight,
-            scale=leaves.get("scale"),
-            axis=axis,
-            padding=weight.shape[axis] * 4 - shape[axis] if shape else 0,
-            dtype=self.dtype,
-            use_kernel=self.use_kernel,
-            activation_dtype=self.activation_dtype,
-        )
+        return self._replaced(scale=jnp.ones((1,) * self.ndim, jnp.float32))
 
 
 def _pack_axis(ndim: int) -> int:
@@ -198,22 +128,18 @@ def _check_values(x: jax.Array) -> None:
         )
 
 
-@jax.jit
-def _packed(x: jax.Array) -> jax.Array:
-    if not x.ndim:
-        return reference.pack_ternary(x[None], 0)[0]
-    return reference.pack_ternary(x, _pack_axis(x.ndim))
+_packed = jax.jit(reference.pack_ternary, static_argnums=1)
 
 
-def _padding(x: jax.Array) -> int:
-    return -x.shape[_pack_axis(x.ndim)] % 4 if x.ndim else 0
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _rounded(rule: Callable[[jax.Array], jax.Array], x: jax.Array, scale: str | None) -> tuple[Any, Any]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+def _rounded(rule: Callable[[jax.Array], jax.Array], scale: str | None, x: jax.Array, axis: int) -> Leaves:
+    x = as_floats(x)
     values = rule(x)
-    axes = {"tensor": range(x.ndim), "channel": range(x.ndim)[-2:-1], None: ()}[scale]
-    return _packed(values), None if scale is None else reference.mean_magnitude(x, values, axes)
+    packed = {"weight": reference.pack_ternary(values, axis)}
+    if scale is None:
+        return packed
+    axes = range(x.ndim) if scale == "tensor" else range(x.ndim)[-2:-1]
+    return {**packed, "scale": reference.mean_magnitude(x, values, axes)}
 
 
 def _quantize(
@@ -221,14 +147,8 @@ def _quantize(
 ) -> Array1B:
     if scale not in SCALES:
         raise ValueError(f"`scale={scale!r}` must be one of {', '.join(map(repr, SCALES))}")
-    x = checked_array(array)
-
-    def make(x: jax.Array) -> Array1B:
-        packed, scales = _rounded(rule, as_floats(x), scale)
-        static = {"axis": _pack_axis(x.ndim), "padding": _padding(x), "use_kernel": use_kernel}
-        return Array1B(packed, scale=scales, dtype=x.dtype, **static)
-
-    return without_loss(lambda x: laid_out(make, x), x, name)
+    encode = functools.partial(_rounded, rule, scale)
+    return Array1B._quantized(name, array, _pack_axis(getattr(array, "ndim", 0)), encode, use_kernel=use_kernel)
 
 
 def quantize_binary(array: jax.Array, scale: str | None = None, *, use_kernel: bool = True) -> Array1B:
@@ -247,15 +167,6 @@ def quantize_ternary(array: jax.Array, scale: str | None = None, *, use_kernel: 
     summed in another order: an element that lies on the threshold to the last bit can fall on its other side.
     """
     return _quantize("ternary", reference.ternary, array, scale, use_kernel)
-
-
-@ste
-def straight_through_1bit(array: jax.Array, dtype: str = "ternary", scale: str | None = None) -> Any:
-    """`quantize(array, dtype="ternary")` or `"binary"` made dense, with the gradient of the identity."""
-    rules = {"ternary": quantize_ternary, "binary": quantize_binary}
-    if dtype not in rules:
-        raise ValueError(f"`dtype={dtype!r}` must be 'ternary' or 'binary'")
-    return rules[dtype](array, scale)
 
 
 register_format("ternary", Array1B, quantize_ternary)

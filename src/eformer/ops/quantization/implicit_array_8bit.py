@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import InitVar
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.typing import DTypeLike
 
-from eformer.jaximus import aux_field, implicit, ste
+from eformer.jaximus import aux_field
 from eformer.kernels import Matrix, reference
 
-from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
-from ._documented import *  # noqa: F403  # the documented handlers of primitives
-from ._integers import as_floats, without_loss
-from ._leafwise import LeafwiseArray, Leaves
+from ._input import checked_array, normalized_axes, without_loss
+from ._leafwise import LeafwiseArray
+from ._matmul._operand import Leaves
+from ._registry import register_format
+from ._sharding import ShardingType, laid_out
 from ._validation import FLOATS, Leaf, Rules, check_fields, ints_or_none
 
 
@@ -35,7 +35,9 @@ class Array8B(LeafwiseArray):
     ((32, 256), 33280)
     """
 
-    array_fields = ("weight", "scale")
+    code_fields = ("weight",)
+    scale_fields = ("scale",)
+    unit_codes: ClassVar = {"weight": 1}
     rules: ClassVar[Rules] = {
         "weight": Leaf("int8", (jnp.int8,)),
         "scale": Leaf("floating point, a scale per slice", FLOATS),
@@ -45,20 +47,30 @@ class Array8B(LeafwiseArray):
     scale: jax.Array
     weight: jax.Array
     axis: tuple[int, ...] | None = aux_field(default=None)
-    sharding: InitVar[ShardingType] = None  # pyright: ignore[reportIncompatibleMethodOverride]  # see QuantizedArray
 
-    def __post_init__(self, sharding: ShardingType) -> None:
+    def __init__(
+        self,
+        scale: jax.Array,
+        weight: jax.Array,
+        axis: int | tuple[int, ...] | None = None,
+        sharding: ShardingType = None,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: DTypeLike | None = None,
+        use_kernel: bool = True,
+        activation_dtype: str | None = None,
+    ) -> None:
+        switches = {"dtype": dtype, "use_kernel": use_kernel, "activation_dtype": activation_dtype}
+        self._construct(shape, sharding, scale=scale, weight=weight, axis=axis, **switches)
+
+    def __post_init__(self) -> None:
         check_fields(self, self.rules)
         super()._check_shapes()
         ndim, axis = self.weight.ndim, self.axis
         if axis is None:
             axis = tuple(i - ndim for i in range(ndim) if self.scale.shape[i] == 1)
-        object.__setattr__(self, "axis", normalized_axes(axis, ndim))
-        if self.dtype is None:
-            object.__setattr__(self, "dtype", self.scale.dtype)
-        placed = self.with_sharding(sharding)
-        object.__setattr__(self, "scale", placed.scale)
-        object.__setattr__(self, "weight", placed.weight)
+        dtype = self.scale.dtype if self.dtype is None else self.dtype
+        vars(self).update(axis=normalized_axes(axis, ndim), dtype=dtype)
 
     def _check_shapes(self) -> None:
         super()._check_shapes()
@@ -69,7 +81,12 @@ class Array8B(LeafwiseArray):
 
     @classmethod
     def quantize(
-        cls, array: jax.Array, dtype: Any = None, axis: int | tuple[int, ...] | None = None, *, use_kernel: bool = True
+        cls,
+        array: jax.Array,
+        dtype: DTypeLike | None = None,
+        axis: int | tuple[int, ...] | None = None,
+        *,
+        use_kernel: bool = True,
     ) -> Self:
         """`array` in INT8, with a scale per slice along `axis`, the last by default; any axes, in any number.
 
@@ -83,7 +100,7 @@ class Array8B(LeafwiseArray):
             weight, scale = _encode(x, axes)
             return cls(scale, weight, axes, dtype=x.dtype if dtype is None else dtype, use_kernel=use_kernel)
 
-        return without_loss(lambda x: laid_out(make, x), x, "int8", all_up_to=127)
+        return without_loss(lambda x: laid_out(make, x), x, "int8", 127)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,14 +118,11 @@ class Array8B(LeafwiseArray):
     def stored_matrix(self) -> Matrix:
         return Matrix("int8", (self.weight,), (self.scale,), *self.shape[1:])
 
-    def requantized(self, array: jax.Array) -> Array8B:
-        return self.quantize(as_floats(array), dtype=self.dtype, use_kernel=self.use_kernel)
+    def _encoded_again(self, array: jax.Array) -> Array8B:
+        return self.quantize(array)
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
         return jnp.broadcast_to(jnp.abs(self.scale) / 2, original.shape)
-
-    def unit_codes(self) -> int:
-        return 1
 
     def _grain(self, name: str, axis: int) -> int:
         del name, axis
@@ -117,47 +131,13 @@ class Array8B(LeafwiseArray):
     def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
         ndim = len(shape)
         axes = {moved[a % self.ndim] for a in self.axis or () if a % self.ndim in moved}
-        axis = tuple(a - ndim for a in axes if leaves["scale"].shape[a] == 1)  # the others have scales of their own now
-        return type(self)(
-            leaves["scale"],
-            leaves["weight"],
-            tuple(sorted(axis)),
-            dtype=self.dtype,
-            use_kernel=self.use_kernel,
-            activation_dtype=self.activation_dtype,
-        )
+        axis = tuple(a - ndim for a in axes if leaves["scale"].shape[a] == 1)  # the others now have scales of their own
+        return self._replaced(**leaves, axis=tuple(sorted(axis)))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encode(x: jax.Array, axis: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     return reference.encode_int8(x, axis)
-
-
-@ste
-def straight_through_8bit(array: jax.Array, axis: int | tuple[int, ...] | None = None) -> Any:
-    """`Array8B.quantize(array, axis=axis)` made dense, with the gradient of the identity."""
-    return Array8B.quantize(array, axis=axis)
-
-
-def matmul_bf16_int8_weight_only(lhs_bf16: jax.Array, rhs_q_int8: jax.Array, rhs_scale: jax.Array) -> jax.Array:
-    """`lhs @ (rhs * scale)` by the kernel of `Array8B`, summed in float32, as bfloat16; no dense copy is made.
-
-    The scale has two axes, each of length 1 or as long as that of `rhs`: per column, per row, for all or for each.
-    """
-    if lhs_bf16.ndim < 1 or rhs_q_int8.ndim != 2 or rhs_scale.ndim != 2:
-        raise ValueError(
-            f"expected lhs (..., M, K), rhs (K, N) and a scale of two axes, got {lhs_bf16.shape}, {rhs_q_int8.shape} "
-            f"and {rhs_scale.shape}"
-        )
-    rows = rhs_q_int8.shape[0]
-    if lhs_bf16.shape[-1] != rows:
-        raise ValueError(f"lhs {lhs_bf16.shape} @ rhs {rhs_q_int8.shape}: {lhs_bf16.shape[-1]} columns, {rows} rows")
-    if any(s not in (1, n) for s, n in zip(rhs_scale.shape, rhs_q_int8.shape, strict=True)):
-        raise ValueError(f"scale {rhs_scale.shape} does not broadcast over rhs {rhs_q_int8.shape}")
-    q = Array8B(rhs_scale.astype(jnp.float32), rhs_q_int8)
-    lhs = lhs_bf16 if lhs_bf16.dtype in (jnp.bfloat16, jnp.float16) else lhs_bf16.astype(jnp.float32)
-    multiply: Any = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
-    return implicit(multiply)(lhs, q, (((lhs.ndim - 1,), (0,)), ((), ())))
 
 
 register_format("int8", Array8B, Array8B.quantize)

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import InitVar
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.typing import DTypeLike
 
-from eformer.jaximus import aux_field, ste
-from eformer.kernels import Matrix, reference
+from eformer.jaximus import aux_field
+from eformer.kernels import reference
 
-from ._base import ShardingType, checked_array, laid_out, normalized_axes, register_format
-from ._documented import *  # noqa: F403  # the documented handlers of primitives
-from ._integers import as_floats, without_loss
-from ._leafwise import LeafwiseArray, Leaves, axis_from_start
-from ._validation import FLOATS, Leaf, Rules, an_even_length, an_int, check_fields
+from ._matmul._operand import Leaves
+from ._packed import PackedArray
+from ._registry import register_format
+from ._sharding import ShardingType
+from ._validation import FLOATS, Leaf, Rules
 
 NESTED_BLOCK = 256  # scales that share a scale
 # Half the distance between neighbouring codes, at most: between -1 and the next.
 _HALF_GAP = float(np.max(np.diff(reference.NF4_CODES))) / 2
 
 
-class ArrayNF4(LeafwiseArray):
+class ArrayNF4(PackedArray):
     """`decode() == code * absmax of its block`, with two codes a byte and blocks of `block_size` along `axis`.
 
     `packed` and `absmax` have the array's axes; along `axis`, `packed` is half as long, and `absmax` has one entry per
@@ -48,64 +47,49 @@ class ArrayNF4(LeafwiseArray):
     ((32, 256), 4.5)
     """
 
-    array_fields = ("packed", "absmax")
+    values_per_byte: ClassVar = {"packed": 2}
+    scale_fields = ("absmax",)
+    kernel_format = "nf4"
+    unit_codes: ClassVar = {"packed": 0xFF}  # the last code is 1, in both halves of a byte
     rules: ClassVar[Rules] = {
-        "packed": Leaf("uint8, two codes a byte", (jnp.uint8,)),
         "absmax": Leaf("floating point, or with `nested` uint8", (*FLOATS, jnp.uint8)),
         "nested": Leaf("float32 or float64", (jnp.float32, jnp.float64), optional=True),
         "offset": Leaf("float32 or float64", (jnp.float32, jnp.float64), optional=True),
-        "block_size": an_even_length,
-        "axis": an_int,
-        "padding": an_int,
     }
 
     packed: jax.Array
-    absmax: jax.Array = None  # pyright: ignore[reportAssignmentType]  # never None once constructed
+    absmax: jax.Array
     block_size: int = aux_field(default=64)
-    sharding: InitVar[ShardingType] = None  # pyright: ignore[reportIncompatibleMethodOverride]  # see QuantizedArray
     nested: jax.Array | None = None
     offset: jax.Array | None = None
-    axis: int = aux_field(default=-1, kw_only=True)
-    padding: int = aux_field(default=0, kw_only=True)
 
-    def __post_init__(self, sharding: ShardingType) -> None:
-        an_even_length("block_size", self.block_size)
-        if self.absmax is None:
-            made = self.quantize(self.packed, self.block_size, axis=self.axis)
-            for name in ("packed", "absmax", "axis", "padding"):
-                object.__setattr__(self, name, getattr(made, name))
-            if self.dtype is None:
-                object.__setattr__(self, "dtype", made.dtype)
-        check_fields(self, self.rules)
-        if self.packed.ndim:
-            object.__setattr__(self, "axis", normalized_axes(self.axis, self.packed.ndim)[0])
-        if self.dtype is None:
-            object.__setattr__(self, "dtype", jnp.dtype(jnp.float32))
-        placed = self.with_sharding(sharding)
-        for name in self._data_fields:
-            object.__setattr__(self, name, getattr(placed, name))
-
-    def _settle(self, shape: Sequence[int] | None) -> None:
-        # A documented constructor tells how long the last, short block is by the shape alone.
-        if shape is not None and len(shape) == self.packed.ndim > 0:
-            object.__setattr__(self, "padding", self.packed.shape[self.axis] * 2 - shape[self.axis])
-        super()._settle(shape)
+    def __init__(
+        self,
+        packed: jax.Array,
+        absmax: jax.Array | None = None,
+        block_size: int = 64,
+        sharding: ShardingType = None,
+        nested: jax.Array | None = None,
+        offset: jax.Array | None = None,
+        *,
+        axis: int = -1,
+        padding: int = 0,
+        shape: Sequence[int] | None = None,
+        dtype: DTypeLike | None = None,
+        use_kernel: bool = True,
+        activation_dtype: str | None = None,
+    ) -> None:
+        if absmax is None:
+            made = self.quantize(packed, block_size, axis=axis)
+            packed, absmax, axis, padding = made.packed, made.absmax, made.axis, made.padding
+            dtype = made.dtype if dtype is None else dtype
+        leaves = {"packed": packed, "absmax": absmax, "nested": nested, "offset": offset}
+        layout = {"block_size": block_size, "axis": axis, "padding": padding}
+        switches = {"dtype": dtype, "use_kernel": use_kernel, "activation_dtype": activation_dtype}
+        self._construct(shape, sharding, **leaves, **layout, **switches)
 
     def _check_shapes(self) -> None:
-        ndim, absmax = self.packed.ndim, self.absmax
-        if self.padding not in (0, 1) or (ndim and not (-ndim <= self.axis < 0 <= min(self.shape))):
-            raise ValueError(
-                f"packed {self.packed.shape} of two codes a byte, `axis={self.axis}` and `padding={self.padding}`: "
-                f"that is no array. `axis` is counted from the end, and `padding` is 1 for an odd length, else 0"
-            )
-        try:
-            super()._check_shapes()
-        except ValueError as error:
-            raise ValueError(
-                f"packed {self.packed.shape} of two codes a byte and absmax {absmax.shape} of blocks of "
-                f"{self.block_size} along axis {self.axis}: that is no array of shape {self.shape}. {error}. Axes that "
-                f"`vmap` or `scan` takes off the leaves must be in front of that axis"
-            ) from None
+        super()._check_shapes()
         self._check_nested()
 
     def _check_nested(self) -> None:
@@ -147,185 +131,74 @@ class ArrayNF4(LeafwiseArray):
         `double_quantization` takes 4.127 bits a weight instead of 4.5. `verbose` prints what was made. Integers raise a
         ValueError unless they are held exactly, as those up to 4 always are.
         """
-        an_even_length("block_size", block_size)
-        x = checked_array(array)
-        axes = normalized_axes(axis, x.ndim) if x.ndim else (-1,)
-        if len(axes) != 1:
-            raise ValueError(f"blocks of NF4 run along one axis, got `axis={axis}`")
-        axis = axes[0]
-
-        def make(x: jax.Array) -> Self:
-            packed, absmax = _encode(x, block_size, axis)
-            nested = offset = None
-            if double_quantization:
-                absmax, nested, offset = _encode_absmax(absmax)
-            return cls(
-                packed,
-                absmax,
-                block_size,
-                nested=nested,
-                offset=offset,
-                axis=axis,
-                padding=x.shape[axis] % 2 if x.ndim else 0,
-                dtype=x.dtype,
-                use_kernel=use_kernel,
-            )
-
-        # A quantized absmax is not exact itself.
-        made = without_loss(lambda x: laid_out(make, x), x, "nf4", all_up_to=0 if double_quantization else 4)
+        encode = functools.partial(_encode, block_size=block_size, nested=double_quantization)
+        exact = 0 if double_quantization else 4  # a quantized absmax is not exact itself
+        made = cls._quantized("nf4", array, axis, encode, exact, block_size=block_size, use_kernel=use_kernel)
         if verbose:
             print(made)
         return made
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = self.packed.shape
-        if not shape:
-            return ()
-        axis = axis_from_start(self.axis, len(shape))
-        return (*shape[:axis], shape[axis] * 2 - self.padding, *shape[axis + 1 :])
+    def _values(self, codes: Leaves, axis: int, length: int) -> jax.Array:
+        return reference.unpack_nf4(codes["packed"], axis, length)
 
-    def decode(self) -> jax.Array:
-        self._check_shapes()  # a tree may have been restructured since it was constructed
-        absmax = self._plain_absmax()
-        if not self.packed.ndim:
-            return reference.decode_nf4(self.packed[None], absmax[None], self.block_size, 0, 1)[0]
-        length = self.shape[self.axis]
-        block_size = min(self.block_size, max(length, 2))  # decoding fills blocks up, and a file chooses their length
-        return reference.decode_nf4(self.packed, absmax, block_size, self.axis, length)
-
-    def fits_kernels(self) -> bool:
-        scales = [leaf for leaf in (self.absmax, self.nested, self.offset) if leaf is not None]
-        if self.axis < -2 or any(leaf.dtype not in (jnp.float32, jnp.uint8) for leaf in scales):
-            return False
-        return self.offset is None or self.offset.ndim == self.packed.ndim - 2  # else a stack of vectors
-
-    def stored_matrix(self) -> Matrix:
-        if self.nested is None or self.offset is None:
-            blocks = tuple(
-                -(-n // self.block_size) if axis - 3 == self.axis else n for axis, n in enumerate(self.shape)
-            )
-            scales = (jnp.broadcast_to(self.absmax, blocks),)
-        else:
-            scales = (self.absmax, self.nested, self.offset, jnp.asarray(reference.dynamic_map()))
-        packed_axis = self.axis + 2
-        return Matrix(
-            "nf4", (self.packed,), scales, *self.shape[1:], packed_axis=packed_axis, block_size=self.block_size
-        )
-
-    def _plain_absmax(self) -> jax.Array:
+    def _scale(self) -> jax.Array:
         if self.nested is None or self.offset is None:
             return self.absmax
         return _decode_absmax(self.absmax, self.nested, self.offset)
+
+    def _stored_scales(self) -> tuple[jax.Array, ...] | None:
+        if self.nested is None or self.offset is None:
+            return super()._stored_scales()
+        if self.offset.ndim != self.ndim - 2 or {self.nested.dtype, self.offset.dtype} != {jnp.dtype(jnp.float32)}:
+            return None  # a stack of vectors, or float64
+        return self.absmax, self.nested, self.offset, jnp.asarray(reference.dynamic_map())
 
     def divisible(self) -> Self:
         if self.nested is None or self.offset is None:
             return self
         return self._with_absmax(reference.decode_dynamic_matrix(self.absmax, self.nested, self.offset))
 
-    def of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[int, ...]]) -> Self:
-        part = super().of_parts(leaves, grains)
-        block_size = grains["absmax"][self.axis]
-        if block_size:  # less than it was where a part cuts a block
-            object.__setattr__(part, "block_size", block_size)
-        return part
-
     def _single(self) -> Self:
-        return self if self.nested is None else self._with_absmax(self._plain_absmax())
+        return self if self.nested is None else self._with_absmax(self._scale())
 
     def _with_absmax(self, absmax: jax.Array) -> Self:
-        return type(self)(
-            self.packed,
-            absmax,
-            self.block_size,
-            axis=self.axis,
-            padding=self.padding,
-            dtype=self.dtype,
-            use_kernel=self.use_kernel,
-            activation_dtype=self.activation_dtype,
-        )
+        return self._replaced(absmax=absmax, nested=None, offset=None)
 
     def is_stacked(self) -> bool:
         # The last two axes are one matrix to `nested`; those before are its own.
         return super().is_stacked() and (self.nested is None or self.ndim > 2)
 
-    def requantized(self, array: jax.Array) -> ArrayNF4:
-        nested = self.nested is not None
-        made = self.quantize(as_floats(array), self.block_size, double_quantization=nested, use_kernel=self.use_kernel)
-        return made.with_dtype(self.dtype)
+    def _encoded_again(self, array: jax.Array) -> ArrayNF4:
+        return self.quantize(array, self.block_size, double_quantization=self.nested is not None)
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
-        del original
-        absmax = jnp.abs(self._plain_absmax())
-        if not self.ndim:
-            return absmax * _HALF_GAP
-        bound = jnp.repeat(absmax, self.block_size, self.axis)
-        bound = lax.slice_in_dim(bound, 0, self.shape[self.axis], axis=self.axis % self.ndim)
-        if self.nested is None or self.offset is None:
-            return bound * _HALF_GAP
-        # The nested absmax is off by half the widest step of the dynamic map, and what it multiplies is 1 at most.
+        bound = self._scaled(jnp.full(original.shape, _HALF_GAP), jnp.abs(self._scale()))
+        if self.nested is None:
+            return bound
+        # The nested absmax is off by half the widest step of the dynamic map, and multiplies at most 1.
         width = float(np.max(np.diff(reference.dynamic_map()))) / 2
-        return bound * _HALF_GAP + 2 * width * jnp.max(self.nested, initial=0)
-
-    def unit_codes(self) -> int:
-        return 17 * int(np.argmax(reference.NF4_CODES))  # in both halves of a byte
-
-    def _grain(self, name: str, axis: int) -> int:
-        if not self.packed.ndim or axis != self.axis % self.packed.ndim:
-            return 1
-        return 2 if name == "packed" else self.block_size
-
-    def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
-        axis = moved[self.axis % self.ndim] - len(shape) if self.ndim else -1
-        packed = leaves["packed"]
-        return type(self)(
-            packed,
-            leaves["absmax"],
-            self.block_size,
-            axis=axis,
-            padding=packed.shape[axis] * 2 - shape[axis] if shape else 0,
-            dtype=self.dtype,
-            use_kernel=self.use_kernel,
-            activation_dtype=self.activation_dtype,
-        )
+        return bound + 2 * width * jnp.max(self.nested, initial=0)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _encode(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax.Array]:
-    if x.ndim:
-        return reference.encode_nf4(x, block_size, axis)
-    packed, absmax = reference.encode_nf4(x[None], block_size, 0)
-    return packed[0], absmax[0]
+@functools.partial(jax.jit, static_argnames=("axis", "block_size", "nested"))
+def _encode(x: jax.Array, axis: int, block_size: int, nested: bool) -> Leaves:
+    packed, absmax = reference.encode_nf4(x, block_size, axis)
+    if not nested:
+        return {"packed": packed, "absmax": absmax}
+    return {"packed": packed, **_encode_absmax(absmax)}
 
 
-@jax.jit
-def _encode_absmax(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _encode_absmax(absmax: jax.Array) -> Leaves:
     """Codes of the absmax's shape; scales and mean per matrix of its last two axes."""
     matrix = absmax.reshape(*absmax.shape[:-2], math.prod(absmax.shape[-2:]))
     codes, nested, offset = reference.encode_dynamic(matrix)
-    return codes.reshape(absmax.shape), nested, offset
+    return {"absmax": codes.reshape(absmax.shape), "nested": nested, "offset": offset}
 
 
 def _decode_absmax(codes: jax.Array, nested: jax.Array, offset: jax.Array) -> jax.Array:
     # The axes that `offset` has are stacked: in front of a matrix, or of the vectors that were quantized one by one.
     matrix = codes.reshape(*codes.shape[: offset.ndim], math.prod(codes.shape[offset.ndim :]))
     return reference.decode_dynamic(matrix, nested, offset).reshape(codes.shape)
-
-
-@ste
-def straight_through_nf4(array: jax.Array, block_size: int = 64, axis: int = -1) -> Any:
-    """`ArrayNF4.quantize(array, block_size, axis=axis)` made dense, with the gradient of the identity."""
-    return ArrayNF4.quantize(array, block_size, axis=axis)
-
-
-def safe_materialize(arr: Any) -> tuple[Any, bool]:
-    """`arr` made dense if it is an `ArrayNF4`, and whether it was."""
-    return (arr.materialize(), True) if isinstance(arr, ArrayNF4) else (arr, False)
-
-
-def safe_delete(arr: Any, materialized: bool) -> None:
-    """Does nothing, as documented: JAX frees an array when the last reference to it goes."""
-    del arr, materialized
 
 
 register_format("nf4", ArrayNF4, ArrayNF4.quantize)

@@ -41,20 +41,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from eformer.jaximus import aux_field, is_implicit, materialize, register
 from eformer.kernels import cpu, reference
 
-from ._base import (
-    asked_of,
-    checked_array,
-    is_explicit,
-    laid_out,
-    register_array_type,
-    sharding_of,
-    shards,
-    typed_as,
-)
-from ._integers import as_floats, without_loss
-from ._matmul._lowering import matmul_on_cpu
+from ._input import as_floats, checked_array, without_loss
 from ._matmul._operand import Grain, Leaves, MatmulOperand
-from ._matmul._primitive import matmul_in_xla, matmul_stacks, note_partly_manual
+from ._matmul._primitive import matmul, matmul_in_xla
+from ._sharding import asked_of, is_explicit, laid_out, sharding_of, shards, typed_as
 from ._validation import Leaf, Part, Rules, a_number_type, an_int, check_fields
 
 MAX_K = 16  # the table of `2**k` sums of a block outgrows every cache soon after

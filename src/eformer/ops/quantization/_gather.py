@@ -1,0 +1,104 @@
+"""Gathering from a quantized array: rows of an embedding are decoded, whole matrices of experts stay quantized."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+
+from eformer.jaximus import register
+
+from ._leafwise import ALL, LeafwiseArray
+from ._matmul._operand import Leaves
+
+
+@register("gather")
+def gather(
+    primitive: Primitive,
+    q: LeafwiseArray,
+    indices: jax.Array,
+    *,
+    dimension_numbers: lax.GatherDimensionNumbers,
+    slice_sizes: Sequence[int],
+    mode: Any,
+    fill_value: Any,
+    **params: Any,
+) -> Any:
+    """Decode the rows that are asked for and no others, as in an embedding; keep whole matrices, as of experts."""
+    q = q._single()
+    numbers = dimension_numbers
+    indexed = numbers.start_index_map
+    batched = numbers.operand_batching_dims
+    for axis, size in enumerate(slice_sizes):
+        in_blocks = any(q._grain(name, axis) > 1 for name in q.named_leaves())
+        if in_blocks and (axis in indexed or axis in batched or size != q.shape[axis]):
+            return NotImplemented
+        if in_blocks and axis in numbers.collapsed_slice_dims:
+            return NotImplemented
+        if axis in batched and ALL in q.grains(axis).values():
+            return NotImplemented
+        if axis not in indexed and axis not in batched and size != q.shape[axis]:
+            return NotImplemented
+
+    def beside_indices(values: Sequence[int]) -> jax.Array:
+        return jnp.array(values, indices.dtype).reshape(*[1] * (indices.ndim - 1), len(values))
+
+    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
+    inner_mode = lax.GatherScatterMode.CLIP if fills else mode
+
+    def part(name: str, leaf: jax.Array) -> jax.Array:
+        grains = [q.grains(axis)[name] for axis in range(q.ndim)]
+        sizes = [n if grain == 1 else d for grain, n, d in zip(grains, slice_sizes, leaf.shape, strict=True)]
+        # A leaf that is broadcast along an indexed axis has its only entry at 0.
+        at = indices * beside_indices([grains[axis] != ALL for axis in indexed])
+        return primitive.bind(
+            leaf, at, dimension_numbers=numbers, slice_sizes=tuple(sizes), mode=inner_mode, fill_value=None, **params
+        )
+
+    leaves = {name: part(name, leaf) for name, leaf in q.named_leaves().items()}
+    offset_axes = [a for a in range(q.ndim) if a not in numbers.collapsed_slice_dims and a not in batched]
+    moved = dict(zip(offset_axes, numbers.offset_dims, strict=True))
+    rank = len(numbers.offset_dims) + indices.ndim - 1
+    batch_sizes = iter(indices.shape[:-1])
+    offset_sizes = {new: slice_sizes[old] for old, new in moved.items()}
+    shape = tuple(offset_sizes[a] if a in offset_sizes else next(batch_sizes) for a in range(rank))
+    last = beside_indices([q.shape[a] - slice_sizes[a] for a in indexed])
+    inside = jnp.all((indices >= 0) & (indices <= last), axis=-1) if fills else None
+    batch_axes = [a for a in range(rank) if a not in offset_sizes]
+    whole_axes = [a for a in offset_axes if slice_sizes[a] == q.shape[a] > 1]
+    if len(whole_axes) > 1 and (not fills or fill_value is None or math.isnan(fill_value)):
+        filled = leaves if inside is None else _nan_outside(q, leaves, inside, batch_axes)
+        if filled is not None:
+            return q._rebuilt(filled, moved, shape)
+    dense = q._rebuilt(leaves, moved, shape).decoded()
+    if inside is None:
+        return dense
+    inside = lax.broadcast_in_dim(inside, shape, batch_axes)
+    fill = _fill_value(dense.dtype) if fill_value is None else fill_value
+    return jnp.where(inside, dense, jnp.asarray(fill, dense.dtype))
+
+
+def _nan_outside(q: LeafwiseArray, leaves: Leaves, inside: jax.Array, axes: Sequence[int]) -> Leaves | None:
+    """The leaves of an array that is NaN where `inside`, along `axes`, is false; None if the format has no NaN."""
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        return None
+    scales = [name for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    fills = dict.fromkeys(scales, jnp.nan) if scales else q.nan_codes
+
+    def mask(leaf: jax.Array, fill: float) -> jax.Array:
+        return jnp.where(lax.broadcast_in_dim(inside, leaf.shape, axes), leaf, jnp.asarray(fill, leaf.dtype))
+
+    return {n: mask(leaf, fills[n]) if n in fills else leaf for n, leaf in leaves.items()} if fills else None
+
+
+def _fill_value(dtype: Any) -> Any:
+    """What JAX fills out-of-bounds elements with."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.nan
+    info = jnp.iinfo(dtype)
+    return info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max

@@ -1,0 +1,217 @@
+"""`PackedArray`: formats that put several codes into a byte along one axis, with a scale per block or without blocks.
+
+A format says what is particular to it: its fields, `values_per_byte` of each leaf of codes, `scale_fields`, what codes
+stand for (`_values`), how they are found (an encoder for `_quantized`) and how far off they are (`_step_bound`).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+
+from eformer.jaximus import aux_field
+from eformer.kernels import Matrix, reference
+
+from ._input import checked_array, normalized_axes, without_loss
+from ._leafwise import LeafwiseArray
+from ._matmul._operand import Grain, Leaves
+from ._sharding import laid_out
+from ._validation import COUNTS, FLOATS, Leaf, Rules, a_block_size, an_int, check_fields
+
+
+class PackedArray(LeafwiseArray):
+    """A quantized array whose codes are packed along `axis`, counted from the end.
+
+    `values_per_byte` says how many values each leaf of codes has in a byte; a format of 3 bits has a leaf of 2-bit
+    codes and one of 1-bit codes. A format with a field `block_size` has a scale per block of that many elements along
+    `axis`. `padding` is how many values the last byte of the first code leaf has beyond the array's length.
+    """
+
+    values_per_byte: ClassVar[Mapping[str, int]] = {}
+    kernel_format: ClassVar[str | None] = None  # the name of its kernels, if it has any
+    rules: ClassVar[Rules] = {"axis": an_int, "padding": an_int}
+
+    axis: int = aux_field(default=-1, kw_only=True)
+    padding: int = aux_field(default=0, kw_only=True)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "values_per_byte" in vars(cls):
+            counts = cls.values_per_byte
+            cls.code_fields = tuple(counts)
+            codes = {name: Leaf(f"uint8, {COUNTS[n]} codes a byte", (jnp.uint8,)) for name, n in counts.items()}
+            scales = {name: Leaf("floating point", FLOATS) for name in cls.scale_fields}
+            blocks = {"block_size": a_block_size(max(counts.values()))} if hasattr(cls, "block_size") else {}
+            cls.rules = {**codes, **scales, **blocks, **vars(cls).get("rules", {})}
+        super().__init_subclass__(**kwargs)
+
+    @abc.abstractmethod
+    def _values(self, codes: Leaves, axis: int, length: int) -> jax.Array:
+        """What the codes, leaves of at least one axis, stand for before their scale: `length` floats along `axis`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.rules)
+        codes = self._codes()[0]
+        if codes.ndim:
+            vars(self)["axis"] = normalized_axes(self.axis, codes.ndim)[0]
+        if self.dtype is None:
+            vars(self)["dtype"] = jnp.dtype(jnp.float32)
+
+    def _settle(self, shape: Sequence[int] | None) -> None:
+        codes = self._codes()[0]
+        if shape is not None and len(shape) == codes.ndim > 0:  # the shape tells how full the last byte is
+            vars(self)["padding"] = codes.shape[self.axis] * self._first_count - shape[self.axis]
+        super()._settle(shape)
+
+    def _check_shapes(self) -> None:
+        name, count, leaves = self.code_fields[0], self._first_count, self.named_leaves()
+        ndim = leaves[name].ndim
+        packed = f"{name} {leaves[name].shape} packs {COUNTS[count]} values a byte along `axis={self.axis}`"
+        if not 0 <= self.padding < count or (ndim and not (-ndim <= self.axis < 0 <= min(self.shape))):
+            allowed = "1 for an odd length, else 0" if count == 2 else f"from 0 to {count - 1}"
+            raise ValueError(
+                f"{packed} with `padding={self.padding}`: that is no array. `axis` is counted from the end, and "
+                f"`padding` is {allowed}"
+            )
+        try:
+            super()._check_shapes()
+        except ValueError as error:
+            blocks = f" of blocks of {self._block}" if self._block > 1 else ""
+            others = "".join(f", {n} {leaf.shape}{blocks}" for n, leaf in leaves.items() if n in self.scale_fields)
+            raise ValueError(
+                f"{packed}{others}: that is no array of shape {self.shape}. {error}. Axes that `vmap` or `scan` takes "
+                f"off the leaves must be in front of that axis"
+            ) from None
+
+    @classmethod
+    def _encoded(cls, x: jax.Array, axis: int, encode: Callable[[jax.Array, int], Leaves], **fields: Any) -> Self:
+        """The array with the leaves `encode(x, axis)`, which gets at least one axis, and with the other `fields`."""
+
+        def make(x: jax.Array) -> Self:
+            leaves = encode(x if x.ndim else x[None], axis)
+            own = (*cls.code_fields, *cls.scale_fields)
+            leaves = leaves if x.ndim else {n: leaf.reshape(()) if n in own else leaf for n, leaf in leaves.items()}
+            padding = -x.shape[axis] % next(iter(cls.values_per_byte.values())) if x.ndim else 0
+            return cls(**leaves, axis=axis, padding=padding, **{"dtype": x.dtype, **fields})
+
+        return laid_out(make, x)
+
+    @classmethod
+    def _quantized(
+        cls,
+        name: str,
+        array: Any,
+        axis: int,
+        encode: Callable[[jax.Array, int], Leaves],
+        exact_up_to: int = 0,
+        **fields: Any,
+    ) -> Self:
+        """`array` by `encode`, along one axis of it; integers must be held exactly, as those `exact_up_to` always are.
+
+        The format's `name` is for the error that says so.
+        """
+        for field, value in fields.items():
+            rule = cls.rules[field]
+            if callable(rule):
+                rule(field, value)
+        x = checked_array(array)
+        axes = normalized_axes(axis, x.ndim) if x.ndim else (-1,)
+        if len(axes) != 1:
+            raise ValueError(f"codes of {name!r} are packed along one axis, got `axis={axis}`")
+        return without_loss(lambda x: cls._encoded(x, axes[0], encode, **fields), x, name, exact_up_to)
+
+    def _encoded_again(self, array: jax.Array) -> LeafwiseArray:
+        made_by: Any = type(self)  # each format has a `quantize` with its own options
+        return made_by.quantize(array, **{"block_size": self._block} if self._block > 1 else {})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self._codes()[0].shape
+        if not shape:
+            return ()
+        axis = _axis_from_start(self.axis, len(shape))
+        return (*shape[:axis], shape[axis] * self._first_count - self.padding, *shape[axis + 1 :])
+
+    def _codes(self) -> list[jax.Array]:
+        return [getattr(self, name) for name in self.code_fields]
+
+    @property
+    def _first_count(self) -> int:
+        return self.values_per_byte[self.code_fields[0]]
+
+    @property
+    def _block(self) -> int:
+        """How many elements along `axis` share a scale."""
+        return getattr(self, "block_size", 1)
+
+    def _scale(self) -> jax.Array | None:
+        """The scales as floats of the array's rank; None where every scale is 1."""
+        return getattr(self, self.scale_fields[0]) if self.scale_fields else None
+
+    def _scaled(self, values: jax.Array, scale: jax.Array) -> jax.Array:
+        """`values`, of this array's shape, times the scales of their blocks."""
+        if not self.ndim or self._block == 1:
+            return values.astype(scale.dtype) * scale
+        block = min(self._block, max(self.shape[self.axis], 1))  # blocks are filled up, and a file chooses their length
+        return reference.scale_blocks(values, scale, block, self.axis)
+
+    def _unscaled(self) -> jax.Array:
+        self._check_shapes()  # a tree may have been restructured since it was constructed
+        codes = dict(zip(self.code_fields, self._codes(), strict=True))
+        if not self.ndim:
+            return self._values({name: leaf[None] for name, leaf in codes.items()}, 0, 1)[0]
+        return self._values(codes, self.axis, self.shape[self.axis])
+
+    def decode(self) -> jax.Array:
+        values, scale = self._unscaled(), self._scale()
+        return values if scale is None else self._scaled(values, scale)
+
+    def factors(self) -> tuple[jax.Array, jax.Array | None]:
+        return (self._unscaled(), self._scale()) if self._block == 1 else super().factors()
+
+    def stored_matrix(self) -> Matrix | None:
+        scale = self._stored_scales()
+        if self.kernel_format is None or self.axis < -2 or scale is None:
+            return None
+        (_, rows, cols), codes = self.shape, tuple(self._codes())
+        return Matrix(self.kernel_format, codes, scale, rows, cols, self.axis + 2, max(self._block, 2))
+
+    def _stored_scales(self) -> tuple[jax.Array, ...] | None:
+        """The scales as kernels read them, with an entry per block; None where they can't."""
+        scale = self._scale()
+        if scale is None:
+            return ()
+        if scale.dtype != jnp.float32:
+            return None
+        entries = [-(-n // self._grain(self.scale_fields[0], axis)) for axis, n in enumerate(self.shape)]
+        return (scale if self._block == 1 else jnp.broadcast_to(scale, entries),)
+
+    def of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
+        part = super().of_parts(leaves, grains)
+        block = grains[self.scale_fields[0]][self.axis] if self._block > 1 else 0
+        return part._replaced(block_size=block) if block else part  # less than it was where a part cuts a block
+
+    def _grain(self, name: str, axis: int) -> int:
+        ndim = self._codes()[0].ndim
+        if not ndim or axis != self.axis % ndim:
+            return 1
+        return self.values_per_byte.get(name) or self._block
+
+    def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
+        axis = moved[self.axis % self.ndim] - len(shape) if self.ndim else -1
+        packed = leaves[self.code_fields[0]].shape
+        padding = packed[axis] * self._first_count - shape[axis] if shape else 0
+        return self._replaced(**leaves, axis=axis, padding=padding)
+
+
+def _axis_from_start(axis: int, ndim: int) -> int:
+    """The non-negative form of the `axis` that codes are packed along."""
+    if axis < -ndim:
+        raise ValueError(
+            f"codes are packed along axis {axis}, but the leaves have {ndim} axes left: `vmap` and slices of the "
+            f"leaves may take axes before it only; inside `implicit` any axis works"
+        )
+    return axis % ndim

@@ -1,0 +1,54 @@
+"""The registry of formats: every name that `quantize` takes, and the class and options behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ._base import QuantizedArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A way to quantize, under the name users ask for it by."""
+
+    name: str
+    array_type: type[QuantizedArray]
+    encode: Callable[..., QuantizedArray]  # (array, **options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The names and defaults of the options that `encode` takes after the array."""
+        parameters = list(inspect.signature(self.encode).parameters.values())[1:]
+        return {p.name: p.default for p in parameters}
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_formats: dict[str, Format] = {}
+
+
+def register_format(name: str, array_type: type[QuantizedArray], encode: Callable[..., QuantizedArray]) -> Format:
+    """Make `quantize(w, dtype=name)` call `encode(w, **options)`; the tests of all formats then run on it too."""
+    if name in _formats:
+        raise ValueError(f"there is a format {name!r} already, made of {_formats[name].array_type.__name__}")
+    _formats[name] = Format(name, array_type, encode)
+    return _formats[name]
+
+
+def formats() -> tuple[Format, ...]:
+    """All formats, in the order they were registered."""
+    return tuple(_formats.values())
+
+
+def find_format(name: str) -> Format:
+    """The format registered under `name`; a TypeError or ValueError lists the names there are."""
+    known = ", ".join(map(repr, _formats))
+    if not isinstance(name, str):
+        raise TypeError(f"a quantization type is a name, one of {known}, got {type(name).__name__} {name!r}")
+    if name not in _formats:
+        raise ValueError(f"unknown quantization type {name!r}; there are {known}")
+    return _formats[name]
