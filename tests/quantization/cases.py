@@ -13,15 +13,20 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from eformer.jaximus import is_implicit, materialize, tree_flatten_with_implicit
-from eformer.ops.quantization import QuantizedArray, formats, quantize, straight_through
+from eformer.ops.quantization import Format, QuantizedArray, formats, quantize, straight_through
 
-# What is worth trying besides the defaults. A format that is not named here is tested with its defaults.
+# What is worth trying besides the defaults. A format that is not named here is tested along both axes, in small blocks.
 OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "int8": ({"axis": 0}, {"axis": (-2, -1)}),
     "nf4": ({"block_size": 4}, {"block_size": 4, "axis": 0}, {"block_size": 4, "double_quantization": True}),
     "ternary": ({"scale": "tensor"}, {"scale": "channel"}),
     "binary": ({"scale": "channel"},),
 }
+
+
+def _options(form: Format) -> tuple[dict[str, Any], ...]:
+    blocks = {"block_size": form.options["block_size"] // 8} if "block_size" in form.options else {}
+    return OPTIONS.get(form.name) or tuple({"axis": axis, **blocks} for axis in (0, -1) if "axis" in form.options)
 
 
 class Case(NamedTuple):
@@ -48,7 +53,7 @@ class Case(NamedTuple):
         return "-".join([self.name, *(f"{name}={value}" for name, value in self.items)])
 
 
-CASES = [Case.of(form.name, **options) for form in formats() for options in ({}, *OPTIONS.get(form.name, ()))]
+CASES = [Case.of(form.name, **options) for form in formats() for options in ({}, *_options(form))]
 DEFAULTS = [case for case in CASES if not case.items]
 # One of each way to store an array: with and without scales, blocks, and scales of scales.
 LAYOUTS = [*DEFAULTS, *(case for case in CASES if {"double_quantization", "scale"} & case.options.keys())]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer.jaximus import MaterializationWarning, materialize
 from eformer.ops.quantization import (
     Array1B,
     Array8B,
@@ -22,6 +23,7 @@ from eformer.ops.quantization import (
     quantize,
     register_format,
     straight_through,
+    straight_through_1bit,
 )
 from eformer.ops.quantization import _registry as registry
 from eformer.ops.quantization._leafwise import LeafwiseArray
@@ -111,9 +113,37 @@ def test_training_step_of_the_documentation():
     assert np.any(grads["weight"])
 
 
+ALIASES: dict[str, Any] = {
+    "quantize": (quantize, "int8"),
+    "straight_through": (straight_through, "int8"),
+    "straight_through_1bit": (straight_through_1bit, "binary"),
+    "config": (lambda w, **name: quantize(w, QuantizationConfig(**name)), "int8"),
+}
+
+
+@pytest.mark.parametrize("call", ALIASES)
+def test_format_is_another_name_of_dtype(call):
+    function, name = ALIASES[call]
+    found, expected = function(normal(), format=name), function(normal(), dtype=name)
+    assert_same_array(materialize(found), materialize(expected))
+    assert type(found) is type(expected)
+    with pytest.raises(TypeError, match=f"`dtype` and `format` mean the same.*'{name}' and 'nf4'"):
+        function(normal(), dtype=name, format="nf4")
+
+
+def test_a_config_has_its_format_by_both_names():
+    config = QuantizationConfig(format="ternary")
+    assert config.dtype is config.format is QuantizationType.TERNARY
+    assert dataclasses.replace(config, simulate=True) == QuantizationConfig("ternary", simulate=True)
+
+
+def test_a_block_size_is_no_concern_of_formats_without_blocks():
+    assert_same_leaves(quantize(normal(), dtype="int8", block_size=7), quantize(normal(), dtype="int8"))
+
+
 W = np.ones((6, 10), np.float32)
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "unknown type": (lambda: quantize(W, dtype="int3"), ValueError, "unknown quantization type 'int3'.*'nf4'"),
+    "unknown type": (lambda: quantize(W, dtype="int99"), ValueError, "unknown quantization type 'int99'.*'nf4'"),
     "unknown type of config": (lambda: QuantizationConfig("fp4"), ValueError, "'fp4'.*'int8'"),
     "type that is a number": (lambda: quantize(W, dtype=8), TypeError, "'ternary', 'binary', 'int8', 'nf4', got int 8"),
     "type of an element": (lambda: quantize(W, dtype=jnp.int8), TypeError, "'int8', 'nf4'.*, got .*jax.numpy.int8"),
@@ -206,6 +236,8 @@ def test_a_new_format_is_one_class_and_one_line(toy_format):
     assert np.all(np.abs(q.materialize() - w) <= q.error_bound(w))
     assert_same_array(straight_through(w, dtype="half"), q.materialize())
     assert q.T.shape == (10, 6)
+    with pytest.warns(MaterializationWarning):  # it has no scale to negate
+        assert_same_array(-q, -q.materialize())
     assert np.allclose(x @ q, x @ q.materialize(), atol=1e-5)
     with pytest.raises(ValueError, match="there is a format 'half' already"):
         register_format("half", toy_format.array_type, toy_format.encode)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer.jaximus import implicit, is_implicit
 from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, formats
 
 from .cases import CASES, assert_same_leaves, example, normal
@@ -44,6 +45,36 @@ def test_a_field_replaced_is_the_only_one_that_changes(name, field):
     changed = jax.jit(lambda q: dataclasses.replace(q, **{field: CHANGES[field]}))(q)
     assert getattr(changed, field) == CHANGES[field]
     assert_same_leaves(dataclasses.replace(changed, **{field: getattr(q, field)}), q)
+
+
+MOVES: dict[str, Any] = {
+    "transpose": jnp.transpose,
+    "slice": lambda q: q[:4],
+    "reshape": lambda q: jnp.reshape(q, (1, *q.shape)),
+    "take": lambda q: jnp.take(jnp.stack([q, q]), jnp.array([1]), axis=0),
+    "concatenate": lambda q: jnp.concatenate([q, q], axis=0),
+    "pad": lambda q: jnp.pad(q, ((0, 0), (0, 0))),
+    "negative": jnp.negative,
+    "astype": lambda q: q.astype(jnp.float16),
+}
+
+
+@pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning")
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_moved_array_keeps_what_it_was_told(case, move):
+    q = dataclasses.replace(example(case)[0], use_kernel=False, activation_dtype="int8", dtype=jnp.bfloat16)
+    moved = implicit(MOVES[move])(q)
+    if is_implicit(moved):  # a slice through a block is dense
+        assert (moved.use_kernel, moved.activation_dtype) == (False, "int8")
+        assert moved.dtype == (jnp.float16 if move == "astype" else jnp.bfloat16)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_array_quantized_as_another_is_told_the_same(case):
+    q = dataclasses.replace(example(case)[0], use_kernel=False, activation_dtype="int8", dtype=jnp.bfloat16)
+    again = q.requantized(q.materialize())
+    assert (again.use_kernel, again.activation_dtype, again.dtype) == (False, "int8", jnp.bfloat16)
 
 
 def test_codes_of_an_operator_can_be_replaced():

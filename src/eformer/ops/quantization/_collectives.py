@@ -10,14 +10,14 @@ from jax.extend.core import Primitive
 
 from eformer.jaximus import register
 
-from ._leafwise import ALL, LeafwiseArray, replaced, unmoved
+from ._leafwise import ALL, LeafwiseArray, replaced
 from ._movement import inserted
 
 _TYPED = {"all_gather": "varying", "all_gather_invariant": "invarying"}  # whether devices may differ in the result
 
 
 def _gathered(
-    primitive: Primitive, q: LeafwiseArray, *, all_gather_dimension: int, axis_name: Any, tiled: bool, **params: Any
+    primitive: Primitive, q: LeafwiseArray, *, all_gather_dimension: int, axis_name: Any, tiled: bool, **params: object
 ) -> Any:
     q, axis, groups = q._single(), all_gather_dimension, params.get("axis_index_groups")
     count = _group_size(axis_name, groups)
@@ -29,7 +29,7 @@ def _gathered(
     if parts is None:
         return NotImplemented
     leaves = {n: leaf if shared else lax.all_gather(leaf, axis_name, **gather) for n, (leaf, shared) in parts.items()}
-    return q._rebuilt(leaves, unmoved(q.ndim), replaced(q.shape, axis, count * q.shape[axis]))
+    return q._rebuilt(leaves, replaced(q.shape, axis, count * q.shape[axis]))
 
 
 for _name in _TYPED:
@@ -38,7 +38,7 @@ for _name in _TYPED:
 
 @register("all_to_all")
 def all_to_all(
-    primitive: Primitive, q: LeafwiseArray, *, axis_name: Any, split_axis: int, concat_axis: int, **params: Any
+    primitive: Primitive, q: LeafwiseArray, *, axis_name: Any, split_axis: int, concat_axis: int, **params: object
 ) -> Any:
     del primitive
     q, groups = q._single(), params.get("axis_index_groups")
@@ -57,7 +57,7 @@ def all_to_all(
 
     shape = replaced(q.shape, split_axis, length)
     shape = replaced(shape, concat_axis, shape[concat_axis] * count)
-    return q._rebuilt({name: moved(name, *part) for name, part in parts.items()}, unmoved(q.ndim), shape)
+    return q._rebuilt({name: moved(name, *part) for name, part in parts.items()}, shape)
 
 
 def _group_size(axis_name: Any, groups: Any) -> int:
@@ -65,9 +65,9 @@ def _group_size(axis_name: Any, groups: Any) -> int:
 
 
 def _joinable(q: LeafwiseArray, axis: int, axis_name: Any) -> dict[str, tuple[jax.Array, bool]] | None:
-    """The leaves that devices can join along `axis`, and whether one entry of the leaf serves them all as it is.
+    """The leaves that devices can join along `axis`, each with whether all devices share its one entry.
 
-    None where a block would be cut, or a leaf be as large as the array.
+    None where a block would be cut, or a leaf become as large as the array.
     """
     if q.shape[axis] % q.block(axis):
         return None

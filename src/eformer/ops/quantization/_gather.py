@@ -27,7 +27,7 @@ def gather(
     slice_sizes: Sequence[int],
     mode: Any,
     fill_value: Any,
-    **params: Any,
+    **params: object,
 ) -> Any:
     """Decode the rows that are asked for and no others, as in an embedding; keep whole matrices, as of experts."""
     q = q._single()
@@ -74,8 +74,8 @@ def gather(
     if len(whole_axes) > 1 and (not fills or fill_value is None or math.isnan(fill_value)):
         filled = leaves if inside is None else _nan_outside(q, leaves, inside, batch_axes)
         if filled is not None:
-            return q._rebuilt(filled, moved, shape)
-    dense = q._rebuilt(leaves, moved, shape).decoded()
+            return q._rebuilt(filled, shape, moved)
+    dense = q._rebuilt(leaves, shape, moved).decoded()
     if inside is None:
         return dense
     inside = lax.broadcast_in_dim(inside, shape, batch_axes)

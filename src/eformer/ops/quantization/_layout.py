@@ -1,10 +1,12 @@
-"""Where a program says how an array is laid out over devices: its leaves follow."""
+"""Operations that lay an array out over devices: its leaves follow."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import NamedSharding
+from jax.extend.core import Primitive
+from jax.sharding import Mesh, NamedSharding
 
 from eformer.jaximus import implicit, register
 
@@ -12,13 +14,17 @@ from ._base import QuantizedArray
 
 
 @register("sharding_constraint")
-def sharding_constraint(primitive: Any, q: QuantizedArray, *, sharding: Any, layout: Any = None, **params: Any) -> Any:
+def sharding_constraint(
+    primitive: Primitive, q: QuantizedArray, *, sharding: object, layout: object = None, **params: object
+) -> Any:
     del primitive, params
     return q.with_sharding(sharding) if isinstance(sharding, NamedSharding) and layout is None else NotImplemented
 
 
 @register("reshard")
-def reshard(primitive: Any, q: QuantizedArray, *, dst_sharding: Any, concrete_mesh: Any, **params: Any) -> Any:
+def reshard(
+    primitive: Primitive, q: QuantizedArray, *, dst_sharding: object, concrete_mesh: Mesh | None, **params: object
+) -> Any:
     del primitive, params
     if not isinstance(dst_sharding, NamedSharding):
         return NotImplemented
@@ -27,8 +33,8 @@ def reshard(primitive: Any, q: QuantizedArray, *, dst_sharding: Any, concrete_me
 
 
 @register("device_put")
-def device_put(primitive: Any, *operands: QuantizedArray | Any, devices: Any, **params: Any) -> Any:
-    """Where a sharding is asked for, which is one of the array and not of its leaves."""
+def device_put(primitive: Primitive, *operands: QuantizedArray | Any, devices: Sequence[Any], **params: Any) -> Any:
+    """Lay arrays out by the sharding asked for, which names the array's axes and not those of its leaves."""
     pairs = list(zip(operands, devices, strict=True))
     divided = [isinstance(q, QuantizedArray) and isinstance(place, NamedSharding) for q, place in pairs]
     if not any(divided):

@@ -46,8 +46,8 @@ class LeafwiseArray(MatmulOperand):
         """How many elements along the non-negative `axis` an entry of the leaf covers, unless it is broadcast."""
 
     @abc.abstractmethod
-    def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
-        """This array with other leaves: `moved` says where each axis went, `shape` is the new array's."""
+    def _rebuilt(self, leaves: Leaves, shape: tuple[int, ...], moved: Mapping[int, int] | None = None) -> Self:
+        """This array with other leaves and another shape; `moved` says where its axes went, if any did."""
 
     def _check_shapes(self) -> None:
         """Each leaf has the array's axes, and along each an entry per grain; or one for all, if it is a scale."""
@@ -89,7 +89,7 @@ class LeafwiseArray(MatmulOperand):
         return self._encoded_again(as_floats(array))._replaced(dtype=self.dtype, **switches)
 
     def _single(self) -> Self:
-        """An equal array that has only leaves of the array's rank."""
+        """An equal array without leaves that have another rank."""
         return self
 
     def divisible(self) -> Self:
@@ -205,10 +205,10 @@ class LeafwiseArray(MatmulOperand):
             return lax.slice_in_dim(leaf, start // grain, -(-(start + size) // grain), axis=axis)
 
         leaves = {name: part(name, leaf) for name, leaf in single.named_leaves().items()}
-        return single._rebuilt(leaves, unmoved(self.ndim), replaced(self.shape, axis, size))
+        return single._rebuilt(leaves, replaced(self.shape, axis, size))
 
     def tiles(self, axis: int, size: int) -> Self:
-        """All whole parts of `size` elements along `axis`, each leaf of each part stacked along a new first axis.
+        """All whole parts of `size` elements along `axis`, with their leaves stacked along a new first axis.
 
         To scan over: the slices of this tree, not the tree, are arrays. `size` is where every leaf can be cut.
         """
@@ -231,30 +231,16 @@ class LeafwiseArray(MatmulOperand):
         return math.lcm(*(max(grain, 1) for grain in self._single().grains(axis % self.ndim).values()))
 
 
-def axis_from_start(axis: int, ndim: int) -> int:
-    """The non-negative form of the `axis` that codes are packed along."""
-    if axis < -ndim:
-        raise ValueError(
-            f"codes are packed along axis {axis}, but the leaves have {ndim} axes left: `vmap` and slices of the "
-            f"leaves may take axes before it only; inside `implicit` any axis works"
-        )
-    return axis % ndim
-
-
-def unmoved(ndim: int) -> dict[int, int]:
-    return {axis: axis for axis in range(ndim)}
-
-
 def replaced(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
     return (*shape[:axis], size, *shape[axis + 1 :])
 
 
 @register("transpose")
-def transpose(primitive: Primitive, q: LeafwiseArray, *, permutation: Sequence[int], **params: Any) -> LeafwiseArray:
+def transpose(primitive: Primitive, q: LeafwiseArray, *, permutation: Sequence[int], **params: object) -> LeafwiseArray:
     origin, q = q, q._single()
     leaves = {n: primitive.bind(leaf, permutation=permutation, **params) for n, leaf in q.named_leaves().items()}
     moved = {old: new for new, old in enumerate(permutation)}
-    result = q._rebuilt(leaves, moved, tuple(q.shape[old] for old in permutation))
+    result = q._rebuilt(leaves, tuple(q.shape[old] for old in permutation), moved)
     if isinstance(leaves[q.code_fields[0]], Tracer):
         object.__setattr__(result, "_moved_from", (origin, tuple(permutation)))
     return result
@@ -269,7 +255,7 @@ class Transposition:
 
 
 @register("reshape")
-def reshape(primitive: Primitive, q: LeafwiseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
+def reshape(primitive: Primitive, q: LeafwiseArray, *, new_sizes: Sequence[int], **params: object) -> Any:
     del primitive
     if any(value is not None for value in params.values()):  # a permutation, or a sharding asked for
         return NotImplemented
@@ -308,7 +294,7 @@ def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> LeafwiseArray:
     leaves = q.spread(merged)
     if leaves is None:
         return NotImplemented
-    return q._rebuilt({n: lax.reshape(leaf, sizes[n]) for n, leaf in leaves.items()}, moved, tuple(new_sizes))
+    return q._rebuilt({n: lax.reshape(leaf, sizes[n]) for n, leaf in leaves.items()}, tuple(new_sizes), moved)
 
 
 def _keeps_blocks(q: LeafwiseArray, olds: Sequence[int], new_sizes: Sequence[int]) -> bool:

@@ -18,13 +18,18 @@ from jax.extend.core import Primitive
 
 from eformer.jaximus import register
 
-from ._leafwise import ALL, LeafwiseArray, replaced, unmoved
+from ._leafwise import ALL, LeafwiseArray, replaced
 from ._matmul._operand import Leaves
 
 
 @register("broadcast_in_dim")
 def broadcast_in_dim(
-    primitive: Primitive, q: LeafwiseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+    primitive: Primitive,
+    q: LeafwiseArray,
+    *,
+    shape: Sequence[int],
+    broadcast_dimensions: Sequence[int],
+    **params: object,
 ) -> Any:
     if not q.ndim or any(value is not None for value in params.values()):  # a scalar; a sharding asked for
         return NotImplemented
@@ -47,18 +52,18 @@ def broadcast_in_dim(
         name: primitive.bind(leaf, shape=target(name, leaf), broadcast_dimensions=tuple(broadcast_dimensions), **params)
         for name, leaf in q.named_leaves().items()
     }
-    return q._rebuilt(leaves, moved, tuple(shape))
+    return q._rebuilt(leaves, tuple(shape), moved)
 
 
 @register("squeeze")
-def squeeze(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+def squeeze(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int], **params: object) -> Any:
     q = q._single()
     gone = {axis % q.ndim for axis in dimensions}
     kept = [axis for axis in range(q.ndim) if axis not in gone]
     if any(q._grain(name, axis) > 1 for axis in gone for name in q.named_leaves()):
         return NotImplemented
     leaves = {n: primitive.bind(leaf, dimensions=dimensions, **params) for n, leaf in q.named_leaves().items()}
-    return q._rebuilt(leaves, {old: new for new, old in enumerate(kept)}, tuple(q.shape[axis] for axis in kept))
+    return q._rebuilt(leaves, tuple(q.shape[axis] for axis in kept), {old: new for new, old in enumerate(kept)})
 
 
 @register("slice")
@@ -69,7 +74,7 @@ def slice_rule(
     start_indices: Sequence[int],
     limit_indices: Sequence[int],
     strides: Sequence[int] | None,
-    **params: Any,
+    **params: object,
 ) -> Any:
     q = q._single()
     strides = strides or (1,) * q.ndim
@@ -88,11 +93,11 @@ def slice_rule(
         return primitive.bind(leaf, start_indices=starts, limit_indices=limits, strides=steps, **params)
 
     shape = tuple(-(-(limit - start) // stride) for start, limit, stride in bounds)
-    return q._rebuilt({n: part(n, leaf) for n, leaf in q.named_leaves().items()}, unmoved(q.ndim), shape)
+    return q._rebuilt({n: part(n, leaf) for n, leaf in q.named_leaves().items()}, shape)
 
 
 @register("split")
-def split(primitive: Primitive, q: LeafwiseArray, *, sizes: Sequence[int], axis: int, **params: Any) -> Any:
+def split(primitive: Primitive, q: LeafwiseArray, *, sizes: Sequence[int], axis: int, **params: object) -> Any:
     del primitive, params
     q = q._single()
     starts = [int(start) for start in itertools.accumulate(sizes, initial=0)]
@@ -102,7 +107,7 @@ def split(primitive: Primitive, q: LeafwiseArray, *, sizes: Sequence[int], axis:
 
 
 @register("unstack")
-def unstack(primitive: Primitive, q: LeafwiseArray, *, axis: int, **params: Any) -> Any:
+def unstack(primitive: Primitive, q: LeafwiseArray, *, axis: int, **params: object) -> Any:
     del primitive, params
     q = q._single()
     if q.block(axis) > 1:
@@ -111,16 +116,16 @@ def unstack(primitive: Primitive, q: LeafwiseArray, *, axis: int, **params: Any)
 
 
 @register("rev")
-def rev(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+def rev(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int], **params: object) -> Any:
     q = q._single()
     if any(q.block(axis) > 1 for axis in dimensions):
         return NotImplemented
     leaves = {n: primitive.bind(leaf, dimensions=tuple(dimensions), **params) for n, leaf in q.named_leaves().items()}
-    return q._rebuilt(leaves, unmoved(q.ndim), q.shape)  # a length of 1 is its own reverse
+    return q._rebuilt(leaves, q.shape)  # a length of 1 is its own reverse
 
 
 @register("tile")
-def tile(primitive: Primitive, q: LeafwiseArray, *, reps: Sequence[int], **params: Any) -> Any:
+def tile(primitive: Primitive, q: LeafwiseArray, *, reps: Sequence[int], **params: object) -> Any:
     q = q._single()
     if any(count != 1 and q.shape[axis] % q.alignment(axis) for axis, count in enumerate(reps)):
         return NotImplemented
@@ -130,16 +135,16 @@ def tile(primitive: Primitive, q: LeafwiseArray, *, reps: Sequence[int], **param
         return primitive.bind(leaf, reps=counts, **params)
 
     shape = tuple(n * count for n, count in zip(q.shape, reps, strict=True))
-    return q._rebuilt({n: tiled(n, leaf) for n, leaf in q.named_leaves().items()}, unmoved(q.ndim), shape)
+    return q._rebuilt({n: tiled(n, leaf) for n, leaf in q.named_leaves().items()}, shape)
 
 
 # --- several arrays ---
 
 
 def _alike(arrays: Sequence[LeafwiseArray], axes: Sequence[int]) -> list[Leaves] | None:
-    """The leaves of arrays of one format, with entries of their own along `axes` and equal lengths along the others.
+    """The leaves of arrays of one format, repeated along `axes` where they are broadcast, and alike in all other axes.
 
-    None where there is no such form of them.
+    None if the arrays can't be brought to this form.
     """
     first = arrays[0]
     found: list[Leaves] = []
@@ -161,7 +166,7 @@ def _unlike(q: LeafwiseArray) -> tuple[Any, ...]:
 
 
 @register("concatenate")
-def concatenate(primitive: Primitive, *operands: LeafwiseArray, dimension: int, **params: Any) -> Any:
+def concatenate(primitive: Primitive, *operands: LeafwiseArray, dimension: int, **params: object) -> Any:
     arrays = [q._single() for q in operands]
     leaves = _alike(arrays, (dimension,))
     if leaves is None or any(q.shape[dimension] % q.block(dimension) for q in arrays[:-1]):
@@ -170,52 +175,50 @@ def concatenate(primitive: Primitive, *operands: LeafwiseArray, dimension: int, 
         name: primitive.bind(*(each[name] for each in leaves), dimension=dimension, **params) for name in leaves[0]
     }
     first, total = arrays[0], sum(q.shape[dimension] for q in arrays)
-    return first._rebuilt(joined, unmoved(first.ndim), replaced(first.shape, dimension, total))
+    return first._rebuilt(joined, replaced(first.shape, dimension, total))
 
 
 @register("stack")
-def stack(primitive: Primitive, *operands: LeafwiseArray, axis: int, **params: Any) -> Any:
+def stack(primitive: Primitive, *operands: LeafwiseArray, axis: int, **params: object) -> Any:
     arrays = [q._single() for q in operands]
     leaves = _alike(arrays, ())
     if leaves is None:
         return NotImplemented
     joined = {name: primitive.bind(*(each[name] for each in leaves), axis=axis, **params) for name in leaves[0]}
     first = arrays[0]
-    moved, shape = inserted(first, axis, len(arrays))
-    return first._rebuilt(joined, moved, shape)
+    return first._rebuilt(joined, *inserted(first, axis, len(arrays)))
 
 
-def inserted(q: LeafwiseArray, axis: int, size: int) -> tuple[dict[int, int], tuple[int, ...]]:
-    """Where the axes of `q` go, and its shape, when one of `size` is put before `axis`."""
-    moved = {old: old + (old >= axis) for old in range(q.ndim)}
-    return moved, (*q.shape[:axis], size, *q.shape[axis:])
+def inserted(q: LeafwiseArray, axis: int, size: int) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The shape of `q` with an axis of `size` put before `axis`, and where its own axes go."""
+    return (*q.shape[:axis], size, *q.shape[axis:]), {old: old + (old >= axis) for old in range(q.ndim)}
 
 
 @register("select_n")
-def select_n(primitive: Primitive, which: jax.Array, *cases: LeafwiseArray, **params: Any) -> Any:
-    """By one number for all; where each element chooses for itself, only if every leaf has an entry for each."""
+def select_n(primitive: Primitive, which: jax.Array, *cases: LeafwiseArray, **params: object) -> Any:
+    """Select whole arrays; select by element only if every leaf has an entry for each element."""
     arrays = [q._single() for q in cases]
     leaves = _alike(arrays, ())
     first = arrays[0]
     if leaves is None or (which.ndim and any(leaf.shape != first.shape for leaf in leaves[0].values())):
         return NotImplemented
     chosen = {name: primitive.bind(which, *(each[name] for each in leaves), **params) for name in leaves[0]}
-    return first._rebuilt(chosen, unmoved(first.ndim), first.shape)
+    return first._rebuilt(chosen, first.shape)
 
 
 # --- where the place is known only when the program runs ---
 
 
 def _clipped(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
-    """JAX moves a start that would run over the end; a leaf that is broadcast must not move with it."""
+    """The starts as JAX clips them at the end of the array; clipped per leaf, they could differ."""
     return [jnp.clip(start, 0, d - n) for start, d, n in zip(starts, shape, sizes, strict=True)]
 
 
 @register("dynamic_slice")
 def dynamic_slice(
-    primitive: Primitive, q: LeafwiseArray, *starts: Any, slice_sizes: Sequence[int], **params: Any
+    primitive: Primitive, q: LeafwiseArray, *starts: Any, slice_sizes: Sequence[int], **params: object
 ) -> Any:
-    """Along blocks, where a start may be inside one, the blocks that hold the slice are decoded and no other."""
+    """Slice the leaves; along blocks, in whose middle a slice may start, decode just the blocks that hold it."""
     q = q._single()
     clipped = _clipped(starts, q.shape, slice_sizes)
     at = [q.alignment(axis) if size != q.shape[axis] else 1 for axis, size in enumerate(slice_sizes)]
@@ -234,7 +237,7 @@ def dynamic_slice(
         lengths = [d if g == ALL else n // g for d, n, g in zip(leaf.shape, sizes, grains, strict=True)]
         return primitive.bind(leaf, *first, slice_sizes=tuple(lengths), **params)
 
-    found = q._rebuilt({n: part(n, leaf) for n, leaf in q.named_leaves().items()}, unmoved(q.ndim), tuple(sizes))
+    found = q._rebuilt({n: part(n, leaf) for n, leaf in q.named_leaves().items()}, tuple(sizes))
     if tuple(sizes) == tuple(slice_sizes) and max(at, default=1) == 1:
         return found
     within = [start - first for start, first in zip(clipped, firsts, strict=True)]
@@ -243,7 +246,7 @@ def dynamic_slice(
 
 @register("dynamic_update_slice")
 def dynamic_update_slice(
-    primitive: Primitive, q: LeafwiseArray, update: LeafwiseArray, *starts: Any, **params: Any
+    primitive: Primitive, q: LeafwiseArray, update: LeafwiseArray, *starts: Any, **params: object
 ) -> Any:
     q, update = q._single(), update._single()
     partial = [axis for axis in range(q.ndim) if q.shape[axis] != update.shape[axis]]
@@ -253,12 +256,12 @@ def dynamic_update_slice(
     clipped = _clipped(starts, q.shape, update.shape)
     firsts = [start if axis in partial else jnp.zeros_like(start) for axis, start in enumerate(clipped)]
     updated = {name: primitive.bind(leaves[0][name], leaves[1][name], *firsts, **params) for name in leaves[0]}
-    return q._rebuilt(updated, unmoved(q.ndim), q.shape)
+    return q._rebuilt(updated, q.shape)
 
 
 @register("pad")
-def pad(primitive: Primitive, q: LeafwiseArray, value: jax.Array, *, padding_config: Any, **params: Any) -> Any:
-    """Padding has the code of 1 and the value as its scale: the value is known only when the program runs."""
+def pad(primitive: Primitive, q: LeafwiseArray, value: jax.Array, *, padding_config: Any, **params: object) -> Any:
+    """Pad codes with the code of 1 and scales with the value, which is known only when the program runs."""
     q = q._single().with_scale()
     longer = [axis for axis, amounts in enumerate(padding_config) if max(amounts) > 0]
     if not q.unit_codes or any(q.block(axis) > 1 for axis, amounts in enumerate(padding_config) if any(amounts)):
@@ -275,14 +278,14 @@ def pad(primitive: Primitive, q: LeafwiseArray, value: jax.Array, *, padding_con
 
     pairs = zip(q.shape, padding_config, strict=True)
     shape = tuple(n + max(n - 1, 0) * interior + low + high for n, (low, high, interior) in pairs)
-    return q._rebuilt({name: padded(name, leaf) for name, leaf in leaves.items()}, unmoved(q.ndim), shape)
+    return q._rebuilt({name: padded(name, leaf) for name, leaf in leaves.items()}, shape)
 
 
 @register("convert_element_type")
 def convert_element_type(
-    primitive: Primitive, q: LeafwiseArray, *, new_dtype: Any, weak_type: bool = False, **params: Any
+    primitive: Primitive, q: LeafwiseArray, *, new_dtype: Any, weak_type: bool = False, **params: object
 ) -> Any:
-    """Only the dtype on record changes: the array is rounded to it when it is decoded."""
+    """Change the dtype on record alone: the array is rounded to it when it is decoded."""
     del primitive, params
     if weak_type or not jnp.issubdtype(new_dtype, jnp.floating):
         return NotImplemented

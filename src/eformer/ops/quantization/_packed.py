@@ -200,8 +200,8 @@ class PackedArray(LeafwiseArray):
             return 1
         return self.values_per_byte.get(name) or self._block
 
-    def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
-        axis = moved[self.axis % self.ndim] - len(shape) if self.ndim else -1
+    def _rebuilt(self, leaves: Leaves, shape: tuple[int, ...], moved: Mapping[int, int] | None = None) -> Self:
+        axis = -1 if not self.ndim else self.axis if moved is None else moved[self.axis % self.ndim] - len(shape)
         packed = leaves[self.code_fields[0]].shape
         padding = packed[axis] * self._first_count - shape[axis] if shape else 0
         return self._replaced(**leaves, axis=axis, padding=padding)

@@ -21,14 +21,14 @@ from jax.extend.core import Primitive
 
 from eformer.jaximus import register
 
-from ._leafwise import LeafwiseArray, unmoved
+from ._leafwise import LeafwiseArray
 from ._movement import broadcast_in_dim, holds
 
 
 @register("mul")
 @register("div")
-def scale_by(primitive: Primitive, q: LeafwiseArray, x: jax.Array, **params: Any) -> Any:
-    """By a number, or by an array that differs along no axis along which the scales have blocks."""
+def scale_by(primitive: Primitive, q: LeafwiseArray, x: jax.Array, **params: object) -> Any:
+    """Scale by a number, or by an array that is constant along the axes where scales have blocks."""
     shape = np.broadcast_shapes(q.shape, x.shape)
     if shape != q.shape and q.ndim == len(shape):
         axes = {"broadcast_dimensions": tuple(range(q.ndim)), "sharding": None}
@@ -40,12 +40,12 @@ def scale_by(primitive: Primitive, q: LeafwiseArray, x: jax.Array, **params: Any
 
 
 @register("neg")
-def negate(primitive: Primitive, q: LeafwiseArray, **params: Any) -> Any:
+def negate(primitive: Primitive, q: LeafwiseArray, **params: object) -> Any:
     return _with_scales(q, [], q.dtype, lambda leaf: primitive.bind(leaf, **params))
 
 
 def _with_scales(q: LeafwiseArray, axes: list[int], dtype: Any, function: Callable[[jax.Array], jax.Array]) -> Any:
-    """`function` of the scales, which get entries of their own along `axes`; it computes with numbers of `dtype`."""
+    """`q` with `function` applied to its scales, repeated along `axes` before; it computes with numbers of `dtype`."""
     q = q._single().with_scale()
     scales = q.scale_fields
     blocks = any(q._grain(name, axis) > 1 for name in scales for axis in axes)
@@ -55,4 +55,4 @@ def _with_scales(q: LeafwiseArray, axes: list[int], dtype: Any, function: Callab
     if not all(holds(leaves[name].dtype, dtype) for name in scales):
         return NotImplemented
     scaled = {name: function(leaves[name]) for name in scales}
-    return q._rebuilt({**leaves, **scaled}, unmoved(q.ndim), q.shape)
+    return q._rebuilt({**leaves, **scaled}, q.shape)

@@ -128,8 +128,8 @@ class Array8B(LeafwiseArray):
         del name, axis
         return 1
 
-    def _rebuilt(self, leaves: Leaves, moved: Mapping[int, int], shape: tuple[int, ...]) -> Self:
-        ndim = len(shape)
+    def _rebuilt(self, leaves: Leaves, shape: tuple[int, ...], moved: Mapping[int, int] | None = None) -> Self:
+        ndim, moved = len(shape), dict(enumerate(range(self.ndim))) if moved is None else moved
         axes = {moved[a % self.ndim] for a in self.axis or () if a % self.ndim in moved}
         axis = tuple(a - ndim for a in axes if leaves["scale"].shape[a] == 1)  # the others now have scales of their own
         return self._replaced(**leaves, axis=tuple(sorted(axis)))
