@@ -18,10 +18,14 @@ from ._matmul import _lowering as _lowering
 from ._matmul import _ragged as _ragged
 from ._matmul._rule import is_kernel_available as is_kernel_available
 from ._matmul._rule import nf4_use_kernel as nf4_use_kernel
+from ._matmul._rule import use_kernels as use_kernels
 from ._registry import Format as Format
+from ._registry import array_types as array_types
 from ._registry import find_format as find_format
 from ._registry import formats as formats
+from ._registry import register_array_type as register_array_type
 from ._registry import register_format as register_format
+from ._sharding import checked_sharding as checked_sharding
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_8bit import Array8B as Array8B
 from .implicit_array_nf4 import ArrayNF4 as ArrayNF4

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from eformer.jaximus import ImplicitArray, aux_field
 from eformer.kernels.reference import cast
 
+from ._notebook import array_html
 from ._sharding import ShardingType, checked_sharding, is_explicit, named_sharding, place
 from ._sharding import asked_of as asked_of
 from ._sharding import sharding_of as sharding_of

@@ -172,20 +172,21 @@ class PackedArray(LeafwiseArray):
     def factors(self) -> tuple[jax.Array, jax.Array | None]:
         return (self._unscaled(), self._scale()) if self._block == 1 else super().factors()
 
-    def stored_matrix(self) -> Matrix | None:
-        scale = self._stored_scales()
-        if self.kernel_format is None or self.axis < -2 or scale is None:
-            return None
-        (_, rows, cols), codes = self.shape, tuple(self._codes())
-        return Matrix(self.kernel_format, codes, scale, rows, cols, self.axis + 2, max(self._block, 2))
+    def fits_kernels(self) -> bool:
+        scales = [leaf for name, leaf in self.named_leaves().items() if name in self.scale_fields]
+        return self.kernel_format is not None and self.axis >= -2 and all(s.dtype == jnp.float32 for s in scales)
 
-    def _stored_scales(self) -> tuple[jax.Array, ...] | None:
-        """The scales as kernels read them, with an entry per block; None where they can't."""
+    def stored_matrix(self) -> Matrix:
+        (_, rows, cols), codes = self.shape, tuple(self._codes())
+        return Matrix(
+            self.kernel_format or "", codes, self._stored_scales(), rows, cols, self.axis + 2, max(self._block, 2)
+        )
+
+    def _stored_scales(self) -> tuple[jax.Array, ...]:
+        """The scales as kernels read them, with an entry per block."""
         scale = self._scale()
         if scale is None:
             return ()
-        if scale.dtype != jnp.float32:
-            return None
         entries = [-(-n // self._grain(self.scale_fields[0], axis)) for axis, n in enumerate(self.shape)]
         return (scale if self._block == 1 else jnp.broadcast_to(scale, entries),)
 

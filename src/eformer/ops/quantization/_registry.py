@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ._base import QuantizedArray
+
+Class = TypeVar("Class", bound=type[QuantizedArray])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,20 @@ def register_format(name: str, array_type: type[QuantizedArray], encode: Callabl
 def formats() -> tuple[Format, ...]:
     """All formats, in the order they were registered."""
     return tuple(_formats.values())
+
+
+_others: dict[str, type[QuantizedArray]] = {}
+
+
+def register_array_type(cls: Class) -> Class:
+    """Make a class known that no format makes, so that checkpoints can hold its arrays; a decorator."""
+    _others[cls.__name__] = cls
+    return cls
+
+
+def array_types() -> dict[str, type[QuantizedArray]]:
+    """The known classes by name: those of all formats, and those that were registered without one."""
+    return {form.array_type.__name__: form.array_type for form in formats()} | _others
 
 
 def find_format(name: str) -> Format:

@@ -16,9 +16,10 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from eformer.jaximus import materialize, register
-from eformer.kernels import reference
+from eformer.kernels import cpu, reference
 
-from ._matmul._primitive import matmul, matmul_in_xla
+from ._matmul._lowering import matmul_on_cpu
+from ._matmul._primitive import matmul_in_xla, matmul_stacks, note_partly_manual
 from ._rsr_operator import RSROperator
 from ._sharding import asked_of, is_explicit, sharding_of, typed_as
 
@@ -59,7 +60,14 @@ def _matmul(x: jax.Array, q: RSROperator, dtype: np.dtype) -> jax.Array:
     count = math.prod(stack)
     stacked = jtu.tree_map(lambda codes: codes.reshape(count, *codes.shape[-2:]), q)
     x = x.reshape(count, *free, x.shape[-1]).astype(_accumulator(dtype))
-    return matmul(x, stacked, 0, dtype).reshape(*stack, *free, q.shape[-1])
+    return matmul_stacks(x, stacked, 0, dtype).reshape(*stack, *free, q.shape[-1])
+
+
+@matmul_on_cpu.register
+def _(q: RSROperator, x: jax.Array, contracted_axis: int) -> jax.Array | None:
+    if contracted_axis != 0 or x.dtype != jnp.float32 or not cpu.is_available():
+        return None
+    return cpu.segment_matmul(x, *q.codes_and_k())[..., : q.shape[-1]]
 
 
 @matmul_in_xla.register
@@ -141,6 +149,7 @@ def _contract(
     x_batch, x_summed = x_axes
 
     def by_codes(x: jax.Array, q: RSROperator) -> jax.Array:
+        note_partly_manual(q)
         return _matmul(jnp.moveaxis(x, (*x_batch, *x_summed), (*range(stack), -1)), q, dtype)
 
     def dense(x: jax.Array, q: RSROperator) -> jax.Array:

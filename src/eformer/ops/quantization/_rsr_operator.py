@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from eformer.jaximus import ImplicitArray, is_implicit
-from eformer.kernels import cpu
 
 from ._matmul._operand import Grain, Leaves, MatmulOperand
 from ._sharding import sharding_of, shards
@@ -37,11 +36,6 @@ class RSROperator(MatmulOperand):
         """The codes of the binary matrices and their `k`, checked: leaves also come from functions over trees."""
         self.check()
         return tuple(self.named_leaves().values()), self._binaries()[0].k
-
-    def matmul_on_cpu(self, x: jax.Array, contracted_axis: int) -> jax.Array | None:
-        if contracted_axis != 0 or x.dtype != jnp.float32 or not cpu.is_available():
-            return None
-        return cpu.segment_matmul(x, *self.codes_and_k())[..., : self.shape[-1]]
 
     def dot(self, v: ArrayLike | ImplicitArray) -> Any:
         """`v @ A` for `v` of shape (..., n), without `A`: note the order, which is not that of `jax.Array.dot`.

@@ -53,7 +53,7 @@ def named_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedShard
     return NamedSharding(mesh, spec)
 
 
-def checked_sharding(sharding: ShardingType, shape: tuple[int, ...], traced: bool) -> NamedSharding:
+def checked_sharding(sharding: ShardingType, shape: tuple[int, ...], traced: bool = False) -> NamedSharding:
     """`sharding` with a mesh and one entry per axis of an array of that `shape`."""
     if isinstance(sharding, PartitionSpec):
         mesh = jax.sharding.get_abstract_mesh() if traced else jax.sharding.get_mesh()

@@ -146,11 +146,15 @@ class ArrayNF4(PackedArray):
             return self.absmax
         return _decode_absmax(self.absmax, self.nested, self.offset)
 
-    def _stored_scales(self) -> tuple[jax.Array, ...] | None:
+    def fits_kernels(self) -> bool:
+        if self.nested is None or self.offset is None:
+            return super().fits_kernels()
+        is_single = self.nested.dtype == self.offset.dtype == jnp.float32
+        return self.axis >= -2 and is_single and self.offset.ndim == self.ndim - 2  # else a stack of vectors
+
+    def _stored_scales(self) -> tuple[jax.Array, ...]:
         if self.nested is None or self.offset is None:
             return super()._stored_scales()
-        if self.offset.ndim != self.ndim - 2 or {self.nested.dtype, self.offset.dtype} != {jnp.dtype(jnp.float32)}:
-            return None  # a stack of vectors, or float64
         return self.absmax, self.nested, self.offset, jnp.asarray(reference.dynamic_map())
 
     def divisible(self) -> Self:

@@ -38,6 +38,7 @@ from eformer.jaximus import aux_field, register
 from . import _rsr_codes as rsr
 from . import _rsr_matmul as _rsr_matmul  # registers rules
 from ._input import as_floats, without_loss
+from ._registry import register_array_type
 from ._rsr_operator import RSROperator
 from ._sharding import laid_out
 from ._validation import Leaf, Part, Rules, a_number_type, an_int, check_fields
