@@ -1,8 +1,8 @@
 """Quantized arrays as JSON and tensors: the class, its static fields, and which tensor is which leaf.
 
 A description is `{"class": ..., "static": {field: value}, "leaves": {field: tensor name, or a description}}`. Classes
-are looked up among the registered ones, and nowhere else. `"codes"` is the class's
-`code_version` where that is not 1: codes that stood for other values once are read as what they stood for.
+are looked up among the registered ones, and nowhere else. `"codes"` is the class's `code_version` if that is not 1:
+codes of an older version are read with the meaning they had then.
 """
 
 from __future__ import annotations
@@ -10,30 +10,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any  # for JAX's PyTreeDef, which is no type to checkers
 
 import jax
 import numpy as np
 from jax import tree_util as jtu
-from jax.extend.core import jaxprs_in_params
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
-from eformer.jaximus import is_implicit
+from eformer.jaximus import ImplicitArray
 from eformer.ops.quantization import QuantizedArray, array_types, formats
 
 from ._dtypes import BY_NUMPY_NAME
 from ._error import CheckpointError
-from ._header import checked_shape
+from ._header import Json, checked_shape
 
 KEY = "eformer"  # of our part of the metadata
 VERSION = 1
 MAX_DEPTH = 4  # of quantized arrays in quantized arrays
 
-# Decoding may make arrays of so many bytes for each byte stored; a block longer than its row can ask for much more.
+# Bytes of an array that decoding may make per byte stored; a block longer than its row can ask for much more.
 MAX_EXPANSION = 256
 SMALL = 1 << 24
 
-# What the code of a format can raise on leaves that it did not make.
+# Errors that the code of a format can raise on leaves that it did not make.
 FORMAT_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -46,30 +47,36 @@ FORMAT_ERRORS = (
 
 
 def format_name(cls: type) -> str:
-    """What `quantize` calls the class, or else its own name."""
+    """The name of the class's format, or else its own."""
     return next((form.name for form in formats() if form.array_type is cls), cls.__name__)
 
 
-def describe(name: str, q: QuantizedArray) -> tuple[dict[str, Any], list[str]]:
+def names_of(classes: Iterable[type]) -> str:
+    """The names of the formats that make these classes, for an error message."""
+    known = set(classes)
+    return " or ".join(repr(form.name) for form in formats() if form.array_type in known)
+
+
+def describe(name: str, q: ImplicitArray) -> tuple[dict[str, Json], list[str]]:
     """The description of an array called `name`, and the names of its tensors in the order of its leaves."""
     cls = type(q)
     if array_types().get(cls.__name__) is not cls:
         raise TypeError(f"{name!r} is a {cls.__name__}, which is not registered; `register_format` makes it known")
-    static: dict[str, Any] = {}
-    leaves: dict[str, Any] = {}
+    static: dict[str, Json] = {}
+    leaves: dict[str, Json] = {}
     tensors: list[str] = []
     for field in dataclasses.fields(q):
-        value = getattr(q, field.name)
+        value, tensor = getattr(q, field.name), f"{name}.{field.name}"
         if _is_static(field):
             static[field.name] = _encoded(value, name, field.name)
-        elif is_implicit(value):
-            leaves[field.name], inner = describe(f"{name}.{field.name}", value)  # pyright: ignore[reportArgumentType]
+        elif isinstance(value, ImplicitArray):
+            leaves[field.name], inner = describe(tensor, value)
             tensors += inner
         elif value is not None:
-            leaves[field.name] = f"{name}.{field.name}"
-            tensors.append(leaves[field.name])
+            leaves[field.name] = tensor
+            tensors.append(tensor)
     version = code_version(cls)
-    codes = {} if version == 1 else {"codes": version}
+    codes: dict[str, Json] = {} if version == 1 else {"codes": version}
     return {"class": cls.__name__, **codes, "static": static, "leaves": leaves}, tensors
 
 
@@ -77,8 +84,8 @@ def code_version(cls: type) -> int:
     return getattr(cls, "code_version", 1)
 
 
-def rebuild(described: Any, leaf: Callable[[str], Any], depth: int = 0) -> QuantizedArray:
-    """The array of a description, its leaves given by the names of their tensors; a CheckpointError if it is none."""
+def rebuild(described: Json, leaf: Callable[[str], jax.ShapeDtypeStruct], depth: int = 0) -> QuantizedArray:
+    """The array of a description, with `leaf(tensor name)` for each leaf; a CheckpointError if it describes none."""
     known = {"class", "codes", "static", "leaves"}
     if depth > MAX_DEPTH or not isinstance(described, dict) or not described.keys() <= known:
         raise CheckpointError("a quantized array is described by `class`, `codes`, `static` and `leaves`")
@@ -96,7 +103,7 @@ def rebuild(described: Any, leaf: Callable[[str], Any], depth: int = 0) -> Quant
         for name in given:
             if name not in fields or _is_static(fields[name]) != (given is static):
                 raise CheckpointError(f"{cls.__name__} has no {what} {name[:50]!r}")
-    values = {name: _decoded(value) for name, value in static.items()}
+    values: dict[str, object] = {name: _decoded(value) for name, value in static.items()}
     for name, value in leaves.items():
         values[name] = leaf(value) if isinstance(value, str) else rebuild(value, leaf, depth + 1)
     try:
@@ -110,11 +117,11 @@ def rebuild(described: Any, leaf: Callable[[str], Any], depth: int = 0) -> Quant
     return made
 
 
-def _is_static(field: dataclasses.Field[Any]) -> bool:
+def _is_static(field: dataclasses.Field[object]) -> bool:
     return bool(field.metadata.get("static"))
 
 
-def _encoded(value: Any, name: str, field: str) -> Any:
+def _encoded(value: object, name: str, field: str) -> Json:
     if isinstance(value, np.dtype) and value.name in BY_NUMPY_NAME:
         return {"dtype": value.name}
     if isinstance(value, tuple):
@@ -126,23 +133,21 @@ def _encoded(value: Any, name: str, field: str) -> Any:
     raise TypeError(f"{name!r} has the static field `{field}={value!r}`; a checkpoint holds numbers, text and dtypes")
 
 
-def _decoded(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(map(_decoded, value))
-    if isinstance(value, dict):
-        dtype = (
-            BY_NUMPY_NAME.get(value["dtype"]) if value.keys() == {"dtype"} and isinstance(value["dtype"], str) else None
-        )
-        if dtype is None:
+def _decoded(value: Json) -> object:
+    match value:
+        case list():
+            return tuple(map(_decoded, value))
+        case {"dtype": str(name)} if len(value) == 1 and name in BY_NUMPY_NAME:
+            return jax.dtypes.canonicalize_dtype(BY_NUMPY_NAME[name])
+        case dict():
             raise CheckpointError(f"a static field holds {str(value)[:100]}, which is no dtype")
-        return jax.dtypes.canonicalize_dtype(dtype)
     return value
 
 
 def check_decoding(q: QuantizedArray) -> None:
-    """A CheckpointError unless the leaves of `q` decode to its shape, within the memory that its size explains.
+    """Raise a CheckpointError unless the leaves of `q` decode to its shape, in memory proportional to their size.
 
-    A class whose rules speak of all its leaves knows; one that does not is tried out.
+    The rules of a class decide if they cover all its leaves; else decoding is traced.
     """
     try:
         q.check()
@@ -167,6 +172,7 @@ def _rules_cover(cls: type[QuantizedArray]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _problem(treedef: Any, leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> str | None:
+    """What is wrong with a quantized array of these leaves; None if it decodes."""
     given = [jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype)) for shape, dtype in leaves]
     q = jtu.tree_unflatten(treedef, given)
     try:
@@ -183,8 +189,8 @@ def _problem(treedef: Any, leaves: tuple[tuple[tuple[int, ...], np.dtype], ...])
     return None
 
 
-def _sizes(jaxpr: Any) -> list[int]:
-    """Bytes of all arrays that a program makes."""
+def _sizes(jaxpr: Jaxpr) -> list[int]:
+    """Bytes of every array that a program makes."""
     avals = [variable.aval for eqn in jaxpr.eqns for variable in eqn.outvars]
-    own = [math.prod(aval.shape) * aval.dtype.itemsize for aval in avals if hasattr(aval, "shape")]
+    own = [math.prod(aval.shape) * aval.dtype.itemsize for aval in avals if isinstance(aval, ShapedArray)]
     return own + [size for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params) for size in _sizes(inner)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
-# Name in the file -> NumPy type. Those below a byte (F4, F6_E2M3, F6_E3M2) are left out: the format does not say in
-# which order their bits lie.
+# Name in the file -> NumPy type. Types of less than a byte (F4, F6_E2M3, F6_E3M2) are left out: the format does not
+# define the order of their bits.
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(kind)
     for name, kind in {
@@ -37,8 +36,8 @@ NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 BY_NUMPY_NAME: dict[str, np.dtype] = {dtype.name: dtype for dtype in NAMES}
 
 
-def dtype_name(dtype: Any, tensor: str) -> str:
-    """The name in the file of a dtype; a TypeError that names the tensor if there is none."""
+def dtype_name(dtype: DTypeLike, tensor: str) -> str:
+    """The name of a dtype in the file; a TypeError names the tensor if the format has no such dtype."""
     try:
         return NAMES[np.dtype(dtype)]
     except (KeyError, TypeError):
@@ -46,12 +45,13 @@ def dtype_name(dtype: Any, tensor: str) -> str:
         raise TypeError(f"{tensor!r} is {dtype}, which safetensors can't hold; it has {known}") from None
 
 
-def narrowed(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+def narrowed(name: str, array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
     """`array` in a dtype of less range; a ValueError if a finite value would become infinite."""
+    dtype = np.dtype(dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         made = array.astype(dtype, copy=False)
     lost = np.isinf(made) & np.isfinite(array)
     if np.any(lost):
         peak = float(np.max(np.abs(array), initial=0, where=lost))
-        raise ValueError(f"{name!r} has values up to {peak:g}, which {np.dtype(dtype).name} can't hold")
+        raise ValueError(f"{name!r} has values up to {peak:g}, which {dtype.name} can't hold")
     return made

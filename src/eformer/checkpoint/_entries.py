@@ -1,11 +1,10 @@
-"""Arrays in a checkpoint: what is known of them without reading, and their values as they lie in the file."""
+"""Arrays in a checkpoint: what is known of them without reading, and their values as they are in the file."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,38 +12,41 @@ from jax import tree_util as jtu
 
 from eformer.ops.quantization import QuantizedArray
 
-from ._describe import code_version, format_name
+from ._describe import FORMAT_ERRORS, code_version, format_name
 from ._error import CheckpointError
 from ._header import Tensor
+from ._records import Like, Q
 
 
 @dataclass(frozen=True)
 class ArrayInfo:
-    """What is known of an array without reading it."""
+    """Facts about an array that are known without reading it."""
 
     shape: tuple[int, ...]
     dtype: np.dtype  # of the array represented
-    format: str | None  # the name of a quantized format, ours or the file's; None if it is dense
+    format: str | None  # the name of a quantized format, ours or the file's; None if the array is dense
     nbytes: int  # in the file
 
 
 class Entry(abc.ABC):
-    """An array in a checkpoint, in one tensor of the file or several."""
+    """An array in a checkpoint, made of one tensor of the file or several."""
 
+    name: str
+    format: str | None = None
     tensors: Sequence[Tensor]
 
     @property
     @abc.abstractmethod
-    def info(self) -> ArrayInfo: ...
+    def like(self) -> Like:
+        """The array that `host` gives, without values."""
+
+    @abc.abstractmethod
+    def host(self) -> np.ndarray | QuantizedArray:
+        """The array, dense or quantized, of NumPy arrays; they look into the file where nothing has to be decoded."""
 
     @property
-    @abc.abstractmethod
-    def like(self) -> Any:
-        """What `host` gives, with `ShapeDtypeStruct` in place of the arrays."""
-
-    @abc.abstractmethod
-    def host(self) -> Any:
-        """The array, or a quantized array, of NumPy arrays: looking into the file where they lie there as they are."""
+    def info(self) -> ArrayInfo:
+        return ArrayInfo(tuple(self.like.shape), np.dtype(self.like.dtype), self.format, self.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -54,17 +56,24 @@ class Entry(abc.ABC):
         for tensor in self.tensors:
             tensor.drop()
 
+    def wrong(self, what: str) -> CheckpointError:
+        return CheckpointError(what, file=self.tensors[0].file.name, tensor=self.name)
+
+    def checked(self, make: Callable[[], Q]) -> Q:
+        """`make()`, of NumPy arrays; a CheckpointError if that fails, or if the codes are none of its format."""
+        try:
+            made = make()
+            made.check_values()
+        except FORMAT_ERRORS as error:
+            raise self.wrong(str(error)[:300]) from None
+        return made
+
 
 class DenseEntry(Entry):
     """A tensor that is the array."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensors = (tensor,)
-
-    @property
-    def info(self) -> ArrayInfo:
-        (tensor,) = self.tensors
-        return ArrayInfo(tensor.shape, tensor.dtype, None, tensor.nbytes)
+        self.name, self.tensors = tensor.name, (tensor,)
 
     @property
     def like(self) -> jax.ShapeDtypeStruct:
@@ -76,19 +85,16 @@ class DenseEntry(Entry):
 
 
 def dtype_here(tensor: Tensor) -> np.dtype:
-    """The dtype that a leaf of a quantized array has: of 64 bits only if JAX is set to hold such."""
+    """The dtype of a leaf of a quantized array: 64 bits only if JAX has 64-bit types enabled."""
     return jax.dtypes.canonicalize_dtype(tensor.dtype)
 
 
 class QuantizedEntry(Entry):
-    """Tensors that are the leaves of a quantized array; `like` has their shapes in place, `codes` is their version."""
+    """Tensors that are the leaves of a quantized array; `codes` is the version of its codes."""
 
     def __init__(self, name: str, like: QuantizedArray, tensors: Sequence[Tensor], codes: int) -> None:
         self.name, self.tensors, self._like, self._codes = name, tensors, like, codes
-
-    @property
-    def info(self) -> ArrayInfo:
-        return ArrayInfo(self._like.shape, np.dtype(self._like.dtype), format_name(type(self._like)), self.nbytes)
+        self.format = format_name(type(like))
 
     @property
     def like(self) -> QuantizedArray:
@@ -96,9 +102,5 @@ class QuantizedEntry(Entry):
 
     def host(self) -> QuantizedArray:
         leaves = [tensor.view().astype(dtype_here(tensor), copy=False) for tensor in self.tensors]
-        made = jtu.tree_unflatten(jtu.tree_structure(self._like), leaves)
-        try:
-            made.check_values()
-        except ValueError as error:
-            raise CheckpointError(str(error)[:300], file=self.tensors[0].file.name, tensor=self.name) from None
+        made = self.checked(lambda: jtu.tree_unflatten(jtu.tree_structure(self._like), leaves))
         return made if self._codes == code_version(type(made)) else made.recoded(self._codes)

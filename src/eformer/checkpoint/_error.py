@@ -6,11 +6,11 @@ from eformer._text import printable
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that does not hold together: which file, which tensor, what is wrong."""
+    """A checkpoint that contradicts itself; the message names the file, the tensor and what is wrong."""
 
     def __init__(self, what: str, *, file: str | None = None, tensor: str | None = None) -> None:
-        # A hostile file chooses its names: they are quoted, and cut where they would fill the screen. The rest is made
-        # printable, for a path may hold anything too.
+        # A hostile file chooses its names: they are quoted, and cut before they fill the screen. The rest is made
+        # printable, because a path may hold anything too.
         place = [] if file is None else [file]
         if tensor is not None:
             place.append(f"tensor {tensor[:100]!r}")

@@ -1,4 +1,4 @@
-"""A file read through memory mapping: bytes come when they are looked at, and go when they are dropped."""
+"""Files read through memory mapping: pages are read when an array looks at them, and can be dropped again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import numpy as np
 
 from ._error import CheckpointError
 
+StrPath = str | os.PathLike[str]
+
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
-def check_plain(path: str | os.PathLike[str], mode: int | None = None) -> None:
-    """A CheckpointError if `path` is there and is no plain file or a link to one: to open a pipe is to wait."""
+def check_plain(path: StrPath, mode: int | None = None) -> None:
+    """Raise a CheckpointError if `path` exists and is not a plain file or a link to one: opening a pipe waits."""
     if mode is None:
         try:
             mode = os.stat(path).st_mode
@@ -28,8 +30,8 @@ def check_plain(path: str | os.PathLike[str], mode: int | None = None) -> None:
         raise CheckpointError(f"it is {kind}, and must be a plain file", file=os.fspath(path))
 
 
-def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
-    """A plain file for reading; what is none is refused at once, also where it takes the place of a file just now."""
+def open_plain(path: StrPath) -> BufferedReader:
+    """Open a plain file for reading; anything else is refused without waiting, even if it replaces the file now."""
     check_plain(path)
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     file = os.fdopen(os.open(path, flags), "rb")
@@ -44,10 +46,10 @@ def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
 class MappedFile:
     """The bytes of a file, or of a buffer, for reading. `name` is for messages.
 
-    With `copy` they are read into memory at once, so that it does not matter what becomes of the file.
+    With `copy` the file is read into memory at once, and may change or disappear afterwards.
     """
 
-    def __init__(self, source: str | os.PathLike[str] | bytes, *, copy: bool = False) -> None:
+    def __init__(self, source: StrPath | bytes, *, copy: bool = False) -> None:
         self._map: mmap.mmap | None = None
         if isinstance(source, bytes):
             self.name, self.path = "<bytes>", None
@@ -69,13 +71,13 @@ class MappedFile:
         return self.data.size
 
     def drop(self, start: int, stop: int) -> None:
-        """Give the pages that lie whole in this part back to the system; looking again reads them again."""
+        """Give the whole pages between two bytes back to the system; looking at them again reads them again."""
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
         if self._map is not None and last > first and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def close(self) -> None:
-        """No more reading. Arrays that still look into the file keep it mapped until they are gone."""
+        """End reading. Arrays that still look into the file keep it mapped until they are gone."""
         self.data = np.empty(0, np.uint8)
         if self._map is not None:
             with contextlib.suppress(BufferError):  # such an array

@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 
+from eformer.ops.quantization import QuantizedArray
+
 from ._describe import FORMAT_ERRORS
-from ._entries import ArrayInfo, Entry
+from ._entries import Entry
 from ._error import CheckpointError
 from ._file import MappedFile
 from ._gguf_blocks import DECODERS, IDS, PLAIN, TYPES
+from ._gguf_codecs import reader_of
 from ._header import Tensor, checked_shape
+from ._records import Like
 
 MAGIC = b"GGUF"
 MAX_AXES = 4
 MAX_DEPTH = 4  # of arrays of arrays in the metadata
-# Steps that the header may take, of about a microsecond: a text of the metadata takes one, and the largest vocabularies
-# have some 800,000 tokens and merges. What takes longer than a text counts for more.
+# Steps of about a microsecond that parsing a header may take. A text of the metadata takes one; the largest
+# vocabularies have some 800,000 tokens and merges. Tensors, pairs and arrays take longer, and count for more.
 MAX_STEPS = 1 << 21
 STEPS_OF_TENSOR, STEPS_OF_PAIR, STEPS_OF_ARRAY = 16, 8, 8
-ROWS_AT_ONCE = 1 << 14  # blocks encoded at a time
-AT_ONCE = 1 << 16  # elements decoded at a time: what lies between bytes and floats takes several times their room
+AT_ONCE = 1 << 16  # elements decoded at a time: intermediate arrays take several times the memory of the result
 
 STRING, ARRAY = 8, 9
-SCALARS: dict[int, struct.Struct] = {
-    number: struct.Struct("<" + code)
-    for number, code in {
-        0: "B",
-        1: "b",
-        2: "H",
-        3: "h",
-        4: "I",
-        5: "i",
-        6: "f",
-        7: "?",
-        10: "Q",
-        11: "q",
-        12: "d",
-    }.items()
-}
+_CODES = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+SCALARS: dict[int, struct.Struct] = {number: struct.Struct("<" + code) for number, code in _CODES.items()}
 _U32, _U64 = SCALARS[4], SCALARS[10]
 
 
 class Reader:
-    """Walks over the header; each step first looks whether the bytes are there."""
+    """Walks over the header; each step first checks that the bytes are there."""
 
     def __init__(self, file: MappedFile) -> None:
         self.file, self.at = file, 0
@@ -65,26 +54,29 @@ class Reader:
         self.at += count
         return self.data[self.at - count : self.at]
 
-    def scalar(self, kind: struct.Struct) -> Any:
-        if kind.size > self.size - self.at:
-            raise self.wrong(f"the file ends at byte {self.size}, in the middle of its header")
-        (value,) = kind.unpack_from(self.data, self.at)
-        self.at += kind.size
+    def scalar(self, kind: struct.Struct) -> bool | int | float:
+        (value,) = kind.unpack(self.take(kind.size))
         return value
 
+    def u32(self) -> int:
+        return int(self.scalar(_U32))
+
+    def u64(self) -> int:
+        return int(self.scalar(_U64))
+
     def text(self) -> str:
-        """A value, whose bytes that are not UTF-8 (parts of letters in vocabularies) stay as surrogates."""
-        return str(self.take(self.scalar(_U64)), "utf-8", "surrogateescape")
+        """A value; bytes that are not UTF-8 (parts of letters in vocabularies) become surrogates."""
+        return str(self.take(self.u64()), "utf-8", "surrogateescape")
 
     def name(self) -> str:
         try:
-            return str(self.take(self.scalar(_U64)), "utf-8")
+            return str(self.take(self.u64()), "utf-8")
         except UnicodeDecodeError:
             raise self.wrong("a name is not UTF-8") from None
 
     def count(self, least: int, what: str, steps: int = 0) -> int:
         """Read a count of items; raise if they need more bytes than are left, or more steps than the budget."""
-        number = self.scalar(_U64)
+        number = self.u64()
         if number * least > self.size - self.at:
             raise self.wrong(f"{number} {what} can't be in the {self.size - self.at} bytes that are left")
         self.steps -= number * steps
@@ -92,14 +84,14 @@ class Reader:
             raise self.wrong(f"{number} {what}, with all that came before, are more than a model has")
         return number
 
-    def value(self, kind: int, depth: int = 0) -> Any:
+    def value(self, kind: int, depth: int = 0) -> object:
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])
         if kind == STRING:
             return self.text()
         if kind != ARRAY or depth == MAX_DEPTH:
             raise self.wrong(f"the metadata has a value of type {kind}, {depth} levels deep, which GGUF has not")
-        inner = self.scalar(_U32)
+        inner = self.u32()
         if inner in SCALARS:
             number = self.count(SCALARS[inner].size, "numbers")
             return np.frombuffer(self.take(number * SCALARS[inner].size), SCALARS[inner].format).tolist()
@@ -111,22 +103,22 @@ class Reader:
         return [self.value(inner, depth + 1) for _ in range(number)]
 
 
-def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], dict[str, Any]]:
+def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], dict[str, object]]:
     """The arrays of a file by name, and its metadata."""
     reader = Reader(file)
     if bytes(reader.take(4)) != MAGIC:
         raise reader.wrong("this is no GGUF file: it does not begin with those letters")
-    version = reader.scalar(_U32)
+    version = reader.u32()
     if version not in (2, 3):
         raise reader.wrong(f"GGUF version {version}; versions 2 and 3 can be read, little-endian")
     tensors = reader.count(24, "tensors", STEPS_OF_TENSOR)
     pairs = reader.count(13, "metadata entries", STEPS_OF_PAIR)
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, object] = {}
     for _ in range(pairs):
         name = reader.name()
         if name in metadata:
             raise reader.wrong(f"the metadata has {name[:100]!r} twice")
-        metadata[name] = reader.value(reader.scalar(_U32))
+        metadata[name] = reader.value(reader.u32())
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= 2**16 or alignment & (alignment - 1):
         raise reader.wrong(f"`general.alignment` must be a power of two, got {str(alignment)[:50]}")
@@ -144,14 +136,15 @@ def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], dict[str, Any]]:
 
 
 def _described(reader: Reader) -> tuple[str, tuple[int, ...], int, int]:
+    """Name, shape, number of the type, and offset of a tensor."""
     name = reader.name()
-    axes = reader.scalar(_U32)
+    axes = reader.u32()
     if axes > MAX_AXES:
         raise reader.wrong(f"{axes} axes; GGUF has at most {MAX_AXES}", name)
-    shape = checked_shape([reader.scalar(_U64) for _ in range(axes)][::-1])  # the innermost axis comes first
+    shape = checked_shape([reader.u64() for _ in range(axes)][::-1])  # the innermost axis comes first
     if shape is None:
         raise reader.wrong("its shape is absurd", name)
-    return name, shape, reader.scalar(_U32), reader.scalar(_U64)
+    return name, shape, reader.u32(), reader.u64()
 
 
 def _entry(reader: Reader, name: str, shape: tuple[int, ...], kind: int, start: int) -> Entry:
@@ -160,14 +153,13 @@ def _entry(reader: Reader, name: str, shape: tuple[int, ...], kind: int, start: 
     form = TYPES[kind]
     row = shape[-1] if shape else 1
     if row % form.elements:
-        raise reader.wrong(
-            f"rows of {row} are no multiple of the {form.elements} elements of a {form.name} block", name
-        )
+        what = f"rows of {row} are no multiple of the {form.elements} elements of a {form.name} block"
+        raise reader.wrong(what, name)
     stop = start + math.prod(shape) // form.elements * form.bytes
     if stop > len(reader.file):
         raise reader.wrong(f"its data ends at byte {stop} of a file of {len(reader.file)}: the file is cut off", name)
     dtype = PLAIN.get(form.name, np.dtype(np.uint8))
-    return GgufEntry(form.name, shape, Tensor(name, dtype, shape, reader.file, start, stop))
+    return GgufEntry(form.name, Tensor(name, dtype, shape, reader.file, start, stop))
 
 
 def _check_no_overlap(reader: Reader, entries: dict[str, Entry]) -> None:
@@ -179,29 +171,27 @@ def _check_no_overlap(reader: Reader, entries: dict[str, Entry]) -> None:
 
 
 class GgufEntry(Entry):
-    """A tensor of a GGUF file; one in blocks is decoded to float32."""
+    """A tensor of a GGUF file; blocks are read as the class of their codec, or else as float32."""
 
-    def __init__(self, kind: str, shape: tuple[int, ...], tensor: Tensor) -> None:
-        self.kind, self.shape, self.tensors = kind, shape, (tensor,)
-
-    @property
-    def _dtype(self) -> np.dtype:
-        return PLAIN.get(self.kind, np.dtype(np.float32))
+    def __init__(self, kind: str, tensor: Tensor) -> None:
+        self.name, self.kind, self.shape, self.tensors = tensor.name, kind, tensor.shape, (tensor,)
+        self.format = None if kind in PLAIN else kind
 
     @property
-    def info(self) -> ArrayInfo:
-        return ArrayInfo(self.shape, self._dtype, None if self.kind in PLAIN else self.kind, self.nbytes)
+    def like(self) -> Like:
+        codec = reader_of(self.kind)
+        if codec is None or codec.like is None:
+            return jax.ShapeDtypeStruct(self.shape, PLAIN.get(self.kind, np.dtype(np.float32)))
+        return codec.like(self.shape)
 
-    @property
-    def like(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, self._dtype)
-
-    def host(self) -> np.ndarray:
+    def host(self) -> np.ndarray | QuantizedArray:
         (tensor,) = self.tensors
         if self.kind in PLAIN:
             return tensor.view()
-        form = TYPES[IDS[self.kind]]
+        form, codec = TYPES[IDS[self.kind]], reader_of(self.kind)
         blocks = tensor.raw().reshape(-1, form.bytes)
+        if codec is not None and codec.decode is not None:
+            return self.checked(functools.partial(codec.decode, blocks, self.shape))
         decode = DECODERS.get(self.kind) or self._decoder_of_package()
         out = np.empty((len(blocks), form.elements), np.float32)
         with np.errstate(all="ignore"):
@@ -214,17 +204,14 @@ class GgufEntry(Entry):
         try:
             import gguf  # pyright: ignore[reportMissingImports]  # an extra
         except ImportError:
-            raise self._wrong(
+            raise self.wrong(
                 f'its type {self.kind} is decoded by the package gguf: pip install "eformer[gguf]"'
             ) from None
 
         def decode(blocks: np.ndarray) -> np.ndarray:
             try:
                 return gguf.quants.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType[self.kind])
-            except FORMAT_ERRORS as error:  # a type that it does not decode either, above all
-                raise self._wrong(f"the package gguf does not decode its type {self.kind}: {error!r}") from None
+            except FORMAT_ERRORS as error:  # above all, a type that it does not decode either
+                raise self.wrong(f"the package gguf does not decode its type {self.kind}: {error!r}") from None
 
         return decode
-
-    def _wrong(self, what: str) -> CheckpointError:
-        return CheckpointError(what, file=self.tensors[0].file.name, tensor=self.tensors[0].name)

@@ -1,7 +1,7 @@
-"""The block formats of GGUF in NumPy: a block is some bytes that stand for 32 or 256 elements of a row.
+"""The block types of GGUF in NumPy: the bytes of a block hold 32 or 256 elements of a row.
 
-Decoders take bytes (blocks, bytes of one) and give float32 (blocks, elements of one); encoders the other way round.
-Scales are float16 and come first, but in TQ1_0 and TQ2_0, where they come last.
+Decoders take `uint8[blocks, bytes]` and give `float32[blocks, elements]`; encoders do the reverse. Scales are float16;
+they come first in a block, and last in TQ1_0 and TQ2_0.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 
 
 class Type(NamedTuple):
-    """A tensor type: its name, and how many elements take how many bytes."""
+    """A tensor type: its name, and the elements and bytes of one block."""
 
     name: str
     elements: int
     bytes: int
 
 
-# https://github.com/ggml-org/ggml/blob/master/docs/gguf.md has the numbers; the sizes are those of the `gguf` package.
+# The numbers are from https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, the sizes from the package `gguf`.
 TYPES: dict[int, Type] = {
     0: Type("F32", 1, 4),
     1: Type("F16", 1, 2),
@@ -84,7 +84,7 @@ def _half(blocks: np.ndarray, start: int) -> np.ndarray:
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """Byte j has element j in its low four bits, and element j + 16 in its high ones."""
+    """The codes of 32 elements: byte j has element j in its low four bits, and element j + 16 in its high ones."""
     return np.concatenate([packed & 15, packed >> 4], axis=1)
 
 
@@ -105,24 +105,24 @@ def _iq4_nl(blocks: np.ndarray) -> np.ndarray:
 
 
 def _mxfp4(blocks: np.ndarray) -> np.ndarray:
-    # The byte is an exponent, 127 for 1. Halved, its scale is finite for all 256, as the package has it.
+    # The byte is an exponent; 127 means a scale of 1. Half the scale is finite for all 256 bytes, as in `gguf`.
     half = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
     return _E2M1_TWICE[_nibbles(blocks[:, 1:])] * half
 
 
 def _tq1_0(blocks: np.ndarray) -> np.ndarray:
-    """Five trits a byte, the first the most significant of a fraction of 256; `qh` has four, and d comes last."""
+    """A byte is a fraction of 256 whose base-3 digits are five trits; the last four bytes of codes have four trits."""
     parts = []
     for start, width, trits in ((0, 32, 5), (32, 16, 5), (48, 4, 4)):
         digits = blocks[:, None, start : start + width]
         powers = np.array([3**n for n in range(trits)], np.uint8)[None, :, None]
-        shifted = (digits * powers).astype(np.uint16)  # a product of bytes, which wraps
+        shifted = (digits * powers).astype(np.uint16)  # uint8 times uint8 wraps
         parts.append(((shifted * 3) >> 8).reshape(len(blocks), trits * width))
     return (np.concatenate(parts, axis=1).astype(np.float32) - 1) * _half(blocks, 52)
 
 
 def _tq2_0(blocks: np.ndarray) -> np.ndarray:
-    """Per 128 elements 32 bytes: element m + 32 n is at bits 2 n of byte m."""
+    """128 elements take 32 bytes: element m + 32 n is at bits 2 n of byte m."""
     shifts = np.array([0, 2, 4, 6], np.uint8)[None, None, :, None]
     codes = (blocks[:, :64].reshape(-1, 2, 1, 32) >> shifts) & 3
     return (codes.reshape(-1, 256).astype(np.float32) - 1) * _half(blocks, 64)
@@ -140,7 +140,7 @@ DECODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def _scaled(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """`x / scale` by the inverse, as the other writers have it; 0 where the scale is 0 or no number."""
+    """`x / scale` by the inverse, as other writers compute it; 0 where the scale is 0 or not finite."""
     inverse = np.where(
         (scale == 0) | ~np.isfinite(scale), 0, np.divide(1, scale, where=scale != 0, out=np.ones_like(scale))
     )
@@ -148,7 +148,7 @@ def _scaled(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
-    """To the nearest, halves away from zero."""
+    """Round to the nearest integer, halves away from zero."""
     return np.sign(x) * np.floor(np.abs(x) + np.float32(0.5))
 
 
@@ -163,7 +163,7 @@ def _encode_q8_0(x: np.ndarray) -> np.ndarray:
 
 
 def _encode_q4_0(x: np.ndarray) -> np.ndarray:
-    """The element of the largest magnitude becomes -8 times the scale, which so takes its sign."""
+    """The element of the largest magnitude becomes -8 times the scale; the scale may be negative."""
     peak = np.take_along_axis(x, np.argmax(np.abs(x), axis=1)[:, None], axis=1)
     scale = peak / np.float32(-8)
     inverse = _scaled(np.ones_like(scale), scale)
@@ -179,8 +179,13 @@ def _encode_tq2_0(x: np.ndarray) -> np.ndarray:
     return np.concatenate([packed.reshape(-1, 64), _bytes_of(scale)], axis=1)
 
 
-ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "Q8_0": _encode_q8_0,
-    "Q4_0": _encode_q4_0,
-    "TQ2_0": _encode_tq2_0,
+class Encoder(NamedTuple):
+    encode: Callable[[np.ndarray], np.ndarray]
+    steps: int  # the largest magnitude of a block, in units of its scale
+
+
+ENCODERS: dict[str, Encoder] = {
+    "Q8_0": Encoder(_encode_q8_0, 127),
+    "Q4_0": Encoder(_encode_q4_0, 8),
+    "TQ2_0": Encoder(_encode_tq2_0, 1),
 }

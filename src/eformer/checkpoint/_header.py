@@ -1,10 +1,10 @@
-"""The header of a safetensors file: eight bytes of length, then JSON; everything is checked before it is believed."""
+"""The header of a safetensors file: eight bytes of length, then JSON; everything is checked before it is used."""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -12,18 +12,20 @@ from ._dtypes import DTYPES
 from ._error import CheckpointError
 from ._file import MappedFile
 
-MAX_HEADER = 100_000_000  # bytes; the limit that the format's own reader has
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+MAX_HEADER = 100_000_000  # bytes; the limit of the format's own reader
 MAX_AXES = 32  # NumPy ends at 64, and nothing real is near
-MAX_ELEMENTS = 2**48  # of an array, empty axes not counted: what holds no byte must not have an absurd shape either
+MAX_ELEMENTS = 2**48  # of an array; empty axes are not counted, so an empty array has no absurd shape either
 MAX_DEPTH = 400  # of JSON; trees have 100 levels of two
 METADATA = "__metadata__"
 # A tensor takes an object and two lists, a quantized array four objects more; the largest models have some 200,000.
 MAX_TENSORS = 2**18
-MAX_OPENED = {b"{": 2**20, b"[": 2**22}  # objects and lists, and such letters in names: each takes a microsecond or two
+MAX_OPENED = {b"{": 2**20, b"[": 2**22}  # objects and lists, or these letters in names: each takes a microsecond or two
 
 
 class Tensor(NamedTuple):
-    """An array in a file as it lies there: bytes `start` to `stop`, in C order and little-endian."""
+    """An array in a file: bytes `start` to `stop`, in C order and little-endian."""
 
     name: str
     dtype: np.dtype
@@ -50,29 +52,34 @@ class Tensor(NamedTuple):
 
 def read_header(file: MappedFile) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file by name, in the order of the header, and its metadata."""
+
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(what, file=file.name)
+
     if len(file) < 8:
-        raise CheckpointError(f"{len(file)} bytes are too few for a safetensors file", file=file.name)
+        raise wrong(f"{len(file)} bytes are too few for a safetensors file")
     length = int.from_bytes(file.data[:8].tobytes(), "little")
     if not 2 <= length <= min(MAX_HEADER, len(file) - 8):
-        raise CheckpointError(
-            f"a header of {length} bytes in a file of {len(file)}: this is no safetensors file, or it is cut off",
-            file=file.name,
-        )
+        raise wrong(f"a header of {length} bytes in a file of {len(file)}: no safetensors file, or it is cut off")
     header = parse_json(file.data[8 : 8 + length].tobytes(), file.name, "the header")
     if not isinstance(header, dict):
-        raise CheckpointError("the header is no JSON object", file=file.name)
+        raise wrong("the header is no JSON object")
     metadata = header.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"`{METADATA}` must map text to text", file=file.name)
+    if not _maps_text_to_text(metadata):
+        raise wrong(f"`{METADATA}` must map text to text")
     if len(header) > MAX_TENSORS:
-        raise CheckpointError(f"{len(header)} tensors are more than a model has", file=file.name)
+        raise wrong(f"{len(header)} tensors are more than a model has")
     tensors = {name: _tensor(name, entry, file, 8 + length) for name, entry in header.items()}
     _check_cover(tensors, file, 8 + length)
     return tensors, metadata
 
 
-def parse_json(text: bytes, file: str, what: str) -> Any:
-    """JSON, whatever it holds; no key twice in an object."""
+def _maps_text_to_text(value: Json) -> TypeGuard[dict[str, str]]:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
+def parse_json(text: bytes, file: str, what: str) -> Json:
+    """Parse any JSON whose objects have no key twice; raise a CheckpointError about `what` otherwise."""
     if text[:1] not in (b"{", b"["):
         raise CheckpointError(f"{what} is no JSON object", file=file)
     for letter, most in MAX_OPENED.items():
@@ -87,17 +94,17 @@ def parse_json(text: bytes, file: str, what: str) -> Any:
     return found
 
 
-def _is_deep(value: Any) -> bool:
-    level = [value]
+def _is_deep(value: Json) -> bool:
+    level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH):
-        inner = (child for node in level for child in (node.values() if type(node) is dict else node))
-        level = [child for child in inner if type(child) in (dict, list)]
+        inner = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
+        level = [child for child in inner if isinstance(child, (dict, list))]
         if not level:
             return False
     return True
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -110,54 +117,54 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 _KEYS = {"dtype", "shape", "data_offsets"}
 
 
-def _tensor(name: str, entry: Any, file: MappedFile, base: int) -> Tensor:
+def _tensor(name: str, entry: Json, file: MappedFile, base: int) -> Tensor:
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(what, file=file.name, tensor=name)
 
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
         raise wrong("an entry of the header has `dtype`, `shape` and `data_offsets`")
-    dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    kind, offsets = entry["dtype"], entry["data_offsets"]
+    dtype = DTYPES.get(kind) if isinstance(kind, str) else None
     if dtype is None:
-        raise wrong(f"the dtype {str(entry['dtype'])[:50]!r} is not one of {', '.join(DTYPES)}")
+        raise wrong(f"the dtype {str(kind)[:50]!r} is not one of {', '.join(DTYPES)}")
     shape = checked_shape(entry["shape"])
     if shape is None:
-        raise wrong(
-            f"the shape {str(entry['shape'])[:100]} must be a list of at most {MAX_AXES} sizes that are not absurd"
-        )
-    offsets = entry["data_offsets"]
-    if not isinstance(offsets, list) or len(offsets) != 2 or not type(offsets[0]) is type(offsets[1]) is int:
-        raise wrong(f"`data_offsets` must be two integers, got {str(offsets)[:100]}")
-    start, stop = offsets
+        given = str(entry["shape"])[:100]
+        raise wrong(f"the shape {given} must be a list of at most {MAX_AXES} sizes that are not absurd")
+    match offsets:
+        case [int(start), int(stop)] if type(start) is type(stop) is int:
+            pass
+        case _:
+            raise wrong(f"`data_offsets` must be two integers, got {str(offsets)[:100]}")
     if not 0 <= start <= stop <= len(file) - base:
         raise wrong(f"`data_offsets` {str(offsets)[:100]} are outside of the {len(file) - base} bytes of data")
     needed = math.prod(shape) * dtype.itemsize
     if stop - start != needed:
-        raise wrong(f"{entry['dtype']}{list(shape)} takes {needed} bytes, `data_offsets` {offsets} give {stop - start}")
+        raise wrong(f"{kind}{list(shape)} takes {needed} bytes, `data_offsets` {offsets} give {stop - start}")
     return Tensor(name, dtype, shape, file, base + start, base + stop)
 
 
-def checked_shape(shape: Any) -> tuple[int, ...] | None:
+def checked_shape(shape: object) -> tuple[int, ...] | None:
     """`shape` as a tuple; None unless it is a list of sizes that an array can have."""
     if not isinstance(shape, list) or len(shape) > MAX_AXES:
         return None
+    sizes: list[int] = []
     elements = 1
     for size in shape:
         if type(size) is not int or size < 0:
             return None
         elements *= size or 1
-    return tuple(shape) if elements <= MAX_ELEMENTS else None
+        sizes.append(size)
+    return tuple(sizes) if elements <= MAX_ELEMENTS else None
 
 
 def _check_cover(tensors: dict[str, Tensor], file: MappedFile, base: int) -> None:
-    """The tensors lie one after another, from the end of the header to the end of the file: no overlap and no gap."""
+    """Raise unless the tensors follow each other from the header to the end of the file, without overlap or gap."""
     end = base
     for tensor in sorted(tensors.values(), key=lambda t: (t.start, t.stop)):
         if tensor.start != end:
-            what = (
-                "overlaps the one before it"
-                if tensor.start < end
-                else f"has {tensor.start - end} stray bytes before it"
-            )
+            gap = tensor.start - end
+            what = "overlaps the one before it" if gap < 0 else f"has {gap} stray bytes before it"
             raise CheckpointError(what, file=file.name, tensor=tensor.name)
         end = tensor.stop
     if end != len(file):

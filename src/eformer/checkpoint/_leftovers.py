@@ -1,14 +1,14 @@
-"""What a save that was killed has left: found by its journal, and removed when no process holds that.
+"""Leftovers of killed saves: found by their journals, and removed when no process holds the journal.
 
 A save of `model.safetensors` with the random token T has
 
-    .model.safetensors.T.saving          its journal, JSON, which it holds a lock on as long as it lives
+    .model.safetensors.T.saving          its journal, JSON, locked as long as the save lives
     .model.safetensors.T.0.tmp           the file, or the index, before it takes its name
     .model.safetensors.T.1.tmp           shards and copies, likewise
-    model-T-00001-of-00002.safetensors   shards, T cut to eight digits, from when all is written
+    model-T-00001-of-00002.safetensors   shards, with eight digits of T, once everything is written
 
-Nothing is removed that is not named so with the token of a journal, or that an index in the folder names. The journal
-also tells which shards the index that was replaced had, for the case that the end came before they were removed.
+Only files named like this, with the token of a journal, are removed, and none that an index in the folder names. The
+journal also lists the shards of the index that was replaced, for the case that the kill came before their removal.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import re
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from eformer._files import short
 
 from ._locks import OpenFile
-from ._sources import INDEX_SUFFIX, SUFFIX, shards_of
+from ._paths import INDEX_SUFFIX, SUFFIX, shards_of
 
 MAX_JOURNAL = 10_000_000  # bytes
 
@@ -61,14 +60,14 @@ def named_by_indexes(folder: Path, *, but: Path | None = None) -> set[Path]:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Remove files as far as that can be done; what stays is left to the next save."""
+    """Remove the files that can be removed; the next save tries the others again."""
     for path in paths:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def sweep(path: Path) -> None:
-    """Remove what killed saves of `path` have left; to be called under its lock."""
+    """Remove the leftovers of killed saves of `path`; call it under the lock of the path."""
     names = os.listdir(path.parent)
     journal = re.compile(re.escape(f".{short(path.name)}.") + r"([0-9a-f]{16})\.saving")
     for found in filter(None, map(journal.fullmatch, names)):
@@ -84,7 +83,7 @@ def _sweep_one(path: Path, token: str, journal: Path, names: list[str]) -> None:
         temporary = re.compile(re.escape(f".{short(path.name)}.{token}.") + r"\d+\.tmp")
         shard = re.compile(re.escape(f"{path.stem}-{token[:8]}-") + r"\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
         left = {path.with_name(name) for name in names if temporary.fullmatch(name) or shard.fullmatch(name)}
-        if temporary_path(path, token, 0) not in left:  # it has its name, and what it replaced can go
+        if temporary_path(path, token, 0) not in left:  # it is in place, and what it replaced can go
             left |= _replaced(path, file.handle)
         remove(left - named_by_indexes(path.parent))
         remove([journal])
@@ -95,7 +94,7 @@ def _sweep_one(path: Path, token: str, journal: Path, names: list[str]) -> None:
 def _replaced(path: Path, journal: int) -> set[Path]:
     """The shards that the journal of a killed save meant to remove."""
     try:
-        told: Any = json.loads(os.read(journal, MAX_JOURNAL) or b"{}")
+        told = json.loads(os.read(journal, MAX_JOURNAL) or b"{}")
         names = list(told["replaces"])
     except (ValueError, LookupError, TypeError, RecursionError):
         return set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import jax
@@ -12,36 +11,38 @@ from jax.sharding import NamedSharding
 from eformer.model import named_leaves
 
 from ._error import CheckpointError
+from ._file import StrPath
 from ._open import Checkpoint, open_checkpoint
 from ._place import ShardingFor
 from ._progress import Meter, Progress
+from ._records import Value
 from ._tree import SCALAR, rebuilt
 
 
 def load(
-    source: str | os.PathLike[str] | bytes,
+    source: StrPath | bytes,
     *,
-    like: Any = None,
+    like: object = None,
     sharding: ShardingFor = None,
     flat: bool = False,
     copy: bool = False,
     progress: Progress | None = None,
-) -> Any:
-    """The arrays of a checkpoint: nested dicts and lists as they were saved; a flat dict if the file tells of no tree.
+) -> Any:  # the tree that was saved, or `like`
+    """The arrays of a checkpoint: nested dicts and lists as they were saved; a flat dict if the file has no tree.
 
-    `like` is any pytree (a Flax or Equinox model, shapes from `jax.eval_shape`): its structure is filled with the
-    arrays that have the names of its leaves ("layers.0.mlp.kernel"), and those must have its shapes; dtypes and formats
-    are the file's. A number in it is filled with a number. Arrays that `like` does not name are not read. `flat` gives
-    a dict of names in any case.
+    `like` is any pytree (a Flax or Equinox model, shapes from `jax.eval_shape`). Its leaves are filled with the arrays
+    of the same names ("layers.0.mlp.kernel"), which must have its shapes; dtypes and formats are the file's. A number
+    in it is filled with a number. Arrays that `like` does not name are not read. `flat` gives a dict of names in any
+    case.
 
-    `sharding` is one for all, a dict by name, or a function of name and shape; it speaks of the axes of the array,
-    whatever its format. Without it, a leaf of `like` that has a NamedSharding tells. Each device gets its part from the
+    `sharding` is one for all arrays, a dict by name, or a function of name and shape; it names the axes of the array,
+    whatever its format. Without it, a NamedSharding of a leaf of `like` is used. Each device reads its shard from the
     file.
 
-    Files are mapped: one that another program cuts shorter meanwhile ends the process, as it does any that maps files.
-    `copy` reads them first, whole, and raises in that case; it takes the memory of the files besides.
+    Files are memory-mapped: if another program truncates one meanwhile, the system ends the process. `copy` reads the
+    whole files first, and raises in that case; it takes their size in memory besides.
 
-    Arrays of 64 bits stay NumPy's, unless JAX is set to hold them.
+    64-bit arrays stay NumPy arrays, unless JAX has 64-bit types enabled.
     """
     if flat and like is not None:
         raise ValueError("`flat` and `like` ask for two different trees; give one")
@@ -52,7 +53,7 @@ def load(
         meter = Meter(progress, sum(checkpoint.info(name).nbytes for name in names))
 
         @functools.cache  # a tree that names an array in two places has the same one there
-        def read(name: str) -> Any:
+        def read(name: str) -> Value:
             made = checkpoint.read(name, sharding)
             meter.add(name, checkpoint.info(name).nbytes)
             return made
@@ -64,7 +65,7 @@ def load(
 
 
 def _check_tree(checkpoint: Checkpoint) -> None:
-    """A CheckpointError, before anything is read, unless the tree is one and names arrays that are there."""
+    """Raise a CheckpointError, before anything is read, unless the tree is one and names arrays that are there."""
 
     def check(name: str) -> None:
         if name not in checkpoint:
@@ -76,23 +77,22 @@ def _check_tree(checkpoint: Checkpoint) -> None:
         raise CheckpointError(error.what, file=str(checkpoint.path or "<bytes>"), tensor=error.tensor) from None
 
 
-def _filled(checkpoint: Checkpoint, like: Any, sharding: ShardingFor, progress: Progress | None) -> Any:
+def _filled(checkpoint: Checkpoint, like: object, sharding: ShardingFor, progress: Progress | None) -> object:
     named, structure = named_leaves(like)
     named = [(name or SCALAR, leaf) for name, leaf in named]
+
+    def wrong(what: str, name: str) -> CheckpointError:
+        return CheckpointError(what, file=str(checkpoint.path), tensor=name)
+
     missing = [name for name, _ in named if name not in checkpoint]
     if missing:
         there = ", ".join(map(repr, list(checkpoint)[:3]))
-        raise CheckpointError(
-            f"{len(missing)} of {len(named)} leaves of `like` are not in the checkpoint, which has {there}, ...",
-            file=str(checkpoint.path),
-            tensor=missing[0],
-        )
+        what = f"{len(missing)} of {len(named)} leaves of `like` are not in the checkpoint, which has {there}, ..."
+        raise wrong(what, missing[0])
     for name, leaf in named:
         shape, found = tuple(getattr(leaf, "shape", ())), checkpoint.info(name).shape
         if shape != found:
-            raise CheckpointError(
-                f"its shape is {found}, and `like` has {shape}", file=str(checkpoint.path), tensor=name
-            )
+            raise wrong(f"its shape is {found}, and `like` has {shape}", name)
     meter = Meter(progress, sum(checkpoint.info(name).nbytes for name, _ in named))
     leaves = []
     for name, leaf in named:

@@ -1,4 +1,4 @@
-"""Locks between processes and threads, which end with whoever holds them, also if it is killed."""
+"""Locks between processes and threads; they end with the holder, even if it is killed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-SECONDS = 60.0  # that a save waits for others to put their files in place, which takes milliseconds
+SECONDS = 60.0  # that a save waits while others put their files in place, which takes milliseconds
 PAUSE = 0.002
 
 
 class OpenFile:
-    """A file that is open until it is closed or forgotten, as an interrupt may make it be."""
+    """A file that stays open until it is closed or garbage collected, as after an interrupt."""
 
     handle = -1  # when it is closed
 
@@ -31,10 +31,10 @@ class OpenFile:
         except PermissionError:
             if flags & os.O_EXCL or not os.path.lexists(path):
                 raise
-            self.handle = os.open(path, os.O_RDONLY | safely)  # another user's; to hold it, that is enough
+            self.handle = os.open(path, os.O_RDONLY | safely)  # another user's; enough to hold its lock
 
     def hold(self) -> bool | None:
-        """Lock it until it is closed: False if another has it, None where the file system has no locks."""
+        """Lock the file until it is closed: False if another has it, None if the file system has no locks."""
         if fcntl is None:
             return None
         try:
@@ -49,7 +49,7 @@ class OpenFile:
         return stat.S_ISREG(os.fstat(self.handle).st_mode)
 
     def has_its_name(self) -> bool:
-        """Whether no other file has taken its name, nor was it removed."""
+        """Whether the file still has its name: it was neither removed nor replaced."""
         try:
             there = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -66,9 +66,9 @@ class OpenFile:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """A block that one thread of one process is in at a time; False where the file system has no locks.
+    """A block for one thread of one process at a time; False if the file system has no locks.
 
-    The file `path` is there during the block. One that a killed process left is taken over.
+    The file `path` exists during the block. One that a killed process left is taken over.
     """
     file = _acquired(path)
     try:
@@ -76,7 +76,7 @@ def locked(path: Path) -> Iterator[bool]:
     finally:
         if file is not None:
             with contextlib.suppress(OSError):  # another user's, in a folder where that matters
-                path.unlink(missing_ok=True)  # while it is held: who waits for it finds it gone, and makes another
+                path.unlink(missing_ok=True)  # while it is held: waiting processes find it gone, and make another
             file.close()
 
 

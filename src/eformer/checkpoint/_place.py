@@ -1,9 +1,8 @@
-"""From a mapped file to devices: each device gets its part, and nothing keeps looking into the file."""
+"""From a mapped file to devices: each device gets its shard, and no result keeps looking into the file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,13 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from eformer.ops.quantization import QuantizedArray, checked_sharding
 
-from ._records import structs
+from ._records import Value, structs
 
 # One for all arrays, by name, or a function of name and shape; None is the default device.
 OneSharding = Sharding | PartitionSpec | None
 ShardingFor = OneSharding | Mapping[str, OneSharding] | Callable[[str, tuple[int, ...]], OneSharding]
 
-ALIGNMENT = 64  # bytes; from there on JAX on CPU takes memory over instead of copying it
+ALIGNMENT = 64  # bytes; JAX on CPU takes memory over from there, and copies any other
 
 
 def sharding_for(sharding: ShardingFor, name: str, shape: tuple[int, ...]) -> OneSharding:
@@ -33,10 +32,10 @@ def sharding_for(sharding: ShardingFor, name: str, shape: tuple[int, ...]) -> On
     return found
 
 
-def place(name: str, host: Any, sharding: OneSharding) -> Any:
-    """`host`, of NumPy arrays, as one of JAX's; it must be able to split over the devices as `sharding` says.
+def place(name: str, host: np.ndarray | QuantizedArray, sharding: OneSharding) -> Value:
+    """`host`, made of NumPy arrays, on devices; a ValueError if `sharding` can't split it.
 
-    A dense array of 64 bits stays NumPy's unless JAX is set to hold such: it would be cut to 32.
+    A dense 64-bit array stays a NumPy array unless JAX has 64-bit types enabled: it would be cut to 32 bits.
     """
     try:
         if isinstance(host, QuantizedArray):
@@ -71,7 +70,7 @@ def _checked(sharding: OneSharding, shape: tuple[int, ...]) -> Sharding | None:
         spec = sharding if isinstance(sharding, PartitionSpec) else sharding.spec
         return NamedSharding(found.mesh, spec, memory_kind=found.memory_kind)
     if sharding is not None:
-        sharding.shard_shape(shape)  # raises unless the axes can be split so
+        sharding.shard_shape(shape)  # raises unless it can split the axes
     return sharding
 
 
@@ -82,7 +81,7 @@ def _place_array(view: np.ndarray, sharding: Sharding | None) -> jax.Array:
 
 
 def aligned_copy(view: np.ndarray) -> np.ndarray:
-    """A copy where JAX on CPU can use the memory as it is, so that there is one copy and not two."""
+    """A copy whose memory JAX on CPU uses as it is, so that there is one copy and not two."""
     memory = np.empty(view.nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     copy = memory[start : start + view.nbytes].view(view.dtype).reshape(view.shape)

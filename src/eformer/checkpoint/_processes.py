@@ -1,4 +1,4 @@
-"""Several processes that save together: the first decides, all write their parts, and it appears when all are done."""
+"""Several processes save together: the first decides, all write their shards, and the file appears at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -24,8 +24,11 @@ def is_first() -> bool:
     return not are_several() or jax.process_index() == 0
 
 
-def from_first(make: Callable[[], Any]) -> Any:
-    """What `make` gives in the first process, which JSON can hold; what it raises there, all raise."""
+T = TypeVar("T", bound="list[str] | None")
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """The result of `make` in the first process, which JSON can hold; an error there is raised in all."""
     if not are_several():
         return make()
     given, error = {}, None
@@ -53,7 +56,7 @@ def _broadcast(text: bytes) -> bytes:
 
 
 def _all(value: bool) -> bool:
-    """Whether it is true in every process; returns when all have said so."""
+    """Whether `value` is true in every process; returns when all have answered."""
     from jax.experimental import multihost_utils
 
     return bool(np.all(multihost_utils.process_allgather(np.int32(value))))
@@ -61,9 +64,9 @@ def _all(value: bool) -> bool:
 
 @contextlib.contextmanager
 def saved_together(start: Callable[[], Saving], index: Callable[[Sequence[str]], bytes] | None) -> Iterator[list[Path]]:
-    """The files of a save that the first process starts and all of them fill; they get their names when all have.
+    """The files of a save that the first process starts and all fill; they get their names when all are done.
 
-    `index` makes the text of the index of the names of shards.
+    `index(names of shards)` gives the text of the index.
     """
     started: list[Saving] = []
 

@@ -1,4 +1,4 @@
-"""Telling how far a long reading or writing is."""
+"""Progress of long reads and writes, in bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Progress = Callable[[str, int, int], object]  # (name, bytes done, bytes in all)
 
 
 class Meter:
-    """Counts bytes, and tells `progress` of them."""
+    """Counts bytes, and reports them to `progress`."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         if progress is not None and not callable(progress):

@@ -1,12 +1,12 @@
 """A save: files under names of their own, which take their places together, or are removed.
 
-Writers may be many, as threads or processes, and each may be killed at any moment: what is found under a path is the
+Writers may be many, as threads or processes, and each may be killed at any moment. What is found under a path is the
 checkpoint of one of them, whole, or the one that was there before.
 
-1. All room is reserved, in files with a random token in their names. A journal with the same token is held by a lock.
-2. They are written and brought to the disk.
-3. Under the lock of the path, shards take their names, which no other save has; then the file, or the index, replaces
-   the one that is there, in one step; then the shards that the old index named are removed.
+1. All room is reserved, in files with a random token in their names. A lock holds a journal with the same token.
+2. The files are written and brought to the disk.
+3. Under the lock of the path, the shards take their names, which no other save has; then the file, or the index,
+   replaces the old one in one step; then the shards that the old index named are removed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import shutil
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from eformer._files import check_free, make_folder, reserve, room_for, sync_folder, unmake_folders
 
+from ._file import StrPath
 from ._leftovers import (
     index_path,
     journal_path,
@@ -36,17 +38,18 @@ from ._leftovers import (
     temporary_path,
 )
 from ._locks import OpenFile, locked
-from ._sources import SUFFIX, shards_of
+from ._paths import SUFFIX, shards_of
+from ._progress import Progress
 
 PATIENCE = 0.2  # seconds that the end of a process waits for a save to put its files in place
 _living: weakref.WeakSet[Saving] = weakref.WeakSet()
 
 
 class Saving:
-    """Files of `sizes` bytes that are to become `path`, or its shards if there are several.
+    """Files of `sizes` bytes that become `path`, or its shards if there are several.
 
-    `temporaries` are to be filled; `commit` puts them in place, and `abandon` removes them. `sources` are files that
-    must not be replaced; copies of `beside` go into the folder with the rest.
+    The caller fills `temporaries`; `commit` puts them in place, and `abandon` removes them. `sources` are files that
+    must not be replaced; copies of `beside` go into the same folder.
     """
 
     def __init__(
@@ -59,14 +62,14 @@ class Saving:
         beside: Sequence[Path] = (),
     ) -> None:
         self.path, self.index, self.overwrite = path, index_path(path), overwrite
-        self._heads = [path, self.index] if path.suffix == SUFFIX else [path]  # of which one is there
+        self._heads = [path, self.index] if path.suffix == SUFFIX else [path]  # one of them is there
         self.beside = {path.with_name(each.name): each for each in beside}
         self._check(sources)
         self._mutex, self._journal, self._made = threading.RLock(), None, make_folder(path.parent)
         self._placing, self.ended = False, False
         self.token, self.names, self.temporaries = "", [], []
-        total = sum(sizes) + sum(each.stat().st_size for each in beside)
-        with room_for(path, total):
+        self.total = sum(sizes) + sum(each.stat().st_size for each in beside)
+        with room_for(path, self.total):
             try:
                 self._begin(len(sizes))
                 _living.add(self)
@@ -77,7 +80,7 @@ class Saving:
                 raise
 
     def _check(self, sources: Iterable[Path]) -> None:
-        """An error if something would be replaced that must not be."""
+        """Raise an error if something would be replaced that must not be."""
         for each in self._heads:
             check_free(each, overwrite=self.overwrite)
         for copy, original in self.beside.items():
@@ -92,7 +95,7 @@ class Saving:
                 raise ValueError(f"{each} is read, and would be replaced: write to another place, and move it then")
 
     def _old_shards(self) -> set[Path]:
-        """What the index that is there names, and no other index does."""
+        """The shards that the index on disk names, and no other index does."""
         named = shards_of(self.index) if self.index in self._heads else set[Path]()
         return named - named_by_indexes(self.path.parent, but=self.index) if named else named
 
@@ -107,7 +110,7 @@ class Saving:
                 taken = any(os.path.lexists(self.path.with_name(name)) for name in self.names)
             self._journal = OpenFile(journal_path(self.path, self.token), os.O_CREAT | os.O_EXCL)
             self._journal.hold()
-        first = 0 if count == 1 else 1  # 0 is what takes the last step
+        first = 0 if count == 1 else 1  # 0 is the file that takes the last step
         self.temporaries = [temporary_path(self.path, self.token, first + i) for i in range(count)]
 
     def commit(self, index: bytes | None = None) -> Path:
@@ -129,7 +132,7 @@ class Saving:
                 self._placing = True
                 os.replace(head, final)
                 sync_folder(self.path.parent)
-                # The index goes before its shards, so that none is left without them.
+                # The index goes before its shards, so that no index is left without them.
                 for each in (*self._heads, *old):
                     if each != final and os.path.lexists(each):
                         each.unlink(missing_ok=True)
@@ -139,7 +142,7 @@ class Saving:
             return final
 
     def _prepared(self, index: bytes | None) -> tuple[Path, dict[Path, Path]]:
-        """The file that takes the last step, and those of the copies that are not there already; all on the disk."""
+        """The file that takes the last step, and the copies that are missing, all on the disk."""
         head = temporary_path(self.path, self.token, 0)
         if index is not None:
             with _to_disk(head) as file:
@@ -159,11 +162,11 @@ class Saving:
 
     @property
     def committed(self) -> bool:
-        """Whether the file, or the index, has its place. The disk tells: an interrupt may come at any moment."""
+        """Whether the file, or the index, is in place. The disk decides: an interrupt may come at any moment."""
         return self._placing and not os.path.lexists(temporary_path(self.path, self.token, 0))
 
     def abandon(self) -> None:
-        """Remove what was written, unless it has its place."""
+        """Remove what was written, unless it is in place."""
         with self._mutex:
             if self.ended:
                 return
@@ -176,7 +179,7 @@ class Saving:
             self._end()
 
     def _end(self) -> None:
-        """From here on what is left, if anything is, is for the next save to remove."""
+        """Release the journal. From here on, the next save removes leftovers."""
         if self._journal is not None:
             self._journal.close()
         self.ended = True
@@ -184,19 +187,23 @@ class Saving:
 
 
 def abandon_saves() -> None:
-    """Remove what the saves that are under way in this process have written: it is about to end."""
+    """Remove what the running saves of this process have written: it is about to end."""
     for saving in list(_living):
         if saving._mutex.acquire(timeout=PATIENCE):  # else it is putting its files in place
             saving.abandon()
             saving._mutex.release()
 
 
+def atomic_file(path: Path, *, overwrite: bool) -> contextlib.AbstractContextManager[BinaryIO]:
+    """A file to write, which takes the name `path` when the block ends, and is removed if the block raises."""
+    return filling(Saving(path, [0], overwrite=overwrite))
+
+
 @contextlib.contextmanager
-def atomic_file(path: Path, *, overwrite: bool, size: int = 0, **how: Iterable[Path]) -> Iterator[BinaryIO]:
-    """A file to write that takes the name `path` when the block ends, and is removed if it raises."""
-    saving = Saving(path, [size], overwrite=overwrite, **how)  # pyright: ignore[reportArgumentType]
+def filling(saving: Saving) -> Iterator[BinaryIO]:
+    """The one file of a save, to write; the save is committed when the block ends, and abandoned if it raises."""
     try:
-        with room_for(path, size), open(saving.temporaries[0], "r+b") as file:
+        with room_for(saving.path, saving.total), open(saving.temporaries[0], "r+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -204,6 +211,23 @@ def atomic_file(path: Path, *, overwrite: bool, size: int = 0, **how: Iterable[P
     except BaseException:
         saving.abandon()
         raise
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint is written, whether it may replace another one, and who is told of the progress.
+
+    `sources` are files that must not be replaced; copies of `beside` go into the same folder.
+    """
+
+    path: StrPath
+    overwrite: bool = False
+    progress: Progress | None = None
+    sources: Sequence[Path] = ()
+    beside: Sequence[Path] = ()
+
+    def saving(self, path: Path, sizes: Sequence[int]) -> Saving:
+        return Saving(path, sizes, overwrite=self.overwrite, sources=self.sources, beside=self.beside)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ with keys that are not text, or `{"list": [node, ...]}`. Among items, a key is t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
 
 from jax import tree_util as jtu
 
@@ -17,19 +17,21 @@ from eformer.model import named_leaves
 from eformer.ops.quantization import QuantizedArray
 
 from ._error import CheckpointError
+from ._header import Json
 
 MAX_DEPTH = 100
 SCALAR = "value"  # the name of an array that is the whole tree
+T = TypeVar("T")
 
 
-def flattened(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+def flattened(tree: object) -> tuple[list[tuple[str, object]], Json]:
     """The named leaves of a tree, and its structure as JSON."""
     named = [(name or SCALAR, leaf) for name, leaf in named_leaves(tree)[0]]
     names = iter([name for name, _ in named])
     return named, _node(tree, names, 0)
 
 
-def _node(tree: Any, names: Iterator[str], depth: int) -> Any:
+def _node(tree: object, names: Iterator[str], depth: int) -> Json:
     if depth > MAX_DEPTH:
         raise ValueError(f"the tree is more than {MAX_DEPTH} levels deep, which `load` does not read")
     if tree is None:
@@ -42,18 +44,17 @@ def _node(tree: Any, names: Iterator[str], depth: int) -> Any:
         return {"list": [node for _, node in nodes]}
     if not isinstance(tree, dict) and [key for key, _ in nodes] == ["value"] and isinstance(nodes[0][1], str):
         return nodes[0][1]  # a box around an array, which `named_leaves` does not name either
-    if all(isinstance(key, str) for key, _ in nodes):
-        return {"dict": dict(nodes)}
-    return {"items": [list(node) for node in nodes]}
+    texts = {key: node for key, node in nodes if isinstance(key, str)}
+    return {"dict": texts} if len(texts) == len(nodes) else {"items": [list(node) for node in nodes]}
 
 
-def _key(key: Any) -> Any:
-    """A key as JSON; of what is no dict, the name of the child."""
+def _key(key: Any) -> Json:  # JAX's keys have no common class
+    """A key of a dict as JSON; the name of the child for other nodes."""
     own = isinstance(key, (jtu.DictKey, jtu.FlattenedIndexKey))
     return _dict_key(key.key) if own else jtu.keystr((key,), simple=True)
 
 
-def _dict_key(key: Any, depth: int = 0) -> Any:
+def _dict_key(key: Hashable, depth: int = 0) -> Json:
     if depth > MAX_DEPTH:
         raise ValueError(f"a key of a dict is more than {MAX_DEPTH} levels deep")
     if isinstance(key, bool):
@@ -72,8 +73,8 @@ def _dict_key(key: Any, depth: int = 0) -> Any:
     )
 
 
-def rebuilt(node: Any, leaf: Callable[[str], Any], depth: int = 0) -> Any:
-    """The tree that `node` describes, of `leaf(name)` for each name."""
+def rebuilt(node: Json, leaf: Callable[[str], T], depth: int = 0) -> T | list | dict | None:
+    """The tree that `node` describes, with `leaf(name)` for each name."""
     if depth > MAX_DEPTH:
         raise CheckpointError(f"the tree is more than {MAX_DEPTH} levels deep")
     if node is None:
@@ -85,24 +86,26 @@ def rebuilt(node: Any, leaf: Callable[[str], Any], depth: int = 0) -> Any:
         return {key: rebuilt(child, leaf, depth + 1) for key, child in content.items()}
     if kind == "list" and isinstance(content, list):
         return [rebuilt(child, leaf, depth + 1) for child in content]
-    if kind == "items" and isinstance(content, list) and all(isinstance(p, list) and len(p) == 2 for p in content):
-        found = {_rebuilt_key(key): rebuilt(child, leaf, depth + 1) for key, child in content}
-        if len(found) == len(content):
-            return found
+    if kind == "items" and isinstance(content, list):
+        pairs = [pair for pair in content if isinstance(pair, list) and len(pair) == 2]
+        if len(pairs) == len(content):
+            found = {_rebuilt_key(key): rebuilt(child, leaf, depth + 1) for key, child in pairs}
+            if len(found) == len(content):
+                return found
     raise CheckpointError(f"the tree has a node {str(node)[:100]}, which is no dict, list or name")
 
 
-def _rebuilt_key(key: Any, depth: int = 0) -> Any:
-    if type(key) in (int, str):
+def _rebuilt_key(key: Json, depth: int = 0) -> Hashable:
+    if isinstance(key, (int, str)) and not isinstance(key, bool):
         return key
     kind, content = _only(key)
-    if (kind == "bool" and type(content) is bool) or (kind == "float" and type(content) is float):
+    if (kind == "bool" and isinstance(content, bool)) or (kind == "float" and isinstance(content, float)):
         return content
     if kind == "tuple" and isinstance(content, list) and depth < MAX_DEPTH:
         return tuple(_rebuilt_key(each, depth + 1) for each in content)
     raise CheckpointError(f"the tree has a node with a key {str(key)[:100]}, which is no key that was saved")
 
 
-def _only(node: Any) -> tuple[str, Any]:
+def _only(node: Json) -> tuple[str, Json]:
     """The one entry of a dict; no kind of ours if it is something else."""
     return next(iter(node.items())) if isinstance(node, dict) and len(node) == 1 else ("", None)

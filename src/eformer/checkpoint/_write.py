@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,38 +19,32 @@ from eformer._files import room_for
 from ._describe import KEY, VERSION
 from ._dtypes import dtype_name
 from ._error import CheckpointError
-from ._header import MAX_HEADER, METADATA, checked_shape
+from ._header import MAX_HEADER, METADATA, Json, checked_shape
 from ._leftovers import index_path
+from ._paths import SUFFIX, parse_index, target_file
 from ._processes import is_first, saved_together
-from ._progress import Meter, Progress
+from ._progress import Meter
 from ._records import Part, Record, contiguous_bytes
-from ._saving import Saving
-from ._sources import SUFFIX, parse_index
-from ._suffix import target_file
+from ._saving import Saving, Target
 
 CHUNK = 1 << 24  # bytes between two calls of `progress`
-ALIGNMENT = 64  # of the first tensor: what vector instructions, and JAX on CPU, like
+ALIGNMENT = 64  # of the first tensor: vector instructions, and JAX on CPU, want it
+Piece = jax.Array | np.ndarray | np.generic
+Index = tuple[slice, ...]  # of a piece in its tensor
 
 
 def write_safetensors(
-    path: str | os.PathLike[str],
+    target: Target,
     records: Sequence[Record],
-    *,
-    tree: Any,
+    tree: Json,
     metadata: Mapping[str, str] | None,
     max_shard_bytes: int | None,
-    overwrite: bool,
-    progress: Progress | None,
-    **how: Sequence[Path],
 ) -> Path:
-    """The file that was written, or the index of its shards; a folder gets a "model.safetensors".
-
-    `how` are the `sources` and what lies `beside` them, as `Saving` takes them.
-    """
-    single = target_file(path, SUFFIX)
+    """The file that was written, or the index of its shards; a folder gets a "model.safetensors"."""
+    single = target_file(target.path, SUFFIX)
     _check_records(records)
     shards = _shards(records, max_shard_bytes)
-    meter = Meter(progress, sum(record.nbytes for record in records))
+    meter = Meter(target.progress, sum(record.nbytes for record in records))
     given = _checked_metadata(metadata)
     several = len(shards) > 1
     layouts = [_laid_out(shard, {**given, **_ours(shard, None if several else tree)}) for shard in shards]
@@ -61,7 +55,7 @@ def write_safetensors(
         return json.dumps({"metadata": summary, "weight_map": weight_map}, indent=1).encode()
 
     def start() -> Saving:
-        saving = Saving(single, [each.size for each in layouts], overwrite=overwrite, **how)
+        saving = target.saving(single, [each.size for each in layouts])
         if several:
             _check_index(index(saving.names), saving)
         return saving
@@ -73,13 +67,13 @@ def write_safetensors(
     return index_path(single) if several else single
 
 
-def _ours(records: Sequence[Record], tree: Any) -> dict[str, str]:
+def _ours(records: Sequence[Record], tree: Json) -> dict[str, str]:
     arrays = {record.name: record.described for record in records if record.described}
     return {KEY: json.dumps({"version": VERSION, "arrays": arrays, "tree": tree}, separators=(",", ":"))}
 
 
 def _shards(records: Sequence[Record], most: int | None) -> list[list[Record]]:
-    """Records in their order, a new shard where the next would go beyond `most` bytes; a larger one is alone."""
+    """Records in their order, with a new shard where the next would exceed `most` bytes; a larger one is alone."""
     if most is None:
         return [list(records)]
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
@@ -95,8 +89,11 @@ def _shards(records: Sequence[Record], most: int | None) -> list[list[Record]]:
     return shards
 
 
+# --- what could not be read again ---
+
+
 def _check_index(text: bytes, saving: Saving) -> None:
-    """A ValueError if the index could not be read again."""
+    """Raise a ValueError if the index could not be read again."""
     try:
         if len(text) > MAX_HEADER:
             raise CheckpointError(f"an index of {len(text)} bytes, and {MAX_HEADER} are read")
@@ -107,7 +104,7 @@ def _check_index(text: bytes, saving: Saving) -> None:
 
 
 def _check_records(records: Sequence[Record]) -> None:
-    """A ValueError if there is a name or a shape that could not be read again."""
+    """Raise a ValueError if a name or a shape could not be read again."""
     seen: dict[str, str] = {}
     for record in records:
         for part in record.parts:
@@ -140,6 +137,9 @@ def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     return given
 
 
+# --- the bytes of a file ---
+
+
 class _Layout(NamedTuple):
     """Where the tensors of a file go."""
 
@@ -152,11 +152,18 @@ def _laid_out(records: Sequence[Record], metadata: dict[str, str]) -> _Layout:
     # Widest elements first: then each tensor lies at a multiple of its element's size, and there are no gaps.
     parts = sorted((part for record in records for part in record.parts), key=lambda part: -part.dtype.itemsize)
     offsets: dict[str, int] = {}
+    entries: dict[str, Json] = {METADATA: dict(metadata)}
     end = 0
     for part in parts:
-        offsets[part.name] = end
-        end += part.nbytes
-    header = _header(parts, offsets, metadata)
+        start, end = end, end + part.nbytes
+        offsets[part.name] = start
+        dtype, shape = dtype_name(part.dtype, part.name), list(part.shape)
+        entries[part.name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    if len(text) > MAX_HEADER:
+        raise ValueError(f"a header of {len(text)} bytes; the format allows {MAX_HEADER}: `max_shard_bytes` splits it")
+    header = len(text).to_bytes(8, "little") + text
     return _Layout(header, offsets, len(header) + end)
 
 
@@ -177,17 +184,17 @@ def _write_file(path: Path, records: Sequence[Record], layout: _Layout, meter: M
         os.fsync(file.fileno())
 
 
-def _pieces(value: Any) -> Iterable[tuple[Any, Any]]:
-    """The parts of an array that this process writes, and where they belong; those that devices have, one by one."""
+def _pieces(value: Piece) -> Iterable[tuple[Index, Piece]]:
+    """The pieces of an array that this process writes, one shard at a time, and where they belong."""
     if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
         return ((shard.index, shard.data) for shard in value.addressable_shards if shard.replica_id == 0)
     return [((), value)] if is_first() else []
 
 
-def _write_piece(file: FileIO, offset: int, part: Part, index: Any, piece: Any, name: str, meter: Meter) -> None:
-    """Write a part of a tensor: as many runs of bytes as it lies in, in the order of the file.
+def _write_piece(file: FileIO, offset: int, part: Part, index: Index, piece: Piece, name: str, meter: Meter) -> None:
+    """Write a piece of a tensor, run by run of consecutive bytes, in the order of the file.
 
-    The file is not mapped: if there is no room after all, writing raises where a mapping would end the process.
+    The file is not mapped: if the disk is full after all, writing raises, where a mapping would end the process.
     """
     slices = [slice(*each.indices(n)) for each, n in zip(index, part.shape, strict=False)]
     shape = tuple(each.stop - each.start for each in slices) or part.shape
@@ -202,8 +209,8 @@ def _write_piece(file: FileIO, offset: int, part: Part, index: Any, piece: Any, 
 
 
 def _runs(part: Part, slices: Sequence[slice], shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """Where each run of bytes of a piece begins in the piece, its length, and where it belongs in the tensor."""
-    whole = len(shape)  # axes from here on are whole: with the one before, they are one run
+    """For each run of bytes of a piece: its start in the piece, its length, and its start in the tensor."""
+    whole = len(shape)  # the axes from here on are whole: together with the one before, they are one run
     while whole and shape[whole - 1] == part.shape[whole - 1]:
         whole -= 1
     outer = max(whole - 1, 0)
@@ -219,16 +226,3 @@ def _write_at(file: FileIO, offset: int, data: memoryview) -> None:
     file.seek(offset)
     while len(data):
         data = data[file.write(data) :]
-
-
-def _header(parts: Sequence[Part], offsets: Mapping[str, int], metadata: dict[str, str]) -> bytes:
-    entries: dict[str, Any] = {METADATA: metadata}
-    for part in parts:
-        start = offsets[part.name]
-        shape, name = list(part.shape), dtype_name(part.dtype, part.name)
-        entries[part.name] = {"dtype": name, "shape": shape, "data_offsets": [start, start + part.nbytes]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    if len(text) > MAX_HEADER:
-        raise ValueError(f"a header of {len(text)} bytes; the format allows {MAX_HEADER}: `max_shard_bytes` splits it")
-    return len(text).to_bytes(8, "little") + text

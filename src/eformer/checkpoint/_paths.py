@@ -1,4 +1,4 @@
-"""Which files a checkpoint consists of; an index from elsewhere may name files of its own folder only."""
+"""The files of a checkpoint: where it is read from, what its index names, and where it is written."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import itertools
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from ._error import CheckpointError
-from ._file import open_plain
-from ._header import MAX_HEADER, parse_json
+from ._file import StrPath, open_plain
+from ._header import MAX_HEADER, Json, parse_json
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
 GGUF_SUFFIX = ".gguf"
+SUFFIXES = (SUFFIX, GGUF_SUFFIX)
+# Endings of files that are not written here. An unknown ending of letters alone is taken for one too: no version is.
+OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".npy", ".json", ".html", ".txt", ".zip")
 MAX_NEIGHBOURS = 1000  # files that a misspelt name is compared with
 
 
-def find_file(path: str | os.PathLike[str]) -> Path:
-    """The file to open: `path` itself, or the one file or index of a checkpoint in that folder."""
+# --- reading ---
+
+
+def find_file(path: StrPath) -> Path:
+    """The file to open: `path` itself, or the one checkpoint or index in that folder."""
     path = Path(path)
     if not path.is_dir():
         if not os.path.lexists(path):
@@ -34,24 +39,21 @@ def find_file(path: str | os.PathLike[str]) -> Path:
         sorted(path.glob(f"*{GGUF_SUFFIX}")),
     ):
         files = [each for each in found if each.is_file()]
-        there = [each for each in files if not _is_one_of_several(each)]
+        there = [each for each in files if not _is_shard(each)]
         if len(there) == 1:
             return there[0]
         if files and not there:
-            raise CheckpointError(
-                f"{files[0].name!r} is one of several, and no index says which: name it to open it alone",
-                file=str(path),
-            )
+            what = f"{files[0].name!r} is one of several, and no index says which: name it to open it alone"
+            raise CheckpointError(what, file=str(path))
         if there:
             names = ", ".join(each.name for each in there[:5])
             raise CheckpointError(f"there are {len(there)} checkpoints in it ({names}); name one", file=str(path))
-    raise CheckpointError(
-        f"the folder has no {SUFFIX} file, index of such files, or {GGUF_SUFFIX} file", file=str(path)
-    )
+    what = f"the folder has no {SUFFIX} file, index of such files, or {GGUF_SUFFIX} file"
+    raise CheckpointError(what, file=str(path))
 
 
-def state_of(path: str | os.PathLike[str]) -> object:
-    """What is equal as long as no save puts another checkpoint in that place; a file alone is never half replaced."""
+def state_of(path: StrPath) -> object:
+    """A value that changes when a save replaces the checkpoint there; a single file is always replaced whole."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent if is_index(path) else None
     if folder is None:
@@ -59,13 +61,13 @@ def state_of(path: str | os.PathLike[str]) -> object:
     try:
         heads = [*folder.glob(f"*{INDEX_SUFFIX}"), *folder.glob(f"*{SUFFIX}")]
         stats = [(head.name, head.lstat()) for head in heads]
-    except FileNotFoundError:  # between the two lines
+    except FileNotFoundError:  # removed between the two lines
         return object()
     return sorted((name, found.st_ino, found.st_mtime_ns, found.st_size) for name, found in stats)
 
 
-def _is_one_of_several(path: Path) -> bool:
-    """Whether a file is named as one part of a checkpoint is: model-00001-of-00004.safetensors."""
+def _is_shard(path: Path) -> bool:
+    """Whether a file is named like one part of a checkpoint: model-00001-of-00004.safetensors."""
     found = re.search(r"-(\d{5,})-of-(\d{5,})$", path.stem)
     return found is not None and int(found[2]) > 1
 
@@ -80,11 +82,14 @@ def _near(path: Path) -> str:
     return f"; did you mean {str(path.with_name(near[0]))!r}?" if near else ""
 
 
+# --- the index of shards ---
+
+
 def is_index(path: Path) -> bool:
     return path.name.endswith(INDEX_SUFFIX)
 
 
-def read_index(path: Path) -> tuple[dict[str, Any], dict[str, Path]]:
+def read_index(path: Path) -> tuple[dict[str, Json], dict[str, Path]]:
     """The metadata of an index, and the shard of each tensor."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -94,22 +99,23 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, Path]]:
     return parse_index(text, path)
 
 
-def parse_index(text: bytes, path: Path) -> tuple[dict[str, Any], dict[str, Path]]:
+def parse_index(text: bytes, path: Path) -> tuple[dict[str, Json], dict[str, Path]]:
+    """`read_index` of a text; an index from elsewhere may name files of its own folder only."""
     index = parse_json(text, str(path), "the index")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     metadata = index.get("metadata", {}) if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
         raise CheckpointError("an index is an object with a `weight_map`", file=str(path))
-    shards: dict[Any, Path] = {}
+    shards: dict[str, Path] = {}
+    found: dict[str, Path] = {}
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not _is_file_name(name):
-            raise CheckpointError(
-                f"its shard {str(name)[:100]!r} must be the name of a {SUFFIX} file in the folder of the index",
-                file=str(path),
-                tensor=tensor,
-            )
-        shards.setdefault(name, path.with_name(name))
-    return metadata, {tensor: shards[name] for tensor, name in weight_map.items()}
+            what = f"its shard {str(name)[:100]!r} must be the name of a {SUFFIX} file in the folder of the index"
+            raise CheckpointError(what, file=str(path), tensor=tensor)
+        if name not in shards:
+            shards[name] = path.with_name(name)
+        found[tensor] = shards[name]
+    return metadata, found
 
 
 def _is_file_name(name: str) -> bool:
@@ -117,7 +123,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def check_inside(index: Path, shard: Path) -> None:
-    """A CheckpointError if a shard is a link out of the folder, but for where the index itself is linked to."""
+    """Raise a CheckpointError if a shard links out of the folder; it may link to where the index itself links."""
     try:
         folders = {index.parent.resolve(), index.resolve().parent}
         inside = shard.resolve(strict=True).parent in folders
@@ -133,3 +139,37 @@ def shards_of(index: Path) -> set[Path]:
         return set(read_index(index)[1].values())
     except (CheckpointError, OSError):
         return set()
+
+
+# --- writing ---
+
+
+def check_suffix(path: StrPath, suffixes: tuple[str, ...] = SUFFIXES) -> None:
+    """Raise a ValueError if `path` ends like a file, but in none of `suffixes`; an existing folder may end in anything.
+
+    >>> from eformer.checkpoint import check_suffix
+    >>> check_suffix("llama-3.1-8b")
+    >>> check_suffix("model.saftensors")
+    Traceback (most recent call last):
+        ...
+    ValueError: 'model.saftensors' must end in .safetensors or .gguf, or be a folder: did you mean 'model.safetensors'?
+    """
+    text = os.fspath(path)
+    suffix = Path(text).suffix
+    is_folder = text.endswith(("/", os.sep)) or os.path.isdir(text)
+    if not suffix or suffix in suffixes or is_folder:
+        return
+    near = difflib.get_close_matches(suffix.lower(), SUFFIXES, 1, 0.7)
+    if not near and suffix not in OTHERS and not re.fullmatch(r"\.[A-Za-z_]+", suffix):
+        return
+    if near and near[0] in suffixes:
+        why = f"did you mean {text.removesuffix(suffix) + near[0]!r}?"
+    else:
+        why = f"{suffix} files are not written here; with a slash at the end it is a folder"
+    raise ValueError(f"{text!r} must end in {' or '.join(suffixes)}, or be a folder: {why}")
+
+
+def target_file(path: StrPath, suffix: str) -> Path:
+    """The file to write: `path` itself if it ends in `suffix`, else "model" with that ending in the folder `path`."""
+    check_suffix(path, (suffix,))
+    return Path(path) if Path(path).suffix == suffix else Path(path) / f"model{suffix}"

@@ -1,0 +1,99 @@
+"""Which GGUF types hold which quantized classes. A class without a codec is not written to GGUF."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from eformer.ops.quantization import (
+    Array1B,
+    Array8B,
+    ArrayNF4,
+    QuantizedArray,
+    RSROperatorBinary,
+    RSROperatorTernary,
+)
+
+from ._describe import names_of
+from ._gguf_blocks import ENCODERS, TYPES
+from ._records import Item, Like
+
+Q = TypeVar("Q", bound=QuantizedArray)
+
+
+@dataclass(frozen=True)
+class GgufCodec(Generic[Q]):
+    """How arrays of one quantized class are stored as blocks of one GGUF type, such as "Q4_0".
+
+    Blocks are `uint8[count, bytes]`, in the order of the array's elements. `encode(q)` gives the blocks of an array;
+    without it, the array is dequantized and rounded to the nearest values of the type. `decode(blocks, shape)` gives an
+    array of NumPy leaves, and `like(shape)` the same without values; without them, the blocks are read as float32.
+    `fits(q)` says of an array without values whether the type holds its layout.
+    """
+
+    block_type: str
+    array_type: type[Q]
+    encode: Callable[[Q], np.ndarray] | None = None
+    decode: Callable[[np.ndarray, tuple[int, ...]], Q] | None = None
+    like: Callable[[tuple[int, ...]], Q] | None = None
+    fits: Callable[[Q], bool] = lambda q: True
+
+
+CODECS: dict[tuple[str, type[QuantizedArray]], GgufCodec] = {}
+
+
+def register_gguf_codec(codec: GgufCodec) -> None:
+    """Use `codec` for its class from now on; of several codecs for a class, the first that fits an array writes it."""
+    kind, cls = codec.block_type, codec.array_type
+    own = codec.encode is not None or codec.decode is not None
+    known = [form.name for form in TYPES.values() if form.elements > 1] if own else list(ENCODERS)
+    if kind not in known:
+        raise ValueError(f"the block type {kind!r} of a codec must be one of {', '.join(known)}")
+    if (codec.decode is None) != (codec.like is None):
+        raise ValueError("`decode` and `like` go together: the layout of an array is known before it is read")
+    if (kind, cls) in CODECS:
+        raise ValueError(f"there is a codec of {kind} for {cls.__name__} already")
+    CODECS[kind, cls] = codec
+
+
+def reader_of(kind: str) -> GgufCodec | None:
+    """The codec that keeps blocks of this type quantized; None if they are read as float32."""
+    return next((codec for codec in CODECS.values() if codec.block_type == kind and codec.decode is not None), None)
+
+
+def writer_of(item: Item) -> GgufCodec:
+    """The codec that writes a quantized array; a ValueError if there is none."""
+    cls = type(item.like)
+    codecs = [codec for codec in CODECS.values() if codec.array_type is cls]
+    found = next((codec for codec in codecs if codec.fits(item.like)), None)
+    if found is not None:
+        return found
+    kinds = " or ".join(codec.block_type for codec in codecs)
+    why = f"{kinds} does not hold this layout of it" if codecs else "GGUF has no codec for it"
+    raise ValueError(
+        f"{item.name!r} is a {cls.__name__}, and {why}: `dequantize()` it first, say by `type` which type it is to be "
+        f"rounded to, or quantize it to {names_of(codec.array_type for codec in CODECS.values())}"
+    )
+
+
+def encoder_of(kind: str, like: Like) -> Callable[[QuantizedArray], np.ndarray] | None:
+    """The function that gives the blocks of a quantized array as they are; None if it has to be dequantized."""
+    codec = CODECS.get((kind, type(like))) if isinstance(like, QuantizedArray) else None
+    return codec.encode if codec is not None and codec.fits(like) else None
+
+
+def _has_scale_per_row(q: Array1B) -> bool:
+    return q.scale is None or q.scale.shape[-1:] == (1,)
+
+
+# GGUF has no type with one scale per row, nor one with NF4's values. Q8_0 is the nearest: it moves each element by at
+# most 1/254 of the largest of its 32. TQ2_0 holds ternary values as they are.
+for _codec in (
+    GgufCodec("TQ2_0", Array1B, fits=_has_scale_per_row),
+    GgufCodec("Q8_0", Array1B, fits=lambda q: not _has_scale_per_row(q)),
+    *(GgufCodec("Q8_0", cls) for cls in (Array8B, ArrayNF4, RSROperatorBinary, RSROperatorTernary)),
+):
+    register_gguf_codec(_codec)

@@ -1,0 +1,167 @@
+"""Write a checkpoint on disk again, one array at a time: in other formats, or as another kind of file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eformer._warnings import warn
+from eformer.model import Rule, UnusedRuleWarning, apply_rule, find_rule
+from eformer.ops.quantization import QuantizedArray
+
+from ._bitsandbytes_codecs import bitsandbytes_record
+from ._dtypes import narrowed
+from ._entries import Entry
+from ._error import CheckpointError
+from ._file import StrPath
+from ._gguf_write import TypeFor, write_gguf
+from ._open import Checkpoint, open_checkpoint
+from ._paths import GGUF_SUFFIX, INDEX_SUFFIX, SUFFIX, check_inside
+from ._place import aligned_copy
+from ._progress import Progress
+from ._records import Item, Value, record_of
+from ._saving import Target
+from ._write import write_safetensors
+
+# Endings of weights, which are not copied along, and the size of the largest file that is.
+WEIGHTS = {SUFFIX, GGUF_SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".tmp"}
+MAX_COPIED = 100_000_000
+KINDS = {"safetensors": record_of, "bitsandbytes": bitsandbytes_record, "gguf": None}
+
+
+def quantize_checkpoint(
+    source: StrPath,
+    target: StrPath,
+    rules: Sequence[Rule],
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    max_shard_bytes: int | None = None,
+) -> Path:
+    """Write `source` again with its floating point arrays in the formats that `rules` say; the result is as `save`'s.
+
+    The first rule that matches an array's name decides. An array that no rule matches is copied byte for byte, and so
+    are integers and arrays that are quantized already. `source` is a file, an index of shards or a folder, of any kind
+    that `open_checkpoint` reads; from folder to folder, the small files beside the weights (configuration, tokenizer)
+    are copied too. The target must not be a part of `source`.
+
+    Memory peaks at about three times the largest array, whatever the size of the model.
+
+    >>> import os, tempfile
+    >>> import jax.numpy as jnp
+    >>> from eformer.checkpoint import load, quantize_checkpoint, save
+    >>> from eformer.model import Rule
+    >>> folder = tempfile.mkdtemp()
+    >>> dense = save(os.path.join(folder, "dense.safetensors"), {"w": jnp.ones((64, 128)), "b": jnp.zeros(128)})
+    >>> small = quantize_checkpoint(dense, os.path.join(folder, "small.safetensors"), [Rule("w", "nf4")])
+    >>> load(small)["w"]
+    ArrayNF4(float32[64, 128], 4,608 bytes)
+    """
+    if isinstance(rules, (Rule, str)) or not all(isinstance(rule, Rule) for rule in rules):
+        raise TypeError(f"`rules` must be a sequence of `Rule`s, got {rules!r}; `parse_rule` reads strings")
+    with open_checkpoint(source) as checkpoint:
+        entries = {name: checkpoint.entry(name) for name in checkpoint}
+        # Integers are counts and indices, which have to stay exact.
+        weights = {name: e.like for name, e in entries.items() if jnp.issubdtype(e.like.dtype, jnp.floating)}
+        chosen = {name: find_rule(rules, name, like) for name, like in weights.items()}
+        _warn_unused(rules, chosen)
+        records = [record_of(_quantized(name, entry, chosen.get(name))) for name, entry in entries.items()]
+        to = Target(target, overwrite, progress, _files_of(checkpoint), _small_files(source, target))
+        return write_safetensors(to, records, checkpoint.tree, _text_metadata(checkpoint), max_shard_bytes)
+
+
+def convert(
+    source: StrPath,
+    target: StrPath,
+    kind: str,
+    *,
+    type: TypeFor = None,
+    max_shard_bytes: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a checkpoint of any kind as `kind`: "safetensors", "bitsandbytes" or "gguf"; one array at a time.
+
+    Quantized arrays stay quantized, code for code, if the other kind can hold them; `save`, `save_bitsandbytes` and
+    `save_gguf` say which it can. `type` is for GGUF. From folder to folder, the small files beside the weights are
+    copied too. The target must not be a part of `source`.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"`kind={kind!r}` must be one of {', '.join(map(repr, KINDS))}")
+    if kind == "gguf" and max_shard_bytes is not None:
+        raise ValueError("`max_shard_bytes` is for safetensors; a GGUF file is written whole")
+    if kind != "gguf" and type is not None:
+        raise ValueError(f"`type={type!r}` is for GGUF; `quantize_checkpoint` changes the format of arrays")
+    with open_checkpoint(source) as checkpoint:
+        to = Target(target, overwrite, progress, _files_of(checkpoint), _small_files(source, target))
+        items = [_stored(name, checkpoint.entry(name)) for name in checkpoint]
+        to_record = KINDS[kind]
+        if to_record is None:
+            metadata = {name: value for name, value in checkpoint.metadata.items() if name != "total_size"}
+            return write_gguf(to, items, type, metadata)
+        records = [to_record(item) for item in items]
+        return write_safetensors(to, records, checkpoint.tree, _text_metadata(checkpoint), max_shard_bytes)
+
+
+def _quantized(name: str, entry: Entry, rule: Rule | None) -> Item:
+    like = entry.like
+    if rule is None or rule.format is None or isinstance(like, QuantizedArray):
+        return _stored(name, entry)
+    dtype = jax.dtypes.canonicalize_dtype(like.dtype)
+
+    def make() -> Value:
+        host = np.asarray(entry.host())
+        copy = aligned_copy(host if host.dtype == dtype else narrowed(name, host, dtype))
+        entry.drop()
+        return jax.block_until_ready(apply_rule(rule, name, jax.device_put(copy)))
+
+    return Item(name, apply_rule(rule, name, jax.ShapeDtypeStruct(like.shape, dtype)), make)
+
+
+def _stored(name: str, entry: Entry) -> Item:
+    """An array of a checkpoint as it is."""
+    return Item(name, entry.like, entry.host, entry.drop)
+
+
+def _warn_unused(rules: Sequence[Rule], weights: dict[str, Rule | None]) -> None:
+    used = {id(rule) for rule in weights.values()}
+    unused = [str(rule) for rule in rules if id(rule) not in used and not rule.optional]
+    if unused:
+        some = ", ".join(map(repr, list(weights)[:3])) or "there is none"
+        what = f"no floating point array is left for {', '.join(unused)}; names look like this: {some}"
+        warn(what, UnusedRuleWarning)
+
+
+def _text_metadata(checkpoint: Checkpoint) -> dict[str, str]:
+    """The metadata that safetensors can hold: text, and numbers as text; not lists (vocabularies of GGUF)."""
+    kept = {name: value for name, value in checkpoint.metadata.items() if isinstance(value, (str, int, float))}
+    return {name: str(value) for name, value in kept.items() if name != "total_size"}
+
+
+def _files_of(checkpoint: Checkpoint) -> list[Path]:
+    """The files that a checkpoint is read from."""
+    parts = {tensor.file.path for name in checkpoint for tensor in checkpoint.entry(name).tensors}
+    return sorted({each for each in (checkpoint.path, *parts) if each is not None})
+
+
+def _small_files(source: StrPath, target: StrPath) -> list[Path]:
+    """The files beside the weights in a folder, to be copied to another; none unless both are folders."""
+    source, target = Path(source), Path(target)
+    if not source.is_dir() or target.suffix in (SUFFIX, GGUF_SUFFIX) or source.resolve() == target.resolve():
+        return []
+    return [file for file in sorted(source.iterdir()) if _is_copied(file)]
+
+
+def _is_copied(file: Path) -> bool:
+    weights = file.suffix in WEIGHTS or file.name.endswith(INDEX_SUFFIX)
+    if weights or file.name.startswith(".") or not file.is_file() or file.stat().st_size > MAX_COPIED:
+        return False
+    try:
+        check_inside(file.with_name("index"), file)
+    except CheckpointError:  # a link out of the folder: not a part of the checkpoint
+        return False
+    return True
