@@ -1,3 +1,3 @@
-"""The command line: `eformer quantize`, `inspect`, `compare`, `convert`, `bench` and `demo`."""
+"""The command line: `eformer quantize`, `inspect`, `compare`, `convert`, `bench`, `demo` and `completion`."""
 
 from ._main import main as main

@@ -1,4 +1,4 @@
-"""What is written on the command line, as what the library takes; a mistake says what would have been right."""
+"""Turns the words of a command line into what the library takes; an error says what would have been right."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from eformer.checkpoint import SUFFIXES, check_suffix
+from eformer.checkpoint import check_suffix
 from eformer.model import Rule, default_rules, parse_rule
 from eformer.ops.quantization import formats
 
 KEEP = "keep"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-FILES = SUFFIXES  # all else is the name of a folder
-MIN_K = 32  # fewer are not quantized by the rules for whole models
+MIN_K = 32  # the rules for whole models quantize no weight with fewer rows
 
 
 def rule(text: str) -> Rule:
@@ -38,8 +37,22 @@ def format_names() -> list[str]:
     return [form.name for form in formats()]
 
 
+def formats_help() -> str:
+    """Every format with its options and their defaults, as lines for `--help`."""
+    width = max(map(len, format_names()))
+    lines = [f"  {f.name:{width}}  {', '.join(f'{k}={v}' for k, v in f.options.items())}" for f in formats()]
+    return "\n".join(["", "formats, and their options with defaults:", *lines])
+
+
+def add_format(parser: argparse.ArgumentParser, flag: str, help: str, **how: object) -> None:
+    """Add an option that takes a format of the registry with options of its own."""
+    names = f"{', '.join(format_names())} or {KEEP}"
+    how = {"type": format_rule, "metavar": "FORMAT[,OPTION=VALUE...]", "help": f"{names}; {help}", **how}
+    parser.add_argument(flag, **how)  # pyright: ignore[reportArgumentType]
+
+
 def model_rules(given: Sequence[Rule], rest: Rule, embeddings: str | None) -> list[Rule]:
-    """The rules given, then those for whole models in the format `rest`; none of these if it is "keep"."""
+    """The rules given, then the default rules for a model in the format of `rest`; only the former if it is "keep"."""
     if rest.format is None:
         return list(given)
     return [*given, *default_rules(rest.format, embeddings=embeddings, **rest.options)]
@@ -74,7 +87,7 @@ def positive(text: str) -> int:
 
 
 class Problem(NamedTuple):
-    """A product of x (m, k) and a weight (k, n)."""
+    """A matmul of activations (m, k) and a weight (k, n)."""
 
     m: int
     k: int

@@ -1,11 +1,11 @@
-"""`eformer bench`: products with quantized weights against float32, on this machine."""
+"""`eformer bench`: matmuls with quantized weights against float32, on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -13,27 +13,28 @@ from eformer._text import in_bytes, table
 from eformer.model import Rule, default_rules, quantize_model
 
 from ._answer import Answer
-from ._arguments import Problem, byte_count, format_rule, positive, problem
+from ._arguments import Problem, add_format, byte_count, format_rule, formats_help, positive, problem
 from ._progress import stage
 from ._timing import interleaved
 
-HELP = "time products with quantized weights against float32"
+HELP = "time matmuls with quantized weights against float32"
 EXAMPLE = """\
 examples:
   eformer bench
   eformer bench 1x4096x4096 32x4096x11008 --format int8 --format nf4,block_size=32
 
-MxKxN is x (M, K) times a weight (K, N). The contenders take turns around a ring of distinct weights, so that memory and
-not a cache answers; the least time of many turns counts. Read the ratios.
+MxKxN is x (M, K) @ weight (K, N). The contenders take turns around a ring of distinct weights, so that they are read
+from memory and not from a cache. The least time of many turns counts. Read the ratios.
 """
+more_help = formats_help
 DENSE = "float32"
-MOST_WEIGHTS = 64  # in a ring of small ones
+MOST_WEIGHTS = 64  # in a ring, if they are small
 
 
 class Timed(NamedTuple):
     format: str
-    seconds: float  # a product
-    nbytes: int  # of one weight
+    seconds: float  # per matmul
+    nbytes: int  # per weight
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,20 +42,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "problems", type=problem, nargs="*", default=default, metavar="MxKxN", help="default: 1x4096x4096"
     )
-    parser.add_argument(
-        "--format",
-        type=format_rule,
-        action="append",
-        metavar="FORMAT[,OPTION=VALUE...]",
-        help="a contender, may be given again; default: int8, nf4 and ternary",
-    )
+    add_format(parser, "--format", "a contender, may be repeated (default: int8, nf4, ternary)", action="append")
     parser.add_argument("--repeats", type=positive, default=20, metavar="COUNT", help="turns of each (default: 20)")
     parser.add_argument(
         "--ring",
         type=byte_count,
         default="800MB",
         metavar="SIZE",
-        help="of float32 weights to go around (default: 800MB)",
+        help="bytes of float32 weights in the ring (default: 800MB)",
     )
 
 
@@ -74,13 +69,13 @@ def run(args: argparse.Namespace) -> Answer:
 
 
 def measure(problem: Problem, contenders: Sequence[Rule], repeats: int, ring_bytes: int) -> list[Timed]:
-    """Float32 first, then each contender."""
+    """The times of float32, then of each contender."""
     m, k, n = problem
     count = min(MOST_WEIGHTS, max(1, ring_bytes // (4 * k * n)))
     weights = [jax.random.normal(key, (k, n)) for key in jax.random.split(jax.random.key(0), count)]
-    rings: dict[str, list[Any]] = {DENSE: weights}
+    rings: dict[str, list[jax.Array]] = {DENSE: weights}
     for each in contenders:
-        assert each.format is not None  # `run` has seen to it
+        assert each.format is not None  # `run` checks it
         rules = default_rules(each.format, min_size=1, **each.options)
         rings[str(each).removeprefix(".=")] = [quantize_model({"w": w}, rules)["w"] for w in weights]
     x = jax.random.normal(jax.random.key(1), (m, k))
@@ -88,12 +83,12 @@ def measure(problem: Problem, contenders: Sequence[Rule], repeats: int, ring_byt
     return [Timed(name, times[name] / count, ring[0].nbytes) for name, ring in rings.items()]
 
 
-def _burst(x: jax.Array, ring: Sequence[Any]) -> Callable[[], None]:
-    product = jax.jit(lambda x, w: x @ w)
+def _burst(x: jax.Array, ring: Sequence[jax.Array]) -> Callable[[], None]:
+    matmul = jax.jit(lambda x, w: x @ w)
 
     def burst() -> None:
         for w in ring:
-            product(x, w).block_until_ready()
+            matmul(x, w).block_until_ready()
 
     return burst
 

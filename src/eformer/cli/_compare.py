@@ -1,4 +1,4 @@
-"""`eformer compare`: how far two checkpoints are from each other."""
+"""`eformer compare`: the errors between two checkpoints."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import sys
 from pathlib import Path
 
+from eformer.model import SORTS
+
 from ._answer import Answer
 from ._compared import compare_checkpoints
 from ._output import check_page, page_path, write_page
 from ._progress import showing
 
-HELP = "errors of each array of a checkpoint against another"
+HELP = "show the error of each array of a checkpoint against another"
 EXAMPLE = """\
 examples:
   eformer compare model.safetensors small.safetensors
@@ -21,11 +23,11 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", metavar="A", help="a file, an index of shards or a folder: what is right")
+    parser.add_argument("before", metavar="A", help="what to compare with: a file, an index of shards or a folder")
     parser.add_argument("after", metavar="B", help="the same model in another form")
-    parser.add_argument("--sort", choices=("error", "bytes_before", "bytes_after"), help="largest first")
-    parser.add_argument("--report", type=page_path, metavar="PAGE.html", help="write it as a page, with plots")
-    parser.add_argument("--force", action="store_true", help="replace the page if it is there")
+    parser.add_argument("--sort", choices=SORTS, help="largest first")
+    parser.add_argument("--report", type=page_path, metavar="PAGE.html", help="write a page with plots too")
+    parser.add_argument("--force", action="store_true", help="replace an existing page")
 
 
 def run(args: argparse.Namespace) -> Answer:

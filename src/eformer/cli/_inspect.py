@@ -1,4 +1,4 @@
-"""`eformer inspect`: what is in a checkpoint, by its headers alone."""
+"""`eformer inspect`: list the arrays of a checkpoint from its headers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ examples:
   eformer inspect model.safetensors
   eformer inspect ./model --json
 """
-WIDTH = 60  # of a value of the metadata
+WIDTH = 60  # of a metadata value
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,9 @@
-"""Ctrl-C that is never lost, and never waits: an import makes another error of it, a destructor swallows it, and a call
-that compiles does not hear it before its end.
+"""Ctrl-C that is never lost and never waits.
 
-In a process of its own, a command ends at once while it imports. Later KeyboardInterrupt is raised as ever; if that has
-not ended the command soon, a thread removes what was begun, and ends the process.
+Python alone may lose it: an import turns KeyboardInterrupt into another error, a destructor swallows it, and a call
+that compiles does not notice it before its end. Here, Ctrl-C ends the process at once while it imports. Later
+KeyboardInterrupt is raised as usual; if that has not ended the command soon, a thread removes unfinished files and ends
+the process.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-INTERRUPTED = 130  # 128 and the number of the signal, as shells have it
+INTERRUPTED = 130  # 128 plus the number of the signal, as shells count
 LINE = "interrupted; nothing is left half-written"
 PATIENCE = 0.25  # seconds that an interrupt has to end the command
 
 _pressed = threading.Event()
 _leaving = threading.RLock()
-_begun: list[Callable[[], object]] = []  # what removes what was begun
+_undo: list[Callable[[], object]] = []  # functions that remove unfinished files
 
 
 @contextlib.contextmanager
 def undone_by(remove: Callable[[], object]) -> Iterator[None]:
-    """A block during which `remove` is called if the process is to end at once."""
-    _begun.append(remove)
+    """During this block, `remove` is called if the process has to end at once."""
+    _undo.append(remove)
     try:
         yield
     finally:
-        _begun.remove(remove)
+        _undo.remove(remove)
 
 
 def leave(*, said: bool = False) -> NoReturn:
-    """End the process: whatever else runs in it is not waited for. `said` is whether it is known why."""
-    with _leaving:  # for good: of two threads the second waits here for the end
-        for remove in tuple(_begun):  # files before the folders that were made for them
+    """End the process without waiting for anything that runs in it; `said`: the reason was printed already."""
+    with _leaving:  # never released: a second thread waits here for the end
+        for remove in tuple(_undo):  # files before the folders that were made for them
             with contextlib.suppress(OSError):
                 remove()
         with contextlib.suppress(OSError, ValueError):  # nobody reads it
@@ -48,14 +49,14 @@ def leave(*, said: bool = False) -> NoReturn:
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """A block in which Ctrl-C ends the process; for a time in which nothing is begun."""
+    """During this block, which writes no files, Ctrl-C ends the process."""
     with _handled_by(lambda *_: leave()):
         yield
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """A block after which Ctrl-C raises KeyboardInterrupt, and not within it."""
+    """During this block, Ctrl-C waits; KeyboardInterrupt is raised after it."""
     with _handled_by(lambda *_: _pressed.set()):
         yield
         check_interrupt()
@@ -63,16 +64,16 @@ def deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def remembered() -> Iterator[None]:
-    """A block in which Ctrl-C raises KeyboardInterrupt as ever, and `check_interrupt` does again if that got lost."""
+    """During this block, Ctrl-C raises KeyboardInterrupt; if that gets lost, `check_interrupt` raises it again."""
     with _handled_by(_raise):
         yield
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """A block in which Ctrl-C raises KeyboardInterrupt; if that has not ended it in time, the process ends."""
+    """During this block, Ctrl-C raises KeyboardInterrupt; if the block does not end soon then, the process does."""
     with _handled_by(_raise_once), contextlib.ExitStack() as stack:
-        if signal.getsignal(signal.SIGINT) is _raise_once:  # else somebody else hears it
+        if signal.getsignal(signal.SIGINT) is _raise_once:  # else somebody else handles it
             heard, told = os.pipe()
             os.set_blocking(told, False)
             before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
@@ -101,13 +102,13 @@ def _raise(*_: object) -> None:
 
 
 def _raise_once(*_: object) -> None:
-    if not _pressed.is_set():  # else it is being answered, and must not be disturbed
+    if not _pressed.is_set():  # else it is being handled already
         _raise()
 
 
 @contextlib.contextmanager
 def _handled_by(handler: Callable[..., None]) -> Iterator[None]:
-    """Python lets its main thread alone hear signals; a handler that someone else set stays."""
+    """During this block, `handler` handles Ctrl-C: in the main thread, and only if nobody else has set a handler."""
     free = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not free or threading.current_thread() is not threading.main_thread():
         yield

@@ -12,10 +12,11 @@ from ._interrupt import INTERRUPTED, LINE, deferred, ending_at_once, leave, reme
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default that of the process, and return its exit code.
 
-    0 is done, 1 failed, 2 wrong usage, 130 interrupted. Answers go to standard output, all else to standard error.
+    The code is 0 for done, 1 for failed, 2 for wrong usage, 130 for interrupted. Answers go to standard output,
+    everything else to standard error.
     """
     if argv is None:
-        return _of_the_process()
+        return _main_of_process()
     try:
         with deferred():
             from ._run import run
@@ -26,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _of_the_process() -> int:
-    """The same where the process is ours to end."""
+def _main_of_process() -> int:
+    """`main` where an interrupt may end the whole process."""
     try:
         with ending_at_once():
             from eformer.checkpoint import abandon_saves
@@ -40,5 +41,5 @@ def _of_the_process() -> int:
     except KeyboardInterrupt:
         leave()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of the end of the interpreter
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while the interpreter ends
     return code

@@ -1,4 +1,4 @@
-"""Where a command writes: never over what is there unless told to, and nothing is left of what failed."""
+"""Where a command writes: it replaces files only if told to, and leaves nothing behind if it fails."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from eformer._files import make_folder, unmake_folders
-from eformer.checkpoint import atomic_file
+from eformer.checkpoint import SUFFIXES, atomic_file
 from eformer.model import Report
 
-from ._arguments import FILES
 from ._interrupt import undone_by
 
 PAGES = (".html", ".htm")
@@ -23,16 +22,16 @@ SHOWN = 10  # names in one line
 
 
 def check_free(path: Path, *, force: bool) -> None:
-    """A FileExistsError unless `path` is free, an empty folder, or may be replaced."""
+    """Raise a FileExistsError unless `path` is free, an empty folder, or may be replaced."""
     taken = os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir()))
     if taken and not force:
         raise FileExistsError(f"{path} exists; --force replaces it")
 
 
 class Place:
-    """A path to write a checkpoint to. After the block, `replaced` are the files there that are gone, or others now.
+    """A path to write a checkpoint to; after the block, `replaced` lists the files there that are gone or changed.
 
-    Making the folder claims it: of two commands that want the same one, the second is refused. If the block raises, it
+    Making the folder claims it: a second command that wants the same folder is refused. If the block raises, the folder
     is removed again, unless there is something in it.
     """
 
@@ -44,11 +43,11 @@ class Place:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            if self.path.suffix not in FILES and not os.path.lexists(self.path):
+            if self.path.suffix not in SUFFIXES and not os.path.lexists(self.path):
                 made = make_folder(self.path)
                 if self.path not in made:
                     raise FileExistsError(f"{self.path} exists; --force replaces it")
-                stack.callback(unmake_folders, made)  # after what is in them; a folder with a checkpoint in it stays
+                stack.callback(unmake_folders, made)  # a folder with a checkpoint in it stays
                 stack.enter_context(undone_by(lambda: unmake_folders(made)))
             self._stack = stack.pop_all()
         return self
@@ -62,14 +61,14 @@ class Place:
 
     @property
     def said(self) -> str:
-        """A line that names what was replaced; nothing if nothing was."""
+        """A line that names the replaced files; empty if there are none."""
         more = f" and {len(self.replaced) - SHOWN} more" if len(self.replaced) > SHOWN else ""
         return f"\nreplaced: {', '.join(self.replaced[:SHOWN])}{more}" if self.replaced else ""
 
 
 def _files_at(path: Path) -> dict[Path, tuple[int, ...]]:
-    """The files in a folder, or those beside a file whose names begin as its does; and what changes when they do."""
-    if path.suffix not in FILES:
+    """The files in a folder, or beside a file with names that begin alike, with numbers that tell when one changes."""
+    if path.suffix not in SUFFIXES:
         found = list(path.iterdir()) if path.is_dir() else []
     else:
         found = (
@@ -77,7 +76,7 @@ def _files_at(path: Path) -> dict[Path, tuple[int, ...]]:
         )
     files = {}
     for each in sorted(found):
-        with contextlib.suppress(FileNotFoundError):  # another command may remove it at any moment
+        with contextlib.suppress(FileNotFoundError):  # another command may remove it
             stats = each.lstat()
             if (stat.S_ISREG(stats.st_mode) or stat.S_ISLNK(stats.st_mode)) and not each.name.startswith("."):
                 files[each] = (stats.st_ino, stats.st_size, stats.st_mtime_ns)
@@ -85,7 +84,7 @@ def _files_at(path: Path) -> dict[Path, tuple[int, ...]]:
 
 
 def page_path(text: str) -> Path:
-    """A path for a page, which is HTML: nothing else is overwritten by one."""
+    """A path that ends in .html, so that a page replaces no other kind of file."""
     path = Path(text)
     if path.suffix.lower() not in PAGES:
         raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(PAGES)}: the report is a page")
@@ -93,7 +92,7 @@ def page_path(text: str) -> Path:
 
 
 def check_page(path: Path, *, force: bool) -> None:
-    """An error unless `path` is free, or has a page that may be replaced."""
+    """Raise an error unless `path` is free, or holds a page that may be replaced."""
     check_free(path, force=force)
     if not os.path.lexists(path):
         return
@@ -105,7 +104,7 @@ def check_page(path: Path, *, force: bool) -> None:
 
 
 def write_page(report: Report, path: Path, *, title: str, force: bool) -> Path:
-    """The report as HTML, whole or not at all."""
+    """Write the report as a page, whole or not at all."""
     check_page(path, force=force)
     with atomic_file(path, overwrite=force) as file:
         report.to_html(file.name, title=title, overwrite=True)

@@ -1,4 +1,4 @@
-"""`eformer quantize`: a checkpoint in fewer bits."""
+"""`eformer quantize`: write a checkpoint with quantized weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eformer.checkpoint import open_checkpoint, quantize_checkpoint
 from eformer.model import UnusedRuleWarning
 
 from ._answer import Answer
-from ._arguments import byte_count, format_names, format_rule, model_rules, rule, target
+from ._arguments import add_format, byte_count, format_names, formats_help, model_rules, rule, target
 from ._compared import Totals, compare_checkpoints, largest_dense, totals
 from ._output import Place, check_page, page_path, write_page
 from ._progress import showing
@@ -25,9 +25,10 @@ examples:
   eformer quantize ./model ./small --format nf4,block_size=32 --embeddings int8 --report small.html
   eformer quantize ./model ./small --rule 'lm_head=int8,axis=-1' --rule 'layers[.]0[.]=keep'
 
-The first --rule that finds its pattern (a regular expression) in the name of an array decides. What none finds goes by
---format: large matrices are quantized; norms, biases, embeddings and small arrays are kept.
+The first --rule whose pattern (a regular expression) is found in the name of an array decides. For all other arrays
+--format decides: large matrices are quantized; norms, biases, embeddings and small arrays are kept.
 """
+more_help = formats_help
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,29 +39,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "target",
         metavar="OUT",
         type=target,
-        help="a .safetensors file, or a folder; from folder to folder, configuration and tokenizer are copied along",
+        help="a .safetensors file, or a folder; from folder to folder, configuration and tokenizer are copied too",
     )
-    parser.add_argument(
-        "--format",
-        type=format_rule,
-        default="nf4",
-        metavar="FORMAT[,OPTION=VALUE...]",
-        help="nf4 (default), int8, ternary, binary; keep leaves all to the rules",
-    )
+    add_format(parser, "--format", "keep leaves everything to the rules (default: nf4)", default="nf4")
     parser.add_argument(
         "--rule",
         type=rule,
         action="append",
         default=[],
         metavar="PATTERN=FORMAT[,OPTION=VALUE...]",
-        help="a format for the arrays whose name has the pattern; may be given again",
+        help="a format for the arrays whose name matches the pattern; may be repeated",
     )
-    parser.add_argument("--embeddings", choices=format_names(), metavar="FORMAT", help="a format for embeddings too")
-    parser.add_argument("--shard", type=byte_count, metavar="SIZE", help="split what is larger than that: 5GB, 500MB")
+    parser.add_argument("--embeddings", choices=format_names(), metavar="FORMAT", help="quantize embeddings too")
+    parser.add_argument("--shard", type=byte_count, metavar="SIZE", help="write files of at most this size: 5GB, 500MB")
     parser.add_argument(
-        "--report", type=page_path, metavar="PAGE.html", help="write the errors, array by array, as a page"
+        "--report", type=page_path, metavar="PAGE.html", help="write a page with the error of each array"
     )
-    parser.add_argument("--force", action="store_true", help="replace what is there")
+    parser.add_argument("--force", action="store_true", help="replace existing files")
 
 
 def run(args: argparse.Namespace) -> Answer:
@@ -79,7 +74,7 @@ def run(args: argparse.Namespace) -> Answer:
         Place(args.target, force=args.force) as place,
         showing("quantizing", sys.stderr) as progress,
     ):
-        warnings.simplefilter("error", UnusedRuleWarning)  # a misspelt pattern: better to stop than to write
+        warnings.simplefilter("error", UnusedRuleWarning)  # stop at a misspelt pattern instead of writing
         written = quantize_checkpoint(
             args.source, place.path, rules, overwrite=args.force, progress=progress, max_shard_bytes=args.shard
         )

@@ -1,4 +1,4 @@
-"""One command is run, and its answer printed, or one line that says what is wrong."""
+"""Runs one command and prints its answer, or one line that says what is wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import eformer
 from eformer._text import printable
 from eformer.model import UnusedRuleWarning
 
-from . import _bench, _compare, _convert, _demo, _inspect, _quantize
+from . import _bench, _compare, _completion, _convert, _demo, _inspect, _quantize
 from ._interrupt import INTERRUPTED, LINE
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
@@ -25,10 +25,11 @@ COMMANDS = {
     "convert": _convert,
     "bench": _bench,
     "demo": _demo,
+    "completion": _completion,
 }
 EPILOG = "`eformer COMMAND --help` has examples. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."
 
-# What the library raises on files, formats and machines that do not do; anything else is a fault of ours, shown whole.
+# The library raises these for files, formats and machines that do not serve; anything else is a bug, shown whole.
 EXPECTED = (
     OSError,
     ValueError,
@@ -51,9 +52,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """The exit code of a command line; None is that of the process."""
+    """Run the command line `argv`, None for that of the process, and return the exit code."""
     try:
-        args = _parser().parse_args(argv)
+        args = make_parser().parse_args(argv)
     except _UsageError as error:
         return _fail(str(error), WRONG_USAGE)
     try:
@@ -61,17 +62,17 @@ def run(argv: Sequence[str] | None) -> int:
         print(answer.to_json() if args.json else answer.text, flush=True)
     except KeyboardInterrupt:
         return _fail(f"eformer {args.command}: {LINE}", INTERRUPTED)
-    except BrokenPipeError:  # whoever read the answer has had enough, as in `eformer inspect FILE | head`
+    except BrokenPipeError:  # the reader has seen enough, as in `eformer inspect FILE | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except EXPECTED as error:
         if args.traceback:
             raise
-        return _fail(f"eformer {args.command}: {_said(error, args)}", FAILED)
+        return _fail(f"eformer {args.command}: {_in_one_line(error, args)}", FAILED)
     return OK
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="eformer", description=(eformer.__doc__ or "").partition("\n")[0], epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"eformer {eformer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
@@ -80,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=module.HELP,
             description=module.HELP,
-            epilog=module.EXAMPLE,
+            epilog=module.EXAMPLE + getattr(module, "more_help", str)(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.configure(command)
@@ -94,8 +95,7 @@ def _fail(line: str, code: int) -> int:
     return code
 
 
-def _said(error: BaseException, args: argparse.Namespace) -> str:
-    """The error in one line."""
+def _in_one_line(error: BaseException, args: argparse.Namespace) -> str:
     inputs = [getattr(args, name, None) for name in ("source", "before", "after")]
     if isinstance(error, FileNotFoundError) and str(error.filename) in inputs:
         return f"there is no {str(error.filename)!r}; give a .safetensors or .gguf file, an index or a folder with one"

@@ -1,4 +1,4 @@
-"""Times that can be compared on a machine that does other things as well."""
+"""Times that can be compared even on a busy machine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 
 def interleaved(bursts: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Seconds of each burst, the least of `repeats` turns.
+    """The seconds of each burst: the least of `repeats` turns.
 
-    They take turns, so that a slow moment of the machine meets all of them; other work can only add time, so the least
-    is the nearest to the truth. A burst must wait for its result. Each runs once before, to compile.
+    Bursts take turns, so that a slow moment of the machine affects all of them. Other work can only add time, so the
+    least time is the most accurate. A burst must wait for its result. Each runs once first, to compile.
     """
     for burst in bursts.values():
         burst()

@@ -17,5 +17,6 @@ from ._rules import Rule as Rule
 from ._rules import apply_rule as apply_rule
 from ._rules import find_rule as find_rule
 from ._rules import parse_rule as parse_rule
+from ._table import SORTS as SORTS
 from ._unused_rules import UnusedRuleWarning as UnusedRuleWarning
 from ._unused_rules import warn_unused_rules as warn_unused_rules
