@@ -26,7 +26,7 @@ DECLARED = {
 PROMISED = [
     *("quantize", "dequantize", "straight_through", "quantize_model", "dequantize_model", "report", "load", "save"),
     *("implicit", "explain", "ste", "register", "ImplicitArray", "rules_from_use", "default_rules", "partition"),
-    *("combine", "Array8B", "ArrayNF4", "Array1B", "RSROperatorBinary", "RSROperatorTernary"),
+    *("combine", "Array8B", "ArrayNF4", "Array1B", "RSROperatorBinary", "RSROperatorTernary", "use_kernels"),
 ]
 
 

@@ -19,7 +19,7 @@ What to look at next:
 one array       quantize, dequantize
 a model         quantize_model, dequantize_model, default_rules, rules_from_use, Rule, report
 run it          implicit, use_implicit, materialize
-look inside     explain, materialization_error
+look inside     explain, materialization_error, use_kernels
 files           load, save, open_checkpoint, quantize_checkpoint
 train it        partition, combine, straight_through, ste
 formats         Array8B (int8), ArrayNF4 (nf4), Array1B (ternary, binary), RSROperatorBinary, RSROperatorTernary
@@ -72,11 +72,12 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOMES` has the same names
     from .ops.quantization import quantize as quantize
     from .ops.quantization import register_format as register_format
     from .ops.quantization import straight_through as straight_through
+    from .ops.quantization import use_kernels as use_kernels
 
 _HOMES = {
     "jaximus": "ImplicitArray aux_field explain implicit materialization_error materialize register ste use_implicit",
     "ops.quantization": "Array1B Array8B ArrayNF4 QuantizationConfig QuantizationType QuantizedArray RSROperatorBinary "
-    "RSROperatorTernary formats quantize register_format straight_through",
+    "RSROperatorTernary formats quantize register_format straight_through use_kernels",
     "model": "Report Rule combine default_rules dequantize dequantize_model partition quantize_model report "
     "rules_from_use",
     "checkpoint": "Checkpoint CheckpointError load open_checkpoint quantize_checkpoint save",

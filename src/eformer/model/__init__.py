@@ -1,4 +1,4 @@
-"""Whole models: rules say which leaf takes which format, and a report tells what became of size and values."""
+"""Whole models: rules choose the format of each leaf, and a report compares sizes and values before and after."""
 
 from ._compare_models import report as report
 from ._defaults import contracted_axis as contracted_axis

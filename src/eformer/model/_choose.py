@@ -12,7 +12,6 @@ import jax
 from eformer.ops.quantization import QuantizedArray, find_format
 
 from ._defaults import MIN_LENGTH, options_along
-from ._paths import Typed
 from ._replay import Term, leaves_of, made_dense, signature
 from ._rules import Options
 from ._uses import Use
@@ -40,7 +39,7 @@ class Choice:
 
     def __init__(
         self,
-        leaves: Mapping[int, Typed],
+        leaves: Mapping[int, jax.ShapeDtypeStruct],
         uses: Mapping[int, Sequence[Use]],
         format: str,
         embeddings: str | None,
@@ -118,9 +117,7 @@ class Choice:
         except TypeError:  # a parameter may be a list
             key = (id(term), form, options)
         if key not in self.replayed:
-            arrays = {
-                i: _abstract(*each, self.leaves[i]) if each else _struct(self.leaves[i]) for i, each in chosen.items()
-            }
+            arrays = {i: _abstract(*each, self.leaves[i]) if each else self.leaves[i] for i, each in chosen.items()}
             self.replayed[key] = made_dense(term, arrays)
         return self.replayed[key]
 
@@ -145,23 +142,15 @@ def _wanted(uses: Sequence[Use]) -> list[tuple[int, ...]]:
     return sorted(work, key=lambda axes: -work[axes])
 
 
-def _length(leaf: Typed, axes: Axis) -> int:
+def _length(leaf: jax.ShapeDtypeStruct, axes: Axis) -> int:
     return math.prod(leaf.shape[axis] for axis in (axes if isinstance(axes, tuple) else (axes,)))
 
 
-def _struct(leaf: Typed) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _abstract(form: str, options: Options, leaf: Typed) -> QuantizedArray | None:
-    """The leaf quantized, without values; None if the format refuses these options for it."""
-    return _encoded(form, options, _struct(leaf))
-
-
 @functools.lru_cache(maxsize=1024)
-def _encoded(form: str, options: Options, struct: jax.ShapeDtypeStruct) -> QuantizedArray | None:
+def _abstract(form: str, options: Options, leaf: jax.ShapeDtypeStruct) -> QuantizedArray | None:
+    """The leaf quantized, without values; None if the format refuses these options for it."""
     try:
-        made: Any = jax.eval_shape(functools.partial(find_format(form).encode, **options), struct)
+        made: Any = jax.eval_shape(functools.partial(find_format(form).encode, **options), leaf)
     except (TypeError, ValueError, NotImplementedError):
         return None
     several = isinstance(options.get("axis"), tuple)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from eformer.ops.quantization import formats
 
@@ -45,7 +44,9 @@ def report(before: object, after: object, *, rules: Sequence[Rule] = (), histogr
         if tuple(old.shape) != tuple(new.shape):
             raise ValueError(f"{path!r} was {list(old.shape)} and is {list(new.shape)}: that is another array")
         shared = id(old) in seen_before and id(new) in seen_after
-        leaves.append(_leaf(path, old, new, shared, rule.reason if rule else ""))
+        kind = tuple(new.shape), str(new.dtype), _format_name(new), is_quantized(new) and new is not old, shared
+        reason = rule.reason if rule else ""
+        leaves.append(Leaf(path, *kind, nbytes(old), nbytes(new), distance(old, new), reason))
         seen_before.add(id(old))
         seen_after.add(id(new))
     found = Report(tuple(leaves), unused_rules(rules, chosen))
@@ -68,21 +69,6 @@ def _check_same_paths(before: list[str], after: list[str]) -> None:
             f"the trees must have the same leaves, but {len(before)} before and {len(after)} after differ in "
             f"{', '.join(map(repr, only[:3])) or 'their order'}"
         )
-
-
-def _leaf(path: str, before: Any, after: Any, shared: bool, reason: str) -> Leaf:
-    return Leaf(
-        path,
-        tuple(after.shape),
-        str(after.dtype),
-        _format_name(after),
-        is_quantized(after) and after is not before,
-        shared,
-        nbytes(before),
-        nbytes(after),
-        distance(before, after),
-        reason,
-    )
 
 
 def _format_name(leaf: Typed) -> str:

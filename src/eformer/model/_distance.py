@@ -18,6 +18,7 @@ from ._paths import is_abstract, is_array, is_quantized
 
 Values = jax.Array | np.ndarray | QuantizedArray
 Dense = jax.Array | np.ndarray
+Rows = dict[str, jax.Array]  # sums over rows, by the name of a field below
 
 _ROW = 4096  # elements that are added in float32; the sums of rows are added in float64, on the host
 
@@ -39,15 +40,8 @@ class Distance:
     nonfinite_after: int = 0
 
     def __add__(self, other: Distance) -> Distance:
-        return Distance(
-            self.signal + other.signal,
-            self.result + other.result,
-            self.noise + other.noise,
-            self.product + other.product,
-            max(self.max_error, other.max_error),
-            self.nonfinite_before + other.nonfinite_before,
-            self.nonfinite_after + other.nonfinite_after,
-        )
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return Distance(**{**sums, "max_error": max(self.max_error, other.max_error)})
 
     @property
     def relative_error(self) -> float:
@@ -113,23 +107,22 @@ def _dense(leaf: Any) -> Dense:
 def _of_pair(before: Dense, after: Dense) -> Distance:
     if not before.size:
         return Distance()
-    found = jax.device_get(_moments(before, after))
-    peak, gap = float(found["peak"]), 2 * float(found["half_gap"])
-    sums = {name: float(np.sum(found[name], dtype=np.float64)) for name in ("signal", "result", "noise", "product")}
+    peak, half_gap, sums, counts = jax.device_get(_moments(before, after))
+    peak, gap = float(peak), 2 * float(half_gap)
+    units = {"signal": peak**2, "result": peak**2, "product": peak**2, "noise": gap**2}
     return Distance(
-        sums["signal"] * peak**2,
-        sums["result"] * peak**2,
-        sums["noise"] * gap**2,
-        sums["product"] * peak**2,
-        gap,
-        int(np.sum(found["nonfinite_before"], dtype=np.int64)),
-        int(np.sum(found["nonfinite_after"], dtype=np.int64)),
+        **{name: float(np.sum(sums[name], dtype=np.float64)) * unit for name, unit in units.items()},
+        **{name: int(np.sum(count, dtype=np.int64)) for name, count in counts.items()},
+        max_error=gap,
     )
 
 
 @jax.jit
-def _moments(before: jax.Array, after: jax.Array) -> dict[str, jax.Array]:
-    """Sums over rows of 4096 elements, of the arrays divided by `peak` and of their difference divided by the gap."""
+def _moments(before: jax.Array, after: jax.Array) -> tuple[jax.Array, jax.Array, Rows, Rows]:
+    """The largest magnitude `peak`, half the largest difference, and sums and counts over rows of 4096 elements.
+
+    Before they are squared, the arrays are divided by `peak` and their difference by its largest magnitude.
+    """
     wide = np.promote_types(before.dtype, np.float32)
     x, y = (jnp.ravel(a).astype(wide) for a in (before, after))
     finite_x, finite_y = jnp.isfinite(x), jnp.isfinite(y)
@@ -143,16 +136,9 @@ def _moments(before: jax.Array, after: jax.Array) -> dict[str, jax.Array]:
     def rows(a: jax.Array) -> jax.Array:
         return jnp.sum(jnp.pad(a, (0, -a.size % _ROW)).reshape(-1, _ROW), axis=1, dtype=a.dtype)
 
-    return {
-        "peak": peak,
-        "half_gap": largest,
-        "signal": rows(x * x),
-        "result": rows(y * y),
-        "noise": rows(d * d),
-        "product": rows(x * y),
-        "nonfinite_before": rows((~finite_x).astype(jnp.int32)),
-        "nonfinite_after": rows((~finite_y).astype(jnp.int32)),
-    }
+    sums = {"signal": rows(x * x), "result": rows(y * y), "product": rows(x * y), "noise": rows(d * d)}
+    lost = {"nonfinite_before": ~finite_x, "nonfinite_after": ~finite_y}
+    return peak, largest, sums, {name: rows(each.astype(jnp.int32)) for name, each in lost.items()}
 
 
 def _over(x: jax.Array, largest: jax.Array) -> jax.Array:

@@ -62,7 +62,8 @@ def rules_from_use(
     for i in large:
         of_array.setdefault(array[i], []).extend(found.get(i, []))
 
-    choose = Choice(large, {i: of_array[array[i]] for i in large}, format, embeddings, options)
+    structs = {i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for i, leaf in large.items()}
+    choose = Choice(structs, {i: of_array[array[i]] for i in large}, format, embeddings, options)
     small = Decision(None, Options(), f"fewer than {min_size:,} elements")
     return tuple(_as_rules({named[i][0]: choose(i) if i in large else small for i in weights}))
 

@@ -8,10 +8,10 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from eformer._svg import element
-from eformer._text import as_bits, as_shape, escaped, in_bytes
+from eformer._text import as_bits, escaped, in_bytes
 
 from ._plots import MARKS, error_plot, histogram_plot, mark, size_plot
-from ._table import as_cosine, as_nonfinite, in_decibels, in_percent, sorted_leaves
+from ._table import as_cosine, as_nonfinite, in_decibels, in_percent, row, sorted_leaves
 
 if TYPE_CHECKING:
     from ._report import Leaf, Report
@@ -165,29 +165,18 @@ def _heading(column: int, name: str) -> str:
 
 
 def _cells(leaf: Leaf, columns: int) -> str:
-    shape = as_shape(leaf.shape).replace("x", " \N{MULTIPLICATION SIGN} ")
-    after = f"{in_bytes(leaf.bytes_after)}{' (shared)' if leaf.shared else ''}"
+    shown = list(map(escaped, row(leaf)))
+    shown[0] = _path(leaf.path) + (f'<div class="muted">{escaped(leaf.reason)}</div>' if leaf.reason else "")
+    shown[1] = shown[1].replace("x", " \N{MULTIPLICATION SIGN} ")
+    shown[4] = f"{in_bytes(leaf.bytes_after)}{' (shared)' if leaf.shared else ''}"
+    shown[9] = as_nonfinite(leaf.distance).replace("->", "→")
+    sizes = [leaf.path, leaf.size, leaf.format, leaf.bytes_before, leaf.bytes_after, leaf.bits]
+    errors = [leaf.error, leaf.snr, leaf.cosine] if leaf.quantized else [""] * 3
     lost = (leaf.distance.nonfinite_after if leaf.distance else 0) or ""
-    cells: list[tuple[str, object]] = [
-        (_path(leaf.path) + (f'<div class="muted">{escaped(leaf.reason)}</div>' if leaf.reason else ""), leaf.path),
-        (shape, leaf.size),
-        (escaped(leaf.format), leaf.format),
-        (in_bytes(leaf.bytes_before), leaf.bytes_before),
-        (after, leaf.bytes_after),
-        (as_bits(leaf.bits), leaf.bits),
-    ]
-    if leaf.quantized:
-        cells += [
-            (in_percent(leaf.error), leaf.error),
-            (in_decibels(leaf.snr), leaf.snr),
-            (as_cosine(leaf.cosine), leaf.cosine),
-        ]
-    else:
-        cells += [("", "")] * 3
-    cells.append((as_nonfinite(leaf.distance).replace("->", "→"), lost))
+    cells = list(zip(_COLUMNS, shown, [*sizes, *errors, lost], strict=True))[:columns]
     return "".join(
-        f'<td data-value="{_value(value)}"{f" data-label={chr(34)}{name}{chr(34)}" if i else ""}>{shown}</td>'
-        for i, (name, (shown, value)) in enumerate(zip(_COLUMNS[:columns], cells, strict=False))
+        f'<td data-value="{_value(value)}"{f" data-label={chr(34)}{name}{chr(34)}" if i else ""}>{text}</td>'
+        for i, (name, text, value) in enumerate(cells)
     )
 
 

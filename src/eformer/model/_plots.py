@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from ._histogram import Histogram
     from ._report import Leaf
 
-WIDTH, HEIGHT = 340.0, 230.0  # about the pixels of a telephone, so that letters keep their size there
+WIDTH, HEIGHT = 340.0, 230.0  # about the width of a telephone in pixels, so that letters keep their size there
 LEFT, RIGHT, TOP, BOTTOM = 34.0, 8.0, 24.0, 38.0
-MARKS = 4  # shapes and colours; formats beyond share the last
-GROUPS = 8  # shown by name, the rest together
+MARKS = 4  # shapes and colours; further formats share the last
+GROUPS = 8  # shown by name; the rest are shown together
 BAR, ROW = 11.0, 37.0
 
 
@@ -29,7 +29,7 @@ def natural_order(path: str) -> list[tuple[int, int, str]]:
 
 
 def group_of(path: str) -> str:
-    """The same for a weight of every layer: "layers.*.mlp.kernel"."""
+    """The path with a star for the number of the layer: "layers.*.mlp.kernel"."""
     return re.sub(r"(?<![^./_])\d+(?![^./_])", "*", path)
 
 
@@ -64,7 +64,7 @@ def error_plot(leaves: Sequence[Leaf], formats: Sequence[str]) -> str:
 
 
 def mark(kind: int, x: float, y: float, *children: str, size: float = 3.6) -> str:
-    """Circle, square, triangle or diamond: told apart without colour too."""
+    """A circle, square, triangle or diamond: formats differ in shape as well as colour."""
     if kind == 0:
         return element("circle", *children, cx=x, cy=y, r=size, class_="m0")
     if kind == 1:
@@ -75,7 +75,7 @@ def mark(kind: int, x: float, y: float, *children: str, size: float = 3.6) -> st
 
 
 def size_plot(leaves: Sequence[Leaf]) -> str:
-    """Two bars for each group of leaves: bytes before, and after on top of it."""
+    """Two bars for each group of leaves: bytes after, drawn over bytes before."""
     sums: dict[str, list[int]] = {}
     for leaf in leaves:
         if not leaf.shared:
@@ -108,7 +108,7 @@ def size_plot(leaves: Sequence[Leaf]) -> str:
 
 
 def histogram_plot(histogram: Histogram) -> str:
-    """Before as an area, after as a line, in percent of the finite values."""
+    """The shares of the finite values per bin, in percent: before as an area, after as a line."""
     rows = zip((histogram.before, histogram.after), histogram.beyond, strict=True)
     shares = [[100 * n / (sum(row) + beyond or 1) for n in row] for row, beyond in rows]
     highest = max(map(max, shares))

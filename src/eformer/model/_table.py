@@ -55,7 +55,7 @@ def report_table(report: Report, sort: str | None) -> str:
     sizes = [in_bytes(report.bytes_before), in_bytes(report.bytes_after), as_bits(report.bits)]
     total = [count, "", "", *sizes, *_measures(report.distance, bool(report.quantized))]
     columns = len(header) if with_nonfinite else len(header) - 1
-    lines = table(header[:columns], [_row(leaf)[:columns] for leaf in leaves], words=3, total=total[:columns])
+    lines = table(header[:columns], [row(leaf)[:columns] for leaf in leaves], words=3, total=total[:columns])
     if any(leaf.reason for leaf in leaves):
         ends = ["reason", "------", *(printable(leaf.reason) for leaf in leaves)]
         width = max(map(len, lines))
@@ -64,7 +64,8 @@ def report_table(report: Report, sort: str | None) -> str:
     return "\n".join(lines)
 
 
-def _row(leaf: Leaf) -> list[str]:
+def row(leaf: Leaf) -> list[str]:
+    """The cells of a leaf, under the header of the table."""
     after = "shared" if leaf.shared else in_bytes(leaf.bytes_after)
     sizes = [in_bytes(leaf.bytes_before), after, as_bits(leaf.bits)]
     return [leaf.path, as_shape(leaf.shape), leaf.format, *sizes, *_measures(leaf.distance, leaf.quantized)]
