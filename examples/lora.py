@@ -1,4 +1,4 @@
-"""LoRA as an array: a frozen weight plus a trainable update of low rank, never added up.
+"""LoRA as an array: a frozen weight plus a trainable update of low rank; the sum is never stored.
 
 Run it with `python examples/lora.py`.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eformer.jaximus import ImplicitArray, aux_field, explain, implicit, register
+from eformer import ImplicitArray, aux_field, explain, implicit, register
 
 
 class LoRA(ImplicitArray):
@@ -26,10 +26,10 @@ class LoRA(ImplicitArray):
 
 @register("dot_general")
 def multiply(primitive: Any, x: jax.Array, q: LoRA, *, dimension_numbers: Any, **params: Any) -> Any:
-    """`x @ q` as `x @ w + alpha * (x @ a) @ b`: two thin products, and no matrix as large as `w`."""
+    """`x @ q` as `x @ w + alpha * (x @ a) @ b`: two thin matmuls, and no matrix as large as `w`."""
     (_, contracted), (_, batch) = dimension_numbers
     if q.ndim != 2 or contracted != (0,) or batch:
-        return NotImplemented  # any other product gets the dense array
+        return NotImplemented  # any other matmul runs on the dense array
 
     def dot(weight: jax.Array) -> jax.Array:
         return primitive.bind(x, weight, dimension_numbers=dimension_numbers, **params)
@@ -37,7 +37,7 @@ def multiply(primitive: Any, x: jax.Array, q: LoRA, *, dimension_numbers: Any, *
     return dot(q.w) + q.alpha * (dot(q.a) @ q.b)
 
 
-# That is all. From here on it is plain JAX, which has never heard of LoRA.
+# That is all. The rest is plain JAX, which knows nothing of LoRA.
 
 
 def loss(weight: Any, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,19 @@ def embed(params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
     weights = mask[:, :, None].astype(x.dtype)
     mean = jnp.sum(x * weights, axis=1) / jnp.sum(weights, axis=1)
     return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
+
+
+def embed_all(embed: Callable[..., jax.Array], params: Params, inputs: Sequence[jax.Array], batch: int) -> np.ndarray:
+    """Embeddings of at most two batches of sentences, from two that overlap: one shape, which is compiled once."""
+    first, last = (embed(params, *(each[part] for each in inputs)) for part in (slice(batch), slice(-batch, None)))
+    return np.concatenate([first, last[2 * batch - len(inputs[0]) :]])
+
+
+def nearest(vectors: np.ndarray) -> np.ndarray:
+    """For each unit vector, the index of the other vector with the largest cosine."""
+    cosines = vectors @ vectors.T
+    np.fill_diagonal(cosines, -np.inf)
+    return np.argmax(cosines, axis=1)
 
 
 def _embedded(params: Params, tokens: jax.Array) -> jax.Array:

@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eformer.jaximus import implicit
-from eformer.model import dequantize_model, quantize_model, stored_bytes
+from eformer import dequantize_model, implicit, quantize_model, stored_bytes
 
 
 def init(key: jax.Array, width: int = 128, layers: int = 3) -> dict[str, Any]:

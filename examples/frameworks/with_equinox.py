@@ -7,8 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from eformer.jaximus import implicit
-from eformer.model import dequantize_model, quantize_model, stored_bytes
+from eformer import dequantize_model, implicit, quantize_model, stored_bytes
 
 
 class Block(eqx.Module):

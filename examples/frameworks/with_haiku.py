@@ -4,8 +4,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from eformer.jaximus import implicit
-from eformer.model import dequantize_model, quantize_model, stored_bytes
+from eformer import dequantize_model, implicit, quantize_model, stored_bytes
 
 
 def block(tokens: jax.Array) -> jax.Array:

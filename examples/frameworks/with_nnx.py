@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from eformer.jaximus import implicit
-from eformer.model import dequantize_model, quantize_model, stored_bytes
+from eformer import dequantize_model, implicit, quantize_model, stored_bytes
 
 
 class Block(nnx.Module):

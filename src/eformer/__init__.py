@@ -17,7 +17,7 @@ ArrayNF4(float32[256, 1024], 147,456 bytes)
 What to look at next:
 
 one array       quantize, dequantize
-a model         quantize_model, dequantize_model, default_rules, rules_from_use, Rule, report
+a model         quantize_model, dequantize_model, default_rules, rules_from_use, Rule, report, stored_bytes
 run it          implicit, use_implicit, materialize
 look inside     explain, materialization_error, use_kernels
 files           load, save, open_checkpoint, quantize_checkpoint
@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOMES` has the same names
     from .model import quantize_model as quantize_model
     from .model import report as report
     from .model import rules_from_use as rules_from_use
+    from .model import stored_bytes as stored_bytes
     from .ops.quantization import Array1B as Array1B
     from .ops.quantization import Array8B as Array8B
     from .ops.quantization import ArrayNF4 as ArrayNF4
@@ -79,7 +80,7 @@ _HOMES = {
     "ops.quantization": "Array1B Array8B ArrayNF4 QuantizationConfig QuantizationType QuantizedArray RSROperatorBinary "
     "RSROperatorTernary formats quantize register_format straight_through use_kernels",
     "model": "Report Rule combine default_rules dequantize dequantize_model partition quantize_model report "
-    "rules_from_use",
+    "rules_from_use stored_bytes",
     "checkpoint": "Checkpoint CheckpointError load open_checkpoint quantize_checkpoint save",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

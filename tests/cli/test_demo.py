@@ -91,7 +91,7 @@ def test_the_encoder_runs_quantized():
 
 def test_nearest():
     vectors = np.array([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.1, 0.99]])
-    assert _demo.nearest(vectors).tolist() == [1, 0, 3, 2]
+    assert minilm.nearest(vectors).tolist() == [1, 0, 3, 2]
 
 
 def test_sentences_are_distinct():
@@ -151,7 +151,7 @@ def test_demo(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_all_sentences_are_embedded():
     sentences = jnp.arange(40.0)[:, None]
-    found = _demo._embedded(lambda params, x: params * x, 2.0, (sentences,))
+    found = minilm.embed_all(lambda params, x: params * x, 2.0, (sentences,), 32)
     np.testing.assert_array_equal(found, 2 * sentences)
 
 

