@@ -12,6 +12,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.envir
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -20,6 +21,12 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_finish() -> None:
+    """Hide the modules and the thousands of test items from the garbage collector: it took a third of a run's time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
