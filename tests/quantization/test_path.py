@@ -1,5 +1,7 @@
 """The path of `x @ q` is short enough to read: how many functions and files of this package its first call runs."""
 
+import ast
+import re
 import sys
 from pathlib import Path
 from types import CodeType, FrameType
@@ -17,19 +19,19 @@ MAX_FUNCTIONS = 60
 MAX_FILES = 10
 
 
-def first_call(form: str) -> set[CodeType]:
-    """The functions of this package that the first eager `x @ q` runs.
+def first_call(form: str) -> list[CodeType]:
+    """The functions of this package that the first eager `x @ q` runs, in their order.
 
     Lambdas and comprehensions count as a part of the function around them.
     """
     x, q = jnp.ones((1, 64)), quantize(jnp.ones((64, 64)), dtype=form)
-    met = set()
+    met: dict[CodeType, None] = {}
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         del argument
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(SOURCE) and not code.co_name.startswith("<"):
-            met.add(code)
+            met[code] = None
 
     jax.clear_caches()
     sys.setprofile(note)
@@ -37,7 +39,7 @@ def first_call(form: str) -> set[CodeType]:
         x @ q
     finally:
         sys.setprofile(None)
-    return met
+    return list(met)
 
 
 @pytest.mark.skipif(not cpu.is_available(), reason="the path to the native core")
@@ -49,3 +51,27 @@ def test_the_path_of_a_matmul_is_short(form):
     assert "kernels/cpu/_call.py" in files
     assert len(met) <= MAX_FUNCTIONS, f"{len(met)} functions:\n{listing}"
     assert len(files) <= MAX_FILES, f"{len(files)} files:\n{listing}"
+
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "life-of-x-at-q.md").read_text()
+NAMED = re.findall(r"^\| ([^|]+) \| `([^`]+)` \| `([^`]+)` \|", PAGE, re.MULTILINE)  # hop or case, file, function
+
+
+@pytest.mark.skipif(not cpu.is_available(), reason="the path to the native core")
+def test_the_page_names_the_hops_in_their_order():
+    run = [
+        (f"src/eformer/{Path(c.co_filename).relative_to(SOURCE).as_posix()}", c.co_qualname) for c in first_call("nf4")
+    ]
+    hops = [(file, function) for hop, file, function in NAMED if hop.isdigit() and file.endswith(".py")]
+    assert hops == [each for each in run if each in hops]
+
+
+@pytest.mark.parametrize(("file", "function"), [(file, function) for _, file, function in NAMED])
+def test_the_page_names_functions_that_exist(file, function):
+    source = (ROOT / file).read_text()
+    if file.endswith(".py"):
+        nodes = ast.walk(ast.parse(source))
+        assert function.rpartition(".")[2] in {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    else:
+        assert re.search(rf"\b{function}\b", source)
