@@ -6,7 +6,9 @@ import abc
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, ClassVar, NamedTuple, Self, TypeGuard, dataclass_transform
 
 import jax
@@ -21,8 +23,8 @@ from ._derive import derive_stacked, derive_struct
 from ._export import make_serializable
 from ._fields import ArrayMeta, aux_field, check_hashable, delete_attribute, make_dataclass, set_attribute
 from ._manners import ArrayManners
-from ._misuse import TREE_FUNCTIONS, check_flattened, getframe
 from ._observe import note_materialized
+from ._types import Leaf, Tree
 
 
 class _Record(NamedTuple):
@@ -63,25 +65,26 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
     _mutable: ClassVar[bool] = False  # the class said `@dataclass` without `frozen=True`
 
     # The constructor takes any dtype-like, and stores an `np.dtype`.
-    dtype: Any = aux_field(default=None, kw_only=True)
+    dtype: Any = aux_field(default=None, kw_only=True)  # noqa: RUF009  (it makes a field)
 
     @abc.abstractmethod
     def materialize(self) -> jax.Array:
         """The dense array this one stands for."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         make_dataclass(cls, lambda array, shape: array._settle(shape))
         if "materialize" in cls.__dict__:
-            setattr(cls, "materialize", _checked_materialize(cls.materialize))  # noqa: B010  (pyright: a method)
+            setattr(cls, "materialize", _checked_materialize(vars(cls)["materialize"]))  # noqa: B010  (pyright: a method)
         flatten = _flattener(cls)
         keys = tuple(map(jtu.GetAttrKey, cls._data_fields))
 
-        def flatten_with_keys(array: Self) -> tuple[Iterable[tuple[jtu.GetAttrKey, Any]], _Static]:
+        def flatten_with_keys(array: ImplicitArray) -> tuple[Iterable[tuple[Hashable, Leaf]], _Static]:
             children, static = flatten(array)
             return tuple(zip(keys, children, strict=True)), static
 
-        jtu.register_pytree_with_keys(cls, flatten_with_keys, functools.partial(_unflatten, cls), flatten)
+        unflatten = functools.partial(_unflatten, cls)
+        jtu.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
         make_serializable(cls, _Record)
 
     @property
@@ -217,15 +220,14 @@ def is_implicit(x: object) -> TypeGuard[ImplicitArray]:
     return isinstance(x, ImplicitArray)
 
 
-# `Any`: a tree of any structure, and one of the same structure.
-def materialize(tree: Any) -> Any:
+def materialize(tree: Tree) -> Tree:
     """`tree` with each implicit array in it made dense; a lone array is a tree too."""
     if isinstance(tree, ImplicitArray):
         return tree.materialize()
     return jtu.tree_map(lambda x: x.materialize() if is_implicit(x) else x, tree, is_leaf=is_implicit)
 
 
-def _checked_materialize(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
+def _checked_materialize(function: Callable[[ImplicitArray], jax.Array]) -> Callable[[ImplicitArray], jax.Array]:
     @functools.wraps(function)
     def materialize(self: ImplicitArray) -> jax.Array:
         self.check_leaves()
@@ -251,34 +253,34 @@ def _states_shape(array: ImplicitArray) -> bool:
 def _dtype(leaf: object) -> np.dtype | None:
     """The dtype that JAX gives the leaf; None if it is no array."""
     dtype = getattr(leaf, "dtype", None)
-    return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)  # pyright: ignore[reportReturnType]
 
 
-_Static = tuple[tuple[Any, ...], _Record]  # values of the static fields, and what the array keeps
+_Static = tuple[tuple[Hashable, ...], _Record]  # values of the static fields, and what the array keeps
 _NOTHING = _Record()
 
 
-def _flattener(cls: type[ImplicitArray]) -> Callable[[ImplicitArray], tuple[tuple[Any, ...], _Static]]:
+def _flattener(cls: type[ImplicitArray]) -> Callable[[ImplicitArray], tuple[tuple[Leaf, ...], _Static]]:
     """The function that takes leaves and static part; short, as every compiled call runs it for each array."""
     leaves, static = _getter(cls._data_fields), _getter(cls._static_fields)
 
-    def flatten(array: ImplicitArray) -> tuple[tuple[Any, ...], _Static]:
+    def flatten(array: ImplicitArray) -> tuple[tuple[Leaf, ...], _Static]:
         found = leaves(array)
-        if getframe(1).f_globals is TREE_FUNCTIONS:
-            check_flattened(cls.__name__, found, getframe(1))
+        if _getframe(1).f_globals is _TREE_FUNCTIONS:
+            _check_taken_apart(cls.__name__, found, _getframe(1))
         return found, (static(array), vars(array).get("_kept", _NOTHING))
 
     return flatten
 
 
-def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+def _getter(names: tuple[str, ...]) -> Callable[[ImplicitArray], tuple[Leaf, ...]]:
     if not names:
         return lambda array: ()
     get = operator.attrgetter(*names)
     return get if len(names) > 1 else lambda array: (get(array),)
 
 
-def _unflatten(cls: type[ImplicitArray], static: _Static, children: Iterable[Any]) -> ImplicitArray:
+def _unflatten(cls: type[ImplicitArray], static: _Static, children: Iterable[Leaf]) -> ImplicitArray:
     # No check and no conversion: JAX puts `None`, `object()` and `ShapeDtypeStruct` into leaves.
     values, record = static
     array = object.__new__(cls)
@@ -300,3 +302,44 @@ def _note_misuse(array: ImplicitArray, leaf: Tracer) -> None:
     errors = (array.vmap_error(each, axis) for each, axis in vmapped_axes(leaf))
     if (error := next(filter(None, errors), None)) is not None:
         array._keep(misuse=error)
+
+
+_TREE_FUNCTIONS = jtu.tree_map.__globals__  # of the module that has them all
+_TREE_MODULES = frozenset({_TREE_FUNCTIONS["__name__"], jax.tree.map.__module__})
+_getframe = sys._getframe
+_HOW_TO_TRAIN = (
+    "`eformer.model.partition` takes a tree apart into what is trained and what is frozen, and "
+    "`eformer.ops.quantization.straight_through` trains through the rounding of a dense weight"
+)
+
+
+def _check_taken_apart(name: str, leaves: Iterable[Leaf], frame: FrameType | None) -> None:
+    """Raise if the caller of `frame`, a function of `jax.tree`, is about to differentiate or optimize integer leaves.
+
+    `jax.grad` and Optax see a tree, reach its integer codes, and fail in their own words or train nonsense. They
+    flatten the tree first. Where JAX or Optax rename their functions, people see the original error.
+    """
+    while frame is not None and frame.f_globals["__name__"] in _TREE_MODULES:
+        frame = frame.f_back
+    if frame is None:
+        return
+    module, function = frame.f_globals["__name__"], frame.f_code.co_name
+    differentiates = function in ("value_and_grad_f", "jacfun") and module.startswith("jax.")
+    optimizes = module.startswith("optax.") and "mask" not in module
+    if not (differentiates or optimizes) or frame.f_locals.get("allow_int", False):
+        return
+    if function == "apply_updates" and not _moves_integers(frame.f_locals):
+        return
+    if any(map(_is_integer, leaves)):
+        what = "differentiated" if differentiates else f"given to Optax's `{function}`"
+        raise TypeError(f"an {name} cannot be {what}: its codes are integers. {_HOW_TO_TRAIN}")
+
+
+def _is_integer(leaf: Leaf) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jnp.integer)
+
+
+def _moves_integers(arguments: Mapping[str, Tree]) -> bool:
+    """Whether `apply_updates` would add fractions to integers; zeros of the same integer dtype do no harm."""
+    params, updates = (jtu.tree_leaves(arguments.get(name)) for name in ("params", "updates"))
+    return any(_is_integer(p) and not _is_integer(u) for p, u in zip(params, updates, strict=False))

@@ -36,7 +36,7 @@ def _materialize(*leaves: Any, treedef: Any) -> jax.Array:
 def _abstract_eval(*avals: Any, treedef: Any) -> Any:
     from ._trace import abstract_value  # knows JAX's types; binds this primitive
 
-    return abstract_value(jtu.tree_unflatten(treedef, avals), avals)
+    return abstract_value(jtu.tree_unflatten(treedef, avals))
 
 
 def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:

@@ -15,6 +15,7 @@ from jax import tree_util as jtu
 
 from ._manners import struct
 from ._observe import unobserved
+from ._types import Structure
 
 if TYPE_CHECKING:
     from ._array import ImplicitArray
@@ -33,7 +34,7 @@ def derive_stacked(array: ImplicitArray) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _struct(treedef: jtu.PyTreeDef, structs: tuple[jax.ShapeDtypeStruct, ...]) -> jax.ShapeDtypeStruct:
+def _struct(treedef: Structure, structs: tuple[jax.ShapeDtypeStruct, ...]) -> jax.ShapeDtypeStruct:
     def dense(leaves: Sequence[jax.Array]) -> jax.Array:
         array: ImplicitArray = jtu.tree_unflatten(treedef, leaves)
         array._keep(shapeless=array._record.given_shape is None)
@@ -44,7 +45,7 @@ def _struct(treedef: jtu.PyTreeDef, structs: tuple[jax.ShapeDtypeStruct, ...]) -
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_stacked(treedef: jtu.PyTreeDef, structs: tuple[jax.ShapeDtypeStruct, ...]) -> bool:
+def _is_stacked(treedef: Structure, structs: tuple[jax.ShapeDtypeStruct, ...]) -> bool:
     def dense(leaves: Sequence[jax.Array]) -> jax.Array:
         return jtu.tree_unflatten(treedef, leaves).materialize()
 

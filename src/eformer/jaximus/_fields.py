@@ -60,7 +60,7 @@ def make_dataclass(cls: ArrayMeta, settle: Callable[[Any, Sequence[int] | None],
         setattr(cls, name, getattr(cls, name))
     if not own_init:
         setattr(cls, "__init__", _accepting_shape(getattr(cls, "__init__"), settle))  # noqa: B009, B010  (pyright)
-    fields = dataclasses.fields(cls)
+    fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]  # the decorator above made it one
     cls._data_fields = tuple(f.name for f in fields if not f.metadata.get(_STATIC))
     cls._static_fields = tuple(f.name for f in fields if f.metadata.get(_STATIC))
 

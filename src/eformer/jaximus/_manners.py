@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import tree_util as jtu
+from jax.core import ShapedArray
 from jax.typing import DTypeLike
 
-# `Any` operands and results: an operator takes whatever the dense array would take.
-_Operator = Callable[..., Any]
+from ._types import Device, Leaf, Tree, Value
+
+_Operator = Callable[..., Tree]  # takes whatever the dense array would take
 
 
 def _unary(function: _Operator) -> _Operator:
@@ -31,7 +33,7 @@ def _reflected(function: _Operator) -> _Operator:
 
 
 def _method(name: str) -> _Operator:
-    def call(self: ArrayManners, *args: Any, **kwargs: Any) -> Any:
+    def call(self: ArrayManners, *args: Value, **kwargs: Value) -> Tree:
         return self._apply(lambda array: getattr(array, name)(*args, **kwargs), self)
 
     call.__name__, call.__doc__ = name, f"As `jax.Array.{name}`, through the registered rules."
@@ -47,7 +49,7 @@ def _dense(function: _Operator) -> _Operator:
 
 
 def _dense_method(name: str) -> _Operator:
-    def call(self: ArrayManners, *args: Any, **kwargs: Any) -> Any:
+    def call(self: ArrayManners, *args: Value, **kwargs: Value) -> Tree:
         return getattr(self.materialize(), name)(*args, **kwargs)
 
     call.__name__, call.__doc__ = name, f"As `jax.Array.{name}`, of the dense array, which is made for it."
@@ -59,10 +61,11 @@ def _for_all_leaves(name: str) -> property:
     return property(lambda self: all(map(get, self._leaves())), doc=f"Whether all leaves are `{name}`.")
 
 
-def check_matmul(lhs: Any, rhs: Any) -> None:
+def check_matmul(lhs: Value, rhs: Value) -> None:
     """Raise, naming both operands, if `lhs @ rhs` has no meaning."""
     left, right = np.shape(lhs), np.shape(rhs)
-    if left and right and left[-1] == right[-2:][0]:  # the only axis of a vector
+    contracted = right[-2] if len(right) > 1 else right[-1] if right else None
+    if left and right and left[-1] == contracted:
         return
     named = " @ ".join(
         f"{type(x).__name__ if isinstance(x, ArrayManners) else 'array'}{list(np.shape(x))}" for x in (lhs, rhs)
@@ -72,7 +75,7 @@ def check_matmul(lhs: Any, rhs: Any) -> None:
     axis = "second-to-last" if len(right) > 1 else "only"
     raise TypeError(
         f"{named}: the last axis of the left operand ({left[-1]}) must be as long as the {axis} axis "
-        f"of the right operand ({right[-2:][0]})"
+        f"of the right operand ({contracted})"
     )
 
 
@@ -88,9 +91,9 @@ class ArrayManners:
     dtype: Any
 
     # The engine is built on arrays: `_trace` sets these when it is imported.
-    _apply: ClassVar[Callable[..., Any]]
-    _matmul: ClassVar[Callable[[Any, Any], Any]]
-    _abstract_value: ClassVar[Callable[[Any], Any]]
+    _apply: ClassVar[staticmethod[..., Tree]]
+    _matmul: ClassVar[staticmethod[[Value, Value], Value]]
+    _abstract_value: ClassVar[staticmethod[[Value], ShapedArray]]
 
     # NumPy's operators step aside, so that `numpy_array @ q` reaches `__rmatmul__`.
     __array_priority__: ClassVar[int] = 1000
@@ -142,13 +145,13 @@ class ArrayManners:
     __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
     __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: Value) -> Value:
         return self._matmul(self, other)
 
-    def __rmatmul__(self, other: Any) -> Any:
+    def __rmatmul__(self, other: Value) -> Value:
         return self._matmul(other, self)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Value) -> Value:
         return self._apply(lambda array: array[index], self)
 
     def __len__(self) -> int:
@@ -156,7 +159,7 @@ class ArrayManners:
             raise TypeError("len() of unsized object")
         return self.shape[0]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Value]:
         return (self[i] for i in range(len(self)))
 
     __bool__, __int__, __index__ = _dense(bool), _dense(int), _dense(operator.index)
@@ -185,10 +188,10 @@ class ArrayManners:
     argpartition, choose, compress = map(_method, ("argpartition", "choose", "compress"))
     searchsorted = _method("searchsorted")
 
-    def __round__(self, decimals: int = 0) -> Any:
+    def __round__(self, decimals: int = 0) -> Value:
         return self.round(decimals)
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: Value) -> bool:
         return value in self.materialize()
 
     def __format__(self, spec: str) -> str:
@@ -216,7 +219,7 @@ class ArrayManners:
         return False
 
     @property
-    def aval(self) -> Any:
+    def aval(self) -> ShapedArray:
         return self._abstract_value(self)
 
     def tobytes(self, order: str = "C") -> bytes:
@@ -224,7 +227,7 @@ class ArrayManners:
 
     # Of leaves. An array without leaves is nowhere, and always ready.
 
-    def _leaves(self) -> list[Any]:
+    def _leaves(self) -> list[Leaf]:
         return jtu.tree_leaves(self)
 
     def copy(self) -> Self:
@@ -238,7 +241,7 @@ class ArrayManners:
         for leaf in self._leaves():
             leaf.copy_to_host_async()
 
-    def to_device(self, device: jax.Device | jax.sharding.Sharding, *, stream: Any = None) -> Self:
+    def to_device(self, device: Device | jax.sharding.Sharding, *, stream: object = None) -> Self:
         return jtu.tree_map(lambda leaf: leaf.to_device(device, stream=stream), self)
 
     def delete(self) -> None:
@@ -252,11 +255,11 @@ class ArrayManners:
     def is_ready(self) -> bool:
         return all(leaf.is_ready() for leaf in self._leaves())
 
-    def devices(self) -> set[jax.Device]:
+    def devices(self) -> set[Device]:
         return {device for leaf in self._leaves() for device in leaf.devices()}
 
     @property
-    def device(self) -> jax.Device | jax.sharding.Sharding:
+    def device(self) -> Device | jax.sharding.Sharding:
         """The device that holds the array; where there are several, the sharding of the dense array."""
         devices = self.devices()
         return next(iter(devices)) if len(devices) == 1 else self.materialize().sharding
@@ -272,7 +275,7 @@ class ArrayManners:
     is_fully_replicated = _for_all_leaves("is_fully_replicated")
 
 
-def struct(leaf: Any) -> jax.ShapeDtypeStruct:
+def struct(leaf: Leaf) -> jax.ShapeDtypeStruct:
     leaf = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else jax.typeof(leaf)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
@@ -283,16 +286,16 @@ class _IndexUpdates:
     def __init__(self, array: ArrayManners) -> None:
         self.array = array
 
-    def __getitem__(self, index: Any) -> _IndexUpdate:
+    def __getitem__(self, index: Value) -> _IndexUpdate:
         return _IndexUpdate(self.array, index)
 
 
 class _IndexUpdate:
-    def __init__(self, array: ArrayManners, index: Any) -> None:
+    def __init__(self, array: ArrayManners, index: Value) -> None:
         self.array, self.index = array, index
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def update(*args: Any, **kwargs: Any) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., Value]:
+        def update(*args: Value, **kwargs: Value) -> Value:
             return self.array._apply(
                 lambda array, *args: getattr(array.at[self.index], name)(*args, **kwargs), self.array, *args
             )

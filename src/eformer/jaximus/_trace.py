@@ -41,9 +41,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from ._array import ImplicitArray, is_implicit, materialize
 from ._closure import bind_implicit, implicit_array_p
 from ._manners import ArrayManners, check_matmul
-from ._observe import because, in_function, mode, serving, unobserved
+from ._observe import UNWATCHED, because, in_function, mode, serving, unobserved
 from ._rules import dispatch, on_register
 from ._state import Loan
+from ._types import Structure, Tree, Value
 
 UNSPECIFIED: Any = sharding_impls.UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 P = ParamSpec("P")
@@ -56,7 +57,7 @@ class ImplicitTracer(Tracer):
     __slots__ = ("value",)
 
     def __init__(self, trace: ImplicitTrace, value: ImplicitArray) -> None:
-        super().__init__(trace, abstract_value(value, [jax.typeof(leaf) for leaf in jtu.tree_leaves(value)]))
+        super().__init__(trace, abstract_value(value))
         self.value = value
 
     def materialize(self) -> jax.Array:
@@ -65,13 +66,13 @@ class ImplicitTracer(Tracer):
 
     # Where JAX itself is only evaluating, so may Python: `float(q[0, 0])`. JAX asks it of larger arrays too, only to
     # know whether they are traced: that must not make them dense.
-    def to_concrete_value(self) -> jax.Array | None:
+    def to_concrete_value(self) -> Any:  # JAX declares it to return None
         if self.size != 1:
             return None
         dense = self.materialize()
         return None if isinstance(dense, Tracer) else dense
 
-    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:  # JAX declares it to raise
         return np.asarray(self.materialize(), *args, **kwargs)
 
     def __float__(self) -> float:
@@ -99,19 +100,19 @@ class ImplicitTrace(Trace):
         # outside: whoever asks JAX for the level gets this reference, which is the parent's.
         self._weakref = parent._weakref
 
-    def wrap(self, x: Any) -> Any:
+    def wrap(self, x: Value) -> Value:
         if not isinstance(x, ImplicitArray):
             return x
         x.check_leaves()
         return ImplicitTracer(self, x)
 
-    def stage_value(self, val: Any) -> Any:
+    def stage_value(self, val: Value) -> Value:
         return val if isinstance(val, ImplicitTracer) else self.parent_trace.stage_value(val)
 
-    def cur_qdd(self, x: Any) -> Any:
+    def cur_qdd(self, x: Value) -> Value:
         return self.parent_trace.cur_qdd(x)  # pyright: ignore[reportAttributeAccessIssue]  # all but the base have it
 
-    def process_primitive(self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+    def process_primitive(self, primitive: Primitive, tracers: Sequence[Value], params: dict[str, Any], /) -> Value:
         if ImplicitTracer not in map(type, tracers) and not _closes_over_implicit(primitive, params):
             # Most primitives of most functions; `bind` has checked the operands already.
             return self.parent_trace.process_primitive(primitive, tracers, params)
@@ -122,14 +123,14 @@ class ImplicitTrace(Trace):
             out = dispatch(primitive, operands, tracers, params)
         return [self.wrap(o) for o in out] if primitive.multiple_results else self.wrap(out)
 
-    def process_call(self, primitive: Primitive, fun: WrappedFun, tracers: Sequence[Any], params: Any, /) -> Any:
+    def process_call(self, primitive: Primitive, fun: WrappedFun, tracers: Sequence[Value], params: object, /) -> Value:
         del primitive, params  # a call is its body; only JAX < 0.11 has such primitives
         with jexc.set_current_trace(self):
             return fun.call_wrapped(*tracers)
 
     def process_custom_jvp_call(
-        self, primitive: Primitive, fun: WrappedFun, jvp: WrappedFun, tracers: Sequence[Any], /, **params: Any
-    ) -> Any:
+        self, primitive: Primitive, fun: WrappedFun, jvp: WrappedFun, tracers: Sequence[Value], /, **params: Any
+    ) -> Value:
         from ._derivatives import custom_jvp  # built on this file
 
         operands = [unwrap(t) for t in tracers]
@@ -137,8 +138,15 @@ class ImplicitTrace(Trace):
             return custom_jvp(primitive, fun, jvp, operands, params)
 
     def process_custom_vjp_call(
-        self, primitive: Primitive, fun: WrappedFun, fwd: WrappedFun, bwd: Any, tracers: Sequence[Any], /, **params: Any
-    ) -> Any:
+        self,
+        primitive: Primitive,
+        fun: WrappedFun,
+        fwd: WrappedFun,
+        bwd: WrappedFun,
+        tracers: Sequence[Value],
+        /,
+        **params: Any,
+    ) -> Value:
         from ._derivatives import custom_vjp
 
         operands = [unwrap(t) for t in tracers]
@@ -146,8 +154,8 @@ class ImplicitTrace(Trace):
             return custom_vjp(primitive, fun, fwd, bwd, operands, params)
 
     def process_shard_map(
-        self, primitive: Primitive, fun: Callable[..., Any], tracers: Sequence[Any], /, **params: Any
-    ) -> Any:
+        self, primitive: Primitive, fun: Callable[..., Tree], tracers: Sequence[Value], /, **params: Any
+    ) -> Value:
         operands = [unwrap(t) for t in tracers]
         specs = list(params.pop("in_specs"))
         with jexc.set_current_trace(self.parent_trace), _serving(primitive, operands):
@@ -158,7 +166,7 @@ class ImplicitTrace(Trace):
             leaves, treedef = jtu.tree_flatten(operands)
             leaf_specs = jtu.tree_leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
-            def body(*leaves: Any) -> Any:
+            def body(*leaves: Value) -> Tree:
                 # `fun` gives JAX's flat tree of outputs, with their specs beside them; `map` reaches the outputs.
                 trace = ImplicitTrace(trace_ctx.trace)
                 with jexc.set_current_trace(trace):
@@ -169,9 +177,9 @@ class ImplicitTrace(Trace):
             return primitive.bind(*leaves, subfuns=(body,), in_specs=tuple(leaf_specs), **params)
 
 
-def _sharded(operand: ImplicitArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[Any, Any]:
+def _sharded(operand: ImplicitArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[Value, Tree]:
     """An equal operand whose leaves `shard_map` can shard, and a tree of their specs; dense where there is none."""
-    with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh):
         for form in (operand, operand.divisible()):
             leaf_specs = form.leaf_specs(spec)
             if leaf_specs is not None:
@@ -179,12 +187,12 @@ def _sharded(operand: ImplicitArray, spec: PartitionSpec, mesh: Mesh | AbstractM
     return materialize(operand), spec
 
 
-def _serving(primitive: Primitive, operands: Sequence[Any]) -> AbstractContextManager[None]:
+def _serving(primitive: Primitive, operands: Sequence[Value]) -> AbstractContextManager[None]:
     """Around what this file does for a primitive: the dense copies made inside are put down to it."""
     return serving(primitive, tuple(dict.fromkeys(type(o) for o in operands if is_implicit(o))), "materialize")
 
 
-def unwrap(x: Any) -> Any:
+def unwrap(x: Value) -> Value:
     return x.value if isinstance(x, ImplicitTracer) else x
 
 
@@ -224,19 +232,23 @@ def _implicit_of(x: object) -> ImplicitArray | None:
     return x.value if type(x) is ImplicitTracer else None
 
 
-def apply(function: Callable[..., Any], *operands: Any) -> Any:
+def apply(function: Callable[..., Tree], *operands: Value) -> Tree:
     """`implicit(function)(*operands)`, of operands that are arrays and not containers of arrays."""
     trace = _trace_on(trace_ctx.trace)
-    with in_function(), jexc.set_current_trace(trace):
-        out = function(*map(trace.wrap, operands))
+    with jexc.set_current_trace(trace):
+        if mode.value is UNWATCHED:
+            out = function(*map(trace.wrap, operands))
+        else:
+            with in_function():
+                out = function(*map(trace.wrap, operands))
     return jtu.tree_map(unwrap, out)
 
 
 _ARRAYS = (ArrayManners, jax.Array, np.ndarray, np.generic, int, float, complex)
 
 
-def matmul(lhs: Any, rhs: Any) -> Any:
-    """`lhs @ rhs` by the rules; compiled where nothing is traced, as dispatch in Python takes longer than the matmul."""
+def matmul(lhs: Value, rhs: Value) -> Value:
+    """`lhs @ rhs` by the rules; compiled if nothing is traced, as dispatch in Python takes longer than the matmul."""
     if not (isinstance(lhs, _ARRAYS) and isinstance(rhs, _ARRAYS)):
         return apply(operator.matmul, lhs, rhs)  # JAX refuses, or the other operand's type knows what to do
     if trace_ctx.trace is eval_trace and mode.value.recorder is None:
@@ -246,7 +258,7 @@ def matmul(lhs: Any, rhs: Any) -> Any:
 
 
 @jax.jit
-def _compiled_matmul(lhs: Any, rhs: Any) -> Any:
+def _compiled_matmul(lhs: Value, rhs: Value) -> Value:
     check_matmul(lhs, rhs)
     return apply(_MATMUL, lhs, rhs)
 
@@ -282,17 +294,19 @@ def lift_closed_over(array: ImplicitArray) -> Callable[[], jax.Array]:
     return functools.partial(bind_implicit, array)
 
 
-def abstract_value(array: ImplicitArray, avals: Sequence[ShapedArray]) -> ShapedArray:
-    """The type JAX knows the dense array by, from the types of its leaves."""
-    for aval in avals:
-        if not aval.sharding.mesh.empty:
-            mesh = jax.sharding.get_abstract_mesh()
-            return _sharded_abstract_value(jtu.tree_structure(array), tuple(avals), mesh)
+def abstract_value(array: ImplicitArray) -> ShapedArray:
+    """The type JAX knows the dense array by; leaves may be types themselves."""
+    for leaf in jtu.tree_leaves(array):
+        sharding = getattr(getattr(leaf, "aval", leaf), "sharding", None)  # numbers have none
+        if sharding is not None and not sharding.mesh.empty:
+            leaves, treedef = jtu.tree_flatten(array)
+            avals = tuple(leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf) for leaf in leaves)
+            return _sharded_abstract_value(treedef, avals, jax.sharding.get_abstract_mesh())
     return ShapedArray(array.shape, array.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-def _sharded_abstract_value(treedef: jtu.PyTreeDef, avals: tuple[ShapedArray, ...], mesh: AbstractMesh) -> ShapedArray:
+def _sharded_abstract_value(treedef: Structure, avals: tuple[ShapedArray, ...], mesh: AbstractMesh) -> ShapedArray:
     del mesh  # part of what the answer depends on
     with unobserved():
         (out,) = jax.make_jaxpr(lambda *leaves: jtu.tree_unflatten(treedef, leaves).materialize())(*avals).out_avals
@@ -302,7 +316,7 @@ def _sharded_abstract_value(treedef: jtu.PyTreeDef, avals: tuple[ShapedArray, ..
 # The classes of arrays, which this file is built on, need these of it.
 ArrayManners._apply = staticmethod(apply)
 ArrayManners._matmul = staticmethod(matmul)
-ArrayManners._abstract_value = staticmethod(lambda array: ImplicitTracer(_ON_EVALUATION, array).aval)
+ArrayManners._abstract_value = staticmethod(abstract_value)
 setattr(ImplicitArray, "__jax_array__", property(lift_closed_over))  # noqa: B010  (pyright: not declared)
 
 
@@ -321,7 +335,7 @@ def _makes_implicit(jaxpr: jexc.Jaxpr) -> bool:
     return any(_closes_over_implicit(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
 
 
-def vmapped_axes(leaf: Any) -> Iterator[tuple[jax.Array, int]]:
+def vmapped_axes(leaf: Value) -> Iterator[tuple[jax.Array, int]]:
     """The leaf without an axis, and that axis, for each surrounding `vmap`, the inner first."""
     while isinstance(axis := getattr(leaf, "batch_dim", None), int):  # JAX's tracers of `vmap` have it
         yield leaf, axis
@@ -336,7 +350,7 @@ def closed(jaxpr: jexc.Jaxpr | jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, jexc.ClosedJaxpr) else jexc.ClosedJaxpr(jaxpr, ())
 
 
-def constants_as_arguments(jaxpr: jexc.ClosedJaxpr) -> tuple[jexc.Jaxpr, Sequence[Any]]:
+def constants_as_arguments(jaxpr: jexc.ClosedJaxpr) -> tuple[jexc.Jaxpr, Sequence[Value]]:
     """The open jaxpr that takes its constants first, and the constants."""
     return convert_constvars_jaxpr(jaxpr.jaxpr), jaxpr.consts
 
