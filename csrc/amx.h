@@ -1,11 +1,9 @@
 // The tile registers of AMX, or what stands for them on a processor that has none, in a build that is to test the rest.
-#ifndef EFORMER_AMX_H_
-#define EFORMER_AMX_H_
+#pragma once
 
 #include "simd.h"
 
-namespace eformer {
-namespace EFORMER_ISA {
+namespace eformer::EFORMER_ISA {
 
 #if defined(EFORMER_EMULATE_AVX512)
 
@@ -99,7 +97,4 @@ struct Tiles {
   Tiles& operator=(const Tiles&) = delete;
 };
 
-}  // namespace EFORMER_ISA
-}  // namespace eformer
-
-#endif  // EFORMER_AMX_H_
+}  // namespace eformer::EFORMER_ISA

@@ -1,151 +1,172 @@
-// Values of a row of the matrix.
-#ifndef EFORMER_DECODE_H_
-#define EFORMER_DECODE_H_
+// Generic decoding: from the planes of a format to the values of a row.
+#pragma once
 
 #include "codes.h"
+#include "format.h"
 
-namespace eformer {
-namespace EFORMER_ISA {
+namespace eformer::EFORMER_ISA {
 
-constexpr int64_t kGrain = 64;
+constexpr int64_t kRunValues = 2 * kStripSize;  // decoded at a time: a whole number of bytes in every plane
 
-// The 32 bytes from `codes` on, of which `present` can be read; the rest is 0.
+// Loads the 32 bytes from `codes` on, of which `present` can be read; the rest is 0.
 static inline Bytes LoadSome(const uint8_t* codes, int64_t present) {
-  if (present >= kStrip) return LoadBytes(codes);
+  if (present >= kStripSize) return LoadBytes(codes);
   Bytes found{};
   if (present > 0) std::memcpy(&found, codes, present);
   return found;
 }
 
-static inline Strip FromInt8(Bytes bytes) {
-  int8_t values[kStrip];
-  std::memcpy(values, &bytes, sizeof values);
-  return FromInt8(values);
+// Returns 32 bytes that can be read: those from `codes` on, or a copy of the `present` ones in `copy`.
+static inline const uint8_t* Readable(const uint8_t* codes, int64_t present, Bytes& copy) {
+  if (present >= kStripSize) return codes;
+  copy = LoadSome(codes, present);
+  return reinterpret_cast<const uint8_t*>(&copy);
 }
 
-// Each `...Values` writes `count` values of a row from column `c` on, a multiple of kGrain, and may write up to the next
-// multiple of kGrain behind them.
-
-static inline void Int8Values(const Matrix& m, int64_t row, int64_t c, int64_t count, float* values) {
-  const uint8_t* codes = m.codes + row * m.cols + c;
-  for (int64_t i = 0; i < count; i += kStrip) {
-    StoreStrip(values + i, FromInt8(LoadSome(codes + i, m.cols - c - i)));
+// Spreads the first 64 codes of kBits each to bytes.
+template <int kBits, bool kHighBitsFirst>
+static inline void Unpack(Bytes packed, Bytes& first, Bytes& second) {
+  if constexpr (kBits < 4) {
+    Bytes rest;
+    Unpack<2 * kBits, kHighBitsFirst>(packed, packed, rest);
   }
+  constexpr uint8_t kMask = (1 << kBits) - 1;
+  const Bytes low = packed & kMask, high = ShiftDown(packed, kBits) & kMask;
+  kHighBitsFirst ? Interleave(high, low, first, second) : Interleave(low, high, first, second);
 }
 
-// Codes of two rows a byte, and a scale for each column.
-static inline void Nf4ValuesOfPackedRows(const Matrix& m, const LoadedTable& table, int64_t row, int64_t c, int64_t count, float* values) {
-  const uint8_t* codes = m.codes + row / 2 * m.cols + c;
-  const float* scale = m.scale + row / m.block * m.cols + c;
-  for (int64_t i = 0; i < count; i += kStrip) {
-    const int64_t present = m.cols - c - i;
-    const Bytes pairs = LoadSome(codes + i, present);
-    Strip found = ToNatural(row % 2 ? LookUpLow(table, pairs) : LookUpHigh(table, pairs));
-    if (present >= kStrip) {
-      const Strip scales = LoadStrip(scale + i);
-      for (int j = 0; j < kVecs; ++j) found.v[j] *= scales.v[j];
-      StoreStrip(values + i, found);
-    } else {
-      StoreStrip(values + i, found);
-      for (int64_t j = 0; j < present; ++j) values[i + j] *= scale[i + j];
+// The first bit of a row's values in the bytes of a plane that is packed along axis 0.
+template <class Format>
+static inline int FirstBit(int bits, int64_t row) {
+  const int place = static_cast<int>(row % (8 / bits));
+  return bits * (Format::kHighBitsFirst ? 8 / bits - 1 - place : place);
+}
+
+// Adds the bits that a plane has of 64 codes of a row, from column `c` on, of which `present` are in the matrix.
+template <class Format, int kPlane = 0, int kBelow = 0>
+EFORMER_INLINE void AddPlanes(const Matrix& m, int64_t row, int64_t c, int64_t present, Bytes (&codes)[2]) {
+  constexpr int kBits = Format::kPlaneBits[kPlane], kPerByte = 8 / kBits;
+  Bytes found[2];
+  if (m.packed_axis == 0) {
+    const uint8_t* from = m.planes[kPlane] + row / kPerByte * m.cols + c;
+    for (int i = 0; i < 2; ++i) {
+      const Bytes bytes = LoadSome(from + i * kStripSize, present - i * kStripSize);
+      found[i] = ShiftDown(bytes, FirstBit<Format>(kBits, row)) & static_cast<uint8_t>((1 << kBits) - 1);
     }
-  }
-}
-
-// Codes of two columns a byte, and a scale for so many columns.
-static inline void Nf4ValuesOfPackedColumns(const Matrix& m, const LoadedTable& table, int64_t row, int64_t c, int64_t count, float* values) {
-  const int64_t row_bytes = m.RowBytes();
-  const uint8_t* codes = m.codes + row * row_bytes + c / 2;
-  const float* scale = m.scale + row * m.BlockScaleStride();
-  for (int64_t i = 0; i < count; i += kGrain) {
-    const Bytes pairs = LoadSome(codes + i / 2, row_bytes - (c + i) / 2);
-    Bytes first, second;
-    Interleave(HighNibbles(pairs), LowNibbles(pairs), first, second);
-    Strip halves[2] = {LookUpLow(table, first), LookUpLow(table, second)};
-    if (m.block % kGrain == 0) {
-      const Vec factor = Spread(scale[(c + i) / m.block]);
-      for (int j = 0; j < kVecs; ++j) {
-        halves[0].v[j] *= factor;
-        halves[1].v[j] *= factor;
-      }
-    }
-    StoreStrip(values + i, ToNatural(halves[0]));
-    StoreStrip(values + i + kStrip, ToNatural(halves[1]));
-  }
-  if (m.block % kGrain == 0) return;
-  for (int64_t start = c, end = c + count; start < end;) {
-    const int64_t block = start / m.block, stop = Min((block + 1) * m.block, end);
-    for (int64_t i = start; i < stop; ++i) values[i - c] *= scale[block];
-    start = stop;
-  }
-}
-
-static inline void TernaryValuesOfPackedRows(const Matrix& m, const LoadedTable&, int64_t row, int64_t c, int64_t count, float* values) {
-  const uint8_t* codes = m.codes + row / 4 * m.cols + c;
-  const int shift = 2 * static_cast<int>(row % 4);
-  for (int64_t i = 0; i < count; i += kStrip) {
-    const Bytes fours = LoadSome(codes + i, m.cols - c - i);
-    uint8_t bytes[kStrip];
-    std::memcpy(bytes, &fours, sizeof bytes);
-    for (int j = 0; j < kStrip; j += kLanes) Store(values + i + j, LookUpPair(kTernaryValues, bytes + j, shift));
-  }
-}
-
-static inline void TernaryValuesOfPackedColumns(const Matrix& m, const LoadedTable& table, int64_t row, int64_t c, int64_t count, float* values) {
-  const int64_t row_bytes = m.RowBytes();
-  const uint8_t* codes = m.codes + row * row_bytes + c / 4;
-  for (int64_t i = 0; i < count; i += kGrain) {
-    const Bytes fours = LoadSome(codes + i / 4, row_bytes - (c + i) / 4);  // of which the first half counts
-    Bytes pairs, first, second, rest;
-    Interleave(LowNibbles(fours), HighNibbles(fours), pairs, rest);
-    Interleave(pairs & 3, ShiftDown(pairs, 2) & 3, first, second);
-    StoreStrip(values + i, ToNatural(LookUpLow(table, first)));
-    StoreStrip(values + i + kStrip, ToNatural(LookUpLow(table, second)));
-  }
-}
-
-static inline void ScaleValues(const Matrix& m, int64_t row, int64_t c, int64_t count, float* values) {
-  if (m.scale == nullptr) return;
-  const float* scale = m.scale + row * m.scale_row_step + c * m.scale_col_step;
-  if (m.scale_col_step != 0) {
-    for (int64_t i = 0; i < count; ++i) values[i] *= scale[i];
   } else {
-    for (int64_t i = 0; i < count; ++i) values[i] *= *scale;
+    const int64_t row_bytes = CeilDiv(m.cols, kPerByte);
+    const uint8_t* from = m.planes[kPlane] + row * row_bytes + c / kPerByte;
+    if constexpr (kBits == 8) {
+      for (int i = 0; i < 2; ++i) found[i] = LoadSome(from + i * kStripSize, present - i * kStripSize);
+    } else {
+      Unpack<kBits, Format::kHighBitsFirst>(LoadSome(from, row_bytes - c / kPerByte), found[0], found[1]);
+    }
+  }
+  for (int i = 0; i < 2; ++i) codes[i] |= kBelow == 0 ? found[i] : ShiftUp(found[i], kBelow);
+  if constexpr (kPlane + 1 < kPlanes<Format>) AddPlanes<Format, kPlane + 1, kBelow + kBits>(m, row, c, present, codes);
+}
+
+// The values of 32 codes, the lowest bits of which start at `first_bit` of each byte.
+template <class Format>
+static inline Strip ValuesOf(const LoadedTable& table, const uint8_t* codes, int first_bit) {
+  if constexpr (kHasTable<Format>) {
+    return LookUpInOrder(table, codes, first_bit);
+  } else if constexpr (!std::is_null_pointer_v<decltype(Format::Values)>) {
+    return Format::Values(codes);
+  } else {
+    float values[kStripSize];
+    for (int i = 0; i < kStripSize; ++i) values[i] = Format::Value(codes[i]);
+    return LoadStrip(values);
   }
 }
 
-// `table` is TableOf(m).
+// Unscaled values of 64 columns of a row; those behind the last column may be any.
+template <class Format>
+EFORMER_INLINE void DecodeCodes(const Matrix& m, const LoadedTable& table, int64_t row, int64_t c, int64_t present,
+                                Strip (&values)[2]) {
+  constexpr int kBits = Format::kPlaneBits[0];
+  if (kPlanes<Format> == 1 &&
+      (kBits == 8 || (kHasTable<Format> && m.packed_axis == 0))) {  // there is nothing to unpack
+    const uint8_t* from = m.planes[0] + row / kValuesPerByte<Format> * m.cols + c;
+    Bytes copy;
+    for (int i = 0; i < 2; ++i) {
+      const uint8_t* codes = Readable(from + i * kStripSize, present - i * kStripSize, copy);
+      values[i] = ValuesOf<Format>(table, codes, FirstBit<Format>(kBits, row));
+    }
+    return;
+  }
+  Bytes codes[2] = {};
+  AddPlanes<Format>(m, row, c, present, codes);
+  for (int i = 0; i < 2; ++i) values[i] = ValuesOf<Format>(table, reinterpret_cast<const uint8_t*>(&codes[i]), 0);
+}
+
+EFORMER_INLINE void ScaleAll(float scale, Strip (&values)[2]) {
+  for (Strip& half : values) half = Times(half, Spread(scale));
+}
+
+// Multiplies by `scale`, of which `present` entries can be read.
+EFORMER_INLINE void ScaleEach(const float* scale, int64_t present, Strip (&values)[2]) {
+  float some[kRunValues] = {};
+  if (present < kRunValues) {
+    std::memcpy(some, scale, present * sizeof(float));
+    scale = some;
+  }
+  for (int i = 0; i < 2; ++i) values[i] = Times(values[i], LoadStrip(scale + i * kStripSize));
+}
+
+// Multiplies the values of 64 columns of a row by their scales.
+template <class Format>
+EFORMER_INLINE void ScaleRun(const Matrix& m, int64_t row, int64_t c, int64_t present, Strip (&values)[2]) {
+  const float* scale = m.scale;
+  if (Format::kScales == ScaleKind::kPerBlock && m.packed_axis == 0) {
+    ScaleEach(scale + row / m.block * m.cols + c, present, values);
+  } else if (Format::kScales == ScaleKind::kPerBlock) {
+    scale += row * m.BlockScaleStride() + c / m.block;
+    if (m.block % kRunValues == 0) return ScaleAll(*scale, values);
+    float spread[kRunValues];
+    for (int64_t i = 0, end = Min(present, m.block - c % m.block); i < present;
+         ++scale, end = Min(present, end + m.block)) {
+      for (; i < end; ++i) spread[i] = *scale;
+    }
+    ScaleEach(spread, present, values);
+  } else if (scale != nullptr) {
+    scale += row * m.scale_row_step + c * m.scale_col_step;
+    m.scale_col_step != 0 ? ScaleEach(scale, present, values) : ScaleAll(*scale, values);
+  }
+}
+
+// Writes 64 values of a row from column `c` on, a multiple of 32; only `present` of them are in the matrix.
+template <class Format>
+EFORMER_INLINE void DecodeRun(const Matrix& m, const LoadedTable& table, int64_t row, int64_t c, int64_t present,
+                              float* values) {
+  Strip run[2];
+  DecodeCodes<Format>(m, table, row, c, present, run);
+  ScaleRun<Format>(m, row, c, present, run);
+  StoreStrip(values, run[0]);
+  StoreStrip(values + kStripSize, run[1]);
+}
+
+// Writes `count` values of a row from column `c` on, and maybe more, up to a multiple of kRunValues.
+template <class Format>
 static inline void DecodeRow(const Matrix& m, const LoadedTable& table, int64_t row, int64_t c, int64_t count,
                              float* values) {
-  switch (m.format) {
-    case Format::kInt8:
-      Int8Values(m, row, c, count, values);
-      return ScaleValues(m, row, c, count, values);
-    case Format::kNf4:
-      return (m.packed_axis == 0 ? Nf4ValuesOfPackedRows : Nf4ValuesOfPackedColumns)(m, table, row, c, count, values);
-    case Format::kTernary:
-      (m.packed_axis == 0 ? TernaryValuesOfPackedRows : TernaryValuesOfPackedColumns)(m, table, row, c, count, values);
-      return ScaleValues(m, row, c, count, values);
+  int64_t i = 0;
+  for (; i < count && c + i + kRunValues <= m.cols; i += kRunValues) {
+    DecodeRun<Format>(m, table, row, c + i, kRunValues, values + i);
   }
-}
-
-// The values of codes.
-static inline LoadedTable TableOf(const Matrix& m) {
-  return LoadTable(MakeTable(m.format == Format::kTernary ? kTernaryLow : kNf4Values));
+  if (i < count) DecodeRun<Format>(m, table, row, c + i, m.cols - c - i, values + i);
 }
 
 // As Kernels::decode says.
+template <class Format>
 static void Decode(const Matrix& m, int64_t row, float* values) {
-  const LoadedTable table = TableOf(m);
-  const int64_t whole = m.cols / kGrain * kGrain;
-  DecodeRow(m, table, row, 0, whole, values);
+  const LoadedTable table = TableOf<Format>();
+  const int64_t whole = m.cols / kRunValues * kRunValues;
+  DecodeRow<Format>(m, table, row, 0, whole, values);
   if (whole == m.cols) return;
-  float rest[kGrain];
-  DecodeRow(m, table, row, whole, m.cols - whole, rest);
+  float rest[kRunValues];
+  DecodeRow<Format>(m, table, row, whole, m.cols - whole, rest);
   std::memcpy(values + whole, rest, (m.cols - whole) * sizeof(float));
 }
 
-}  // namespace EFORMER_ISA
-}  // namespace eformer
-
-#endif  // EFORMER_DECODE_H_
+}  // namespace eformer::EFORMER_ISA

@@ -1,5 +1,4 @@
-#ifndef EFORMER_HANDLERS_H_
-#define EFORMER_HANDLERS_H_
+#pragma once
 
 #include <vector>
 
@@ -7,13 +6,14 @@
 
 namespace eformer {
 
-XLA_FFI_Handler* MatmulHandler();    // x, codes, scales... -> x @ matrix in float32
+XLA_FFI_Handler* MatmulHandler();    // x, planes of codes..., scales... -> x @ matrix in float32
 XLA_FFI_Handler* SegmentsHandler();  // x, codes... -> x @ matrix of bits in float32
-XLA_FFI_Handler* DecodeHandler();    // codes, scales... -> the matrix in float32
+XLA_FFI_Handler* DecodeHandler();    // planes of codes..., scales... -> the matrix in float32
 
 // What this processor can run, the best first.
 std::vector<const char*> InstructionSets();
 
-}  // namespace eformer
+// The formats that this build knows.
+std::vector<const char*> Formats();
 
-#endif  // EFORMER_HANDLERS_H_
+}  // namespace eformer

@@ -2,24 +2,51 @@
 #include "kernels.h"
 
 #include "bfloats.h"
-#include "columns.h"
-#include "integers.h"
-#include "multiply.h"
-#include "rows.h"
+#include "format_list.h"  // made by CMake: includes formats/*.h and defines EFORMER_FORMATS(use) as use(Int8, "int8") ...
+#include "matmul.h"
 
-namespace eformer {
-namespace EFORMER_ISA {
+namespace eformer::EFORMER_ISA {
 
 #define EFORMER_STRING_(name) #name
 #define EFORMER_STRING(name) EFORMER_STRING_(name)
 
-static bool HasRowKernel(const Matrix& m) {
-  return m.format == Format::kNf4 || m.scale_row_step == 0 || m.scale_col_step == 0;
+// Calls a format's loop with sums that have room for a strip behind the last column, as y does not.
+template <auto kLoop, class X>
+static void RowMatmul(const Matrix& m, const X* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
+  alignas(64) float sums[kSliceColumns + kStripSize] = {};
+  kLoop(m, x, k0, k1, n0, n1, sums);
+  std::memcpy(y, sums, (n1 - n0) * sizeof(float));
 }
 
-extern const Kernels kKernels;
-const Kernels kKernels = {EFORMER_STRING(EFORMER_ISA), HasRowKernel, MultiplyRowByRows, HasIntegerKernel,
-                          MultiplyIntegersByRows, MultiplyRowByColumns, Panel, kTall, Multiply, kMultiplyBfloats, Decode};
+template <auto kLoop, class X>
+constexpr auto RowMatmulOrNull() -> decltype(&RowMatmul<kLoop, X>) {
+  if constexpr (std::is_null_pointer_v<decltype(kLoop)>) {
+    return nullptr;
+  } else {
+    return RowMatmul<kLoop, X>;
+  }
+}
 
-}  // namespace EFORMER_ISA
-}  // namespace eformer
+template <class Format>
+constexpr Kernels KernelsOf() {
+  return {DescribeFormat<Format>(),
+          RowMatmulOrNull<Format::RowMatmul, float>(),
+          RowMatmulOrNull<Format::Int8RowMatmul, int8_t>(),
+          Format::RowMatmulTransposed,
+          Matmul<Format>,
+          kBfloatMatmul<Format>,
+          Decode<Format>};
+}
+
+#define EFORMER_CHECK_FORMAT(Format, file_name) \
+  static_assert(CheckFormat<Format>(file_name), "kName must be the name of the format's file");
+EFORMER_FORMATS(EFORMER_CHECK_FORMAT)
+
+#define EFORMER_KERNELS_OF(Format, file_name) KernelsOf<Format>(),
+static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
+
+extern const InstructionSet kInstructionSet;
+const InstructionSet kInstructionSet = {EFORMER_STRING(EFORMER_ISA), kTileRows, kAll,
+                                        kAll + sizeof kAll / sizeof *kAll};
+
+}  // namespace eformer::EFORMER_ISA

@@ -27,8 +27,7 @@ PyObject* Registrations(PyObject*, PyObject*) {
   return handlers;
 }
 
-PyObject* InstructionSets(PyObject*, PyObject*) {
-  const auto names = eformer::InstructionSets();
+PyObject* TupleOf(const std::vector<const char*>& names) {
   PyObject* found = PyTuple_New(static_cast<Py_ssize_t>(names.size()));
   for (size_t i = 0; found != nullptr && i < names.size(); ++i) {
     PyTuple_SetItem(found, static_cast<Py_ssize_t>(i), PyUnicode_FromString(names[i]));
@@ -36,14 +35,26 @@ PyObject* InstructionSets(PyObject*, PyObject*) {
   return found;
 }
 
+PyObject* InstructionSets(PyObject*, PyObject*) { return TupleOf(eformer::InstructionSets()); }
+
+PyObject* Formats(PyObject*, PyObject*) { return TupleOf(eformer::Formats()); }
+
 PyMethodDef kMethods[] = {
     {"registrations", Registrations, METH_NOARGS, "Capsules of the handlers, by the names to register them under."},
     {"instruction_sets", InstructionSets, METH_NOARGS, "What this processor can run, the best first."},
+    {"formats", Formats, METH_NOARGS, "The formats that this build knows."},
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_native", "Matmuls of quantized arrays on CPU.", 0, kMethods,
-                       nullptr, nullptr, nullptr, nullptr};
+PyModuleDef kModule = {PyModuleDef_HEAD_INIT,
+                       "_native",
+                       "Matmuls of quantized arrays on CPU.",
+                       0,
+                       kMethods,
+                       nullptr,
+                       nullptr,
+                       nullptr,
+                       nullptr};
 
 }  // namespace
 

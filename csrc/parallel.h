@@ -1,6 +1,5 @@
 // Loops over XLA's own thread pool.
-#ifndef EFORMER_PARALLEL_H_
-#define EFORMER_PARALLEL_H_
+#pragma once
 
 #include <atomic>
 #include <cstdint>
@@ -50,5 +49,3 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
 }
 
 }  // namespace eformer
-
-#endif  // EFORMER_PARALLEL_H_

@@ -1,7 +1,9 @@
 #include "problem.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <vector>
 
 #if defined(EFORMER_AMX) && defined(__linux__)
 #include <cpuid.h>
@@ -15,7 +17,7 @@
 namespace eformer {
 namespace {
 
-constexpr int64_t kNested = 256;  // scales that share a scale of their own
+constexpr int64_t kNestedBlock = 256;  // quantized scales that share a scale
 
 #if defined(EFORMER_EMULATE_AVX512)
 
@@ -23,10 +25,10 @@ bool HasAmx() { return true; }
 
 #elif defined(EFORMER_AMX) && defined(__linux__)
 
-// Linux gives tiles to those who ask: the whole process may use them then.
+// Asks Linux for the tile registers, for the whole process.
 bool HasAmx() {
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;  // of the fourth register
-  constexpr long kAskForState = 0x1023, kTileData = 18;    // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;  // bits of the register EDX
+  constexpr long kAskForState = 0x1023, kTileData = 18;   // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTile) == 0) return false;
   return __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
@@ -38,9 +40,9 @@ bool HasAmx() { return false; }
 
 #endif
 
-// The kernels that this processor can run, the best first.
-std::vector<const Kernels*> AllKernels() {
-  std::vector<const Kernels*> found;
+// What this processor can run, the best first.
+std::vector<const InstructionSet*> FindInstructionSets() {
+  std::vector<const InstructionSet*> found;
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -52,51 +54,69 @@ std::vector<const Kernels*> AllKernels() {
   const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
 #endif
 #if defined(EFORMER_AMX)
-  if (has_vnni && HasAmx()) found.push_back(&amx::kKernels);
+  if (has_vnni && HasAmx()) found.push_back(&amx::kInstructionSet);
 #endif
-  if (has_vnni) found.push_back(&avx512_vnni::kKernels);
-  if (has_avx512) found.push_back(&avx512::kKernels);
-  if (has_avx2) found.push_back(&avx2::kKernels);
+  if (has_vnni) found.push_back(&avx512_vnni::kInstructionSet);
+  if (has_avx512) found.push_back(&avx512::kInstructionSet);
+  if (has_avx2) found.push_back(&avx2::kInstructionSet);
 #endif
-  found.push_back(&portable::kKernels);
+  found.push_back(&portable::kInstructionSet);
   return found;
 }
 
-const Kernels* FindKernels(std::string_view name) {
-  static const std::vector<const Kernels*> all = AllKernels();
-  for (const Kernels* kernels : all) {
-    if (name.empty() || name == kernels->name) return kernels;
-  }
-  return nullptr;
+const std::vector<const InstructionSet*>& AllInstructionSets() {
+  static const std::vector<const InstructionSet*> all = FindInstructionSets();
+  return all;
 }
 
-// map[code] * nested + offset, for each code of each matrix.
+ffi::Error ChooseKernels(const Attributes& a, Stack& stack) {
+  for (const InstructionSet* each : AllInstructionSets()) {
+    if (a.instruction_set.empty() || a.instruction_set == each->name) {
+      stack.instructions = each;
+      break;
+    }
+  }
+  if (stack.instructions == nullptr) {
+    return ffi::Error::InvalidArgument("this processor has no instruction set \"" + std::string(a.instruction_set) +
+                                       "\", or this build does not know it");
+  }
+  std::string names;
+  for (const Kernels* each = stack.instructions->begin; each != stack.instructions->end; ++each) {
+    if (a.format == each->format.name) stack.kernels = each;
+    names += (names.empty() ? "" : ", ") + std::string(each->format.name);
+  }
+  if (stack.kernels != nullptr) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("unknown format \"" + std::string(a.format) + "\": there are " + names);
+}
+
+// scales = values[code] * nested + offset, for each code of each matrix.
 void DecodeScales(ffi::ThreadPool& pool, const uint8_t* codes, const float* nested, const float* offset,
                   const float* values, int64_t count, int64_t size, float* scales) {
-  const int64_t groups = CeilDiv(size, kNested);
+  const int64_t groups = CeilDiv(size, kNestedBlock);
   constexpr int64_t kGroupsAtOnce = 64;
   const int64_t tasks = CeilDiv(groups, kGroupsAtOnce);
   ParallelFor(pool, count * tasks, [&](int64_t task) {
     const int64_t matrix = task / tasks, start = task % tasks * kGroupsAtOnce;
     for (int64_t g = start; g < std::min(groups, start + kGroupsAtOnce); ++g) {
       const float scale = nested[matrix * groups + g];
-      const int64_t end = std::min(size, (g + 1) * kNested);
-      for (int64_t i = matrix * size + g * kNested; i < matrix * size + end; ++i) {
+      const int64_t end = std::min(size, (g + 1) * kNestedBlock);
+      for (int64_t i = matrix * size + g * kNestedBlock; i < matrix * size + end; ++i) {
         scales[i] = values[codes[i]] * scale + offset[matrix];  // rounded twice, as the oracle does: -ffp-contract=off
       }
     }
   });
 }
 
-ffi::Error TakeNf4Scales(ffi::ThreadPool& pool, const ffi::RemainingArgs& scales, Stack& stack) {
+ffi::Error TakeBlockScales(ffi::ThreadPool& pool, const std::vector<ffi::AnyBuffer>& scales, Stack& stack) {
   Matrix& m = stack.first;
   const int64_t rows = m.packed_axis == 0 ? CeilDiv(m.rows, m.block) : m.rows;
   const int64_t cols = m.BlockScaleStride();
   stack.scale_size = rows * cols;
   if (scales.size() != 1 && scales.size() != 4) {
-    return ffi::Error::InvalidArgument("nf4 takes 1 or 4 scale buffers, got " + std::to_string(scales.size()));
+    return ffi::Error::InvalidArgument(stack.kernels->format.name + std::string(" takes 1 or 4 scale buffers, got ") +
+                                       std::to_string(scales.size()));
   }
-  const auto absmax = *scales.get<ffi::AnyBuffer>(0);
+  const auto& absmax = scales[0];
   if (scales.size() == 1) {
     if (!Is(absmax, ffi::F32, {stack.count, rows, cols})) {
       return ffi::Error::InvalidArgument("absmax must be float32 " + ShapeOf({stack.count, rows, cols}) + ", got " +
@@ -105,11 +125,10 @@ ffi::Error TakeNf4Scales(ffi::ThreadPool& pool, const ffi::RemainingArgs& scales
     m.scale = absmax.typed_data<float>();
     return ffi::Error::Success();
   }
-  const auto nested = *scales.get<ffi::AnyBuffer>(1), offset = *scales.get<ffi::AnyBuffer>(2);
-  const auto values = *scales.get<ffi::AnyBuffer>(3);
+  const auto &nested = scales[1], &offset = scales[2], &values = scales[3];
   if (!Is(absmax, ffi::U8, {stack.count, rows, cols}) ||
-      !Is(nested, ffi::F32, {stack.count, CeilDiv(stack.scale_size, kNested)}) || !Is(offset, ffi::F32, {stack.count}) ||
-      !Is(values, ffi::F32, {256})) {
+      !Is(nested, ffi::F32, {stack.count, CeilDiv(stack.scale_size, kNestedBlock)}) ||
+      !Is(offset, ffi::F32, {stack.count}) || !Is(values, ffi::F32, {256})) {
     return ffi::Error::InvalidArgument("quantized absmax must be uint8 " + ShapeOf({stack.count, rows, cols}) +
                                        " with float32 nested, offset and 256 values, got " + Describe(absmax) + ", " +
                                        Describe(nested) + ", " + Describe(offset) + " and " + Describe(values));
@@ -121,10 +140,10 @@ ffi::Error TakeNf4Scales(ffi::ThreadPool& pool, const ffi::RemainingArgs& scales
   return ffi::Error::Success();
 }
 
-ffi::Error TakeScales(const ffi::RemainingArgs& scales, Stack& stack) {
+ffi::Error TakeBroadcastScale(const std::vector<ffi::AnyBuffer>& scales, Stack& stack) {
   Matrix& m = stack.first;
-  if (scales.size() == 0) return ffi::Error::Success();
-  const auto scale = *scales.get<ffi::AnyBuffer>(0);
+  if (scales.empty()) return ffi::Error::Success();
+  const auto& scale = scales[0];
   const auto shape = scale.dimensions();
   const bool fits = scales.size() == 1 && scale.element_type() == ffi::F32 && shape.size() == 3 &&
                     shape[0] == stack.count && (shape[1] == 1 || shape[1] == m.rows) &&
@@ -140,34 +159,74 @@ ffi::Error TakeScales(const ffi::RemainingArgs& scales, Stack& stack) {
   return ffi::Error::Success();
 }
 
-// Codes of kTernary behind the end of the packed axis stand for nothing, and may be any. Kernels multiply them by 0, which
-// is right but for a NaN: if there is one, they get a copy without.
-void ClearPadding(Stack& stack) {
+ffi::Error TakePlanes(const FormatInfo& format, const ffi::RemainingArgs& buffers, Stack& stack) {
+  Matrix& m = stack.first;
+  if (buffers.size() < static_cast<size_t>(format.planes)) {
+    return ffi::Error::InvalidArgument(format.name + std::string(" takes ") + std::to_string(format.planes) +
+                                       " buffers of codes, got " + std::to_string(buffers.size()) + " in all");
+  }
+  const auto type = format.signed_codes ? ffi::S8 : ffi::U8;
+  for (int plane = 0; plane < format.planes; ++plane) {
+    const auto codes = *buffers.get<ffi::AnyBuffer>(plane);
+    if (codes.dimensions().size() != 3) {
+      return ffi::Error::InvalidArgument("codes must have 3 axes, got " + Describe(codes));
+    }
+    if (plane == 0) stack.count = codes.dimensions()[0];
+    const int per_byte = format.values_per_byte[plane];
+    const int64_t rows = m.packed_axis == 0 ? CeilDiv(m.rows, per_byte) : m.rows, cols = m.RowBytes(per_byte);
+    if (!Is(codes, type, {stack.count, rows, cols})) {
+      return ffi::Error::InvalidArgument("codes must be " + std::string(format.signed_codes ? "int8 " : "uint8 ") +
+                                         ShapeOf({stack.count, rows, cols}) + ", got " + Describe(codes));
+    }
+    m.planes[plane] = static_cast<const uint8_t*>(codes.untyped_data());
+    stack.plane_bytes[plane] = rows * cols;
+  }
+  return ffi::Error::Success();
+}
+
+// Some loops multiply the codes behind the end of the packed axis by 0, which gives NaN if one stands for no finite
+// value. If there is such a code, the loops get a copy in which all of them are 0.
+void ClearPadding(const FormatInfo& format, Stack& stack) {
   Matrix& m = stack.first;
   const int64_t length = m.packed_axis == 0 ? m.rows : m.cols, lines = m.packed_axis == 0 ? m.cols : m.rows;
-  if (m.format != Format::kTernary || length % 4 == 0 || lines == 0) return;
-  const int padding = 0xff << 2 * (length % 4) & 0xff;
-  const int64_t bytes = m.Bytes(), row_bytes = m.RowBytes();
-  const int64_t last = m.packed_axis == 0 ? bytes - row_bytes : row_bytes - 1, step = m.packed_axis == 0 ? 1 : row_bytes;
-  const auto ForEachLast = [&](const auto& use) {  // byte along the packed axis
+  const int per_byte = format.values_per_byte[0], bits = 8 / per_byte;
+  const int used_bits = static_cast<int>(length % per_byte) * bits;
+  if (!format.clear_padding || used_bits == 0 || lines == 0) return;
+  const int padding = 0xff << used_bits & 0xff;
+  const int64_t bytes = stack.plane_bytes[0], row_bytes = m.RowBytes(per_byte);
+  const int64_t last = m.packed_axis == 0 ? bytes - row_bytes : row_bytes - 1,
+                step = m.packed_axis == 0 ? 1 : row_bytes;
+  const auto for_each_last_byte = [&](const auto& use) {
     for (int64_t i = 0; i < stack.count; ++i) {
       for (int64_t line = 0; line < lines; ++line) use(i * bytes + last + line * step);
     }
   };
-  int found = 0;
-  ForEachLast([&](int64_t at) { found |= m.codes[at] >> 1 & ~m.codes[at] & padding >> 1 & 0x55; });
-  if (found == 0) return;
+  bool finite = true;
+  for_each_last_byte([&](int64_t at) {
+    if ((m.planes[0][at] & padding) == 0) return;
+    for (int bit = used_bits; bit < 8; bit += bits) {
+      finite = finite && std::isfinite(format.value(m.planes[0][at] >> bit & ((1 << bits) - 1)));
+    }
+  });
+  if (finite) return;
   stack.cleared_codes.reset(new uint8_t[stack.count * bytes]);
-  std::memcpy(stack.cleared_codes.get(), m.codes, stack.count * bytes);
-  ForEachLast([&](int64_t at) { stack.cleared_codes[at] &= ~padding; });
-  m.codes = stack.cleared_codes.get();
+  std::memcpy(stack.cleared_codes.get(), m.planes[0], stack.count * bytes);
+  for_each_last_byte([&](int64_t at) { stack.cleared_codes[at] &= ~padding; });
+  m.planes[0] = stack.cleared_codes.get();
 }
 
 }  // namespace
 
 std::vector<const char*> InstructionSets() {
   std::vector<const char*> names;
-  for (const Kernels* kernels : AllKernels()) names.push_back(kernels->name);
+  for (const InstructionSet* each : AllInstructionSets()) names.push_back(each->name);
+  return names;
+}
+
+std::vector<const char*> Formats() {
+  std::vector<const char*> names;
+  const InstructionSet& any = portable::kInstructionSet;
+  for (const Kernels* each = any.begin; each != any.end; ++each) names.push_back(each->format.name);
   return names;
 }
 
@@ -201,53 +260,36 @@ bool Is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<
          std::equal(shape.begin(), shape.end(), found.begin());
 }
 
-ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& attributes, const ffi::AnyBuffer& codes,
-                     const ffi::RemainingArgs& scales, Stack& stack) {
-  const auto& a = attributes;
-  stack.kernels = FindKernels(a.instruction_set);
-  if (stack.kernels == nullptr) {
-    return ffi::Error::InvalidArgument("this processor has no instruction set \"" + std::string(a.instruction_set) +
-                                       "\", or this build does not know it");
+ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& a, const ffi::RemainingArgs& buffers, Stack& stack) {
+  if (auto error = ChooseKernels(a, stack); error.failure()) return error;
+  const FormatInfo& format = stack.kernels->format;
+  const bool in_blocks = format.scales == ScaleKind::kPerBlock;
+  const int unit = std::max(2, format.max_values_per_byte);
+  if (a.rows < 0 || a.rows > kMaxAxis || a.cols < 0 || a.cols > kMaxAxis || a.packed_axis < 0 || a.packed_axis > 1 ||
+      a.contracted_axis < 0 || a.contracted_axis > 1 || (in_blocks && (a.block_size < unit || a.block_size % unit))) {
+    return ffi::Error::InvalidArgument(
+        "rows and cols must be 0 to 2^40, axes be 0 or 1, block_size a positive multiple of " + std::to_string(unit) +
+        "; got rows " + std::to_string(a.rows) + ", cols " + std::to_string(a.cols) + ", packed_axis " +
+        std::to_string(a.packed_axis) + ", contracted_axis " + std::to_string(a.contracted_axis) + ", block_size " +
+        std::to_string(a.block_size));
   }
   Matrix& m = stack.first;
-  if (a.format == "int8") {
-    m.format = Format::kInt8;
-  } else if (a.format == "nf4") {
-    m.format = Format::kNf4;
-  } else if (a.format == "ternary") {
-    m.format = Format::kTernary;
-  } else {
-    return ffi::Error::InvalidArgument("unknown format \"" + std::string(a.format) + "\": there are int8, nf4 and ternary");
-  }
-  const bool blocks = m.format == Format::kNf4;
-  if (a.rows < 0 || a.rows > kLongest || a.cols < 0 || a.cols > kLongest || a.packed_axis < 0 || a.packed_axis > 1 ||
-      a.contracted_axis < 0 || a.contracted_axis > 1 || (blocks && (a.block_size < 2 || a.block_size % 2))) {
-    return ffi::Error::InvalidArgument(
-        "rows and cols must be 0 to 2^40, axes be 0 or 1, block_size even and at least 2; got rows " +
-        std::to_string(a.rows) + ", cols " + std::to_string(a.cols) + ", packed_axis " + std::to_string(a.packed_axis) +
-        ", contracted_axis " + std::to_string(a.contracted_axis) + ", block_size " + std::to_string(a.block_size));
-  }
   m.rows = a.rows;
   m.cols = a.cols;
-  int64_t values;  // codes and scales of a matrix are no more, also where there is no matrix
+  int64_t values;  // no matrix has more codes or scales, also where the stack is empty
   if (!Product({m.rows, m.cols}, values)) {
     return ffi::Error::InvalidArgument("a matrix " + ShapeOf({m.rows, m.cols}) + " is too large for any memory");
   }
   m.packed_axis = static_cast<int>(a.packed_axis);
   m.contracted_axis = static_cast<int>(a.contracted_axis);
-  // A block that is longer than its axis ends with it. Whole strips of 64 stay whole, since they have kernels of their own.
+  // A block longer than its axis ends with it. It stays a multiple of 64, for which there are faster loops.
   const int64_t length = m.packed_axis == 0 ? m.rows : m.cols;
-  m.block = blocks ? std::min(a.block_size, (length / 64 + 1) * 64) : 2;
-  if (codes.dimensions().size() != 3) return ffi::Error::InvalidArgument("codes must have 3 axes, got " + Describe(codes));
-  stack.count = codes.dimensions()[0];
-  const int64_t rows = m.packed_axis == 0 ? m.Codes(m.rows) : m.rows, cols = m.RowBytes();
-  if (!Is(codes, m.format == Format::kInt8 ? ffi::S8 : ffi::U8, {stack.count, rows, cols})) {
-    return ffi::Error::InvalidArgument("codes must be " + std::string(m.format == Format::kInt8 ? "int8 " : "uint8 ") +
-                                       ShapeOf({stack.count, rows, cols}) + ", got " + Describe(codes));
-  }
-  m.codes = static_cast<const uint8_t*>(codes.untyped_data());
-  ClearPadding(stack);
-  return blocks ? TakeNf4Scales(pool, scales, stack) : TakeScales(scales, stack);
+  m.block = in_blocks ? std::min(a.block_size, (length / 64 + 1) * 64) : 1;
+  if (auto error = TakePlanes(format, buffers, stack); error.failure()) return error;
+  ClearPadding(format, stack);
+  std::vector<ffi::AnyBuffer> scales;
+  for (size_t i = format.planes; i < buffers.size(); ++i) scales.push_back(*buffers.get<ffi::AnyBuffer>(i));
+  return in_blocks ? TakeBlockScales(pool, scales, stack) : TakeBroadcastScale(scales, stack);
 }
 
 }  // namespace eformer

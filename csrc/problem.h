@@ -1,13 +1,11 @@
 // From the buffers of a call to a stack of matrices, with every dtype, rank and extent checked.
-#ifndef EFORMER_PROBLEM_H_
-#define EFORMER_PROBLEM_H_
+#pragma once
 
 #include <initializer_list>
 #include <memory>
 #include <new>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "kernels.h"
 #include "xla/ffi/api/ffi.h"
@@ -17,7 +15,7 @@ namespace eformer {
 namespace ffi = xla::ffi;
 
 struct Attributes {
-  std::string_view format;           // "int8", "nf4" or "ternary"
+  std::string_view format;           // the name of a format in formats/
   std::string_view instruction_set;  // "" is the best there is
   int64_t rows;
   int64_t cols;
@@ -26,11 +24,11 @@ struct Attributes {
   int64_t block_size;
 };
 
-// The longest axis that a call may have: far beyond any memory, and far from where sums and products of sizes with the
-// constants of this library overflow.
-constexpr int64_t kLongest = int64_t{1} << 40;
+// The longest axis of any array in a call: beyond any memory, yet sums and products of it with this library's constants
+// do not overflow.
+constexpr int64_t kMaxAxis = int64_t{1} << 40;
 
-// The product of sizes that are not negative, 0 if one is; false if it overflows.
+// Multiplies sizes that are not negative; false if the product overflows.
 inline bool Product(std::initializer_list<int64_t> sizes, int64_t& product) {
   product = 1;
   for (int64_t size : sizes) {
@@ -42,7 +40,7 @@ inline bool Product(std::initializer_list<int64_t> sizes, int64_t& product) {
   return true;
 }
 
-// A handler that returns an error also where memory runs out.
+// Calls the handler, and returns an error if it runs out of memory.
 template <auto handler>
 struct WithMemory;
 
@@ -57,18 +55,20 @@ struct WithMemory<handler> {
   }
 };
 
-// Equally shaped quantized matrices, one behind the other.
+// Quantized matrices of one shape, stored one after the other.
 struct Stack {
-  const Kernels* kernels = nullptr;
+  const InstructionSet* instructions = nullptr;
+  const Kernels* kernels = nullptr;  // those of the format
   Matrix first = {};
   int64_t count = 0;
-  int64_t scale_size = 0;                   // floats of one matrix
-  std::unique_ptr<float[]> decoded_scales;  // where they were quantized themselves; `first.scale` points here
-  std::unique_ptr<uint8_t[]> cleared_codes;  // where they had to be changed; `first.codes` points here
+  int64_t plane_bytes[kMaxPlanes] = {};      // of one matrix
+  int64_t scale_size = 0;                    // floats of one matrix
+  std::unique_ptr<float[]> decoded_scales;   // if the scales are quantized, `first.scale` points here
+  std::unique_ptr<uint8_t[]> cleared_codes;  // if padding had to be cleared, `first.planes[0]` points here
 
   Matrix operator[](int64_t i) const {
     Matrix m = first;
-    m.codes += i * m.Bytes();
+    for (int plane = 0; plane < kMaxPlanes; ++plane) m.planes[plane] += i * plane_bytes[plane];
     if (m.scale != nullptr) m.scale += i * scale_size;
     return m;
   }
@@ -80,12 +80,11 @@ std::string Describe(const ffi::AnyBuffer& buffer);
 bool Is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64_t> shape);
 std::string ShapeOf(std::initializer_list<int64_t> shape);
 
-// The scales of "int8" and "ternary": none, or float32 (count, rows or 1, cols or 1). Those of "nf4": float32 (count,
-// rows / block_size, cols) or (count, rows, cols / block_size); or quantized: uint8 codes of that shape, float32 (count,
-// one per 256 codes), float32 (count,), and the float32 (256,) that codes stand for.
-ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& attributes, const ffi::AnyBuffer& codes,
-                     const ffi::RemainingArgs& scales, Stack& stack);
+// Takes the buffers of codes, uint8 or int8 (count, rows, cols), each shorter along the packed axis by its values per
+// byte, and then the scales. Those of kBroadcast: none, or float32 (count, rows or 1, cols or 1). Those of kPerBlock:
+// float32 (count, rows / block_size, cols) or (count, rows, cols / block_size); or quantized: uint8 codes of that
+// shape, float32 (count, one per 256 codes), float32 offsets (count,), and the float32 (256,) that codes stand for.
+ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& attributes, const ffi::RemainingArgs& buffers,
+                     Stack& stack);
 
 }  // namespace eformer
-
-#endif  // EFORMER_PROBLEM_H_

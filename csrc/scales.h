@@ -1,16 +1,14 @@
-// The scales of NF4 blocks along the columns, which may be of any length.
+// Scales of blocks along the columns, for a format with two values a byte. A block may begin anywhere in a strip.
 //
-// Of(byte) is for the strip that begins at a byte of a row, and Of(byte).At(row) gives the scales of its bytes there, in
-// lane order: a Strip, or a Vec that serves for each vector of it.
-#ifndef EFORMER_SCALES_H_
-#define EFORMER_SCALES_H_
+// Of(byte) is for the strip that begins at a byte of a row. Of(byte).At(row) gives the scales of its 32 bytes in lane
+// order: a Strip, or a Vec if all vectors of the strip have the same.
+#pragma once
 
 #include "codes.h"
 
-namespace eformer {
-namespace EFORMER_ISA {
+namespace eformer::EFORMER_ISA {
 
-static inline bool HasLongBlocks(const Matrix& m) { return m.block % (2 * kStrip) == 0; }
+static inline bool HasLongBlocks(const Matrix& m) { return m.block % (2 * kStripSize) == 0; }
 
 // Blocks of whole strips.
 struct LongBlocks {
@@ -25,39 +23,39 @@ struct LongBlocks {
   OfStrip Of(int64_t byte) const { return {m.scale + 2 * byte / m.block, m.BlockScaleStride()}; }
 };
 
-// Where strips find their scales, which is the same in all rows.
-struct Positions {
+// The places of scales for the strips of `bytes` bytes from byte `first` on, which are the same in all rows.
+struct ScalePlaces {
   const float* scale;
-  int64_t stride, count;   // between rows, and in all
-  int64_t first;           // byte
-  Zeros<int64_t> block;    // of each strip's first byte
-  Zeros<int32_t> places;   // of each byte's block after that, in lane order
-  bool fit_vector = true;  // the scales of a strip
-  bool alike = true;       // the vectors of a strip
+  int64_t stride, count;  // scales in a row, and in the matrix
+  int64_t first;
+  Zeros<int64_t> block;    // block of each strip's first byte
+  Zeros<int32_t> places;   // block of each byte, counted from that one, in lane order
+  bool fit_vector = true;  // whether a vector holds the scales of any strip
+  bool alike = true;       // whether the vectors of a strip have the same places
 
-  // Of the `bytes` from byte `first` on. Long blocks need none.
-  Positions(const Matrix& m, int64_t first, int64_t bytes)
+  // Leaves all empty for long blocks, which do not need places.
+  ScalePlaces(const Matrix& m, int64_t first, int64_t bytes)
       : scale(m.scale),
         stride(m.BlockScaleStride()),
         count(m.rows * stride),
         first(first),
-        block(CeilDiv(bytes, kStrip)),
-        places(CeilDiv(bytes, kStrip) * kStrip) {
+        block(CeilDiv(bytes, kStripSize)),
+        places(CeilDiv(bytes, kStripSize) * kStripSize) {
     if (HasLongBlocks(m)) return;
-    const int64_t in_block = m.block / 2;  // bytes
-    for (int64_t c = 0; c < bytes; c += kStrip) {
-      const int64_t start = (first + c) / in_block;
-      int64_t now = start, left = in_block - (first + c) % in_block;
-      float natural[kStrip];
+    const int64_t block_bytes = m.block / 2;
+    for (int64_t c = 0; c < bytes; c += kStripSize) {
+      const int64_t start = (first + c) / block_bytes;
+      int64_t now = start, left = block_bytes - (first + c) % block_bytes;
+      float natural[kStripSize];
       for (float& place : natural) {
         place = static_cast<float>(now - start);
-        if (--left == 0 && now + 1 < stride) ++now, left = in_block;
+        if (--left == 0 && now + 1 < stride) ++now, left = block_bytes;
       }
-      block.values[c / kStrip] = start;
+      block.values[c / kStripSize] = start;
       fit_vector = fit_vector && now - start < kLanes;
-      float ordered[kStrip];
+      float ordered[kStripSize];
       StoreStrip(ordered, FromNatural(LoadStrip(natural)));
-      for (int i = 0; i < kStrip; ++i) {
+      for (int i = 0; i < kStripSize; ++i) {
         places.values[c + i] = static_cast<int32_t>(ordered[i]);
         alike = alike && ordered[i] == ordered[i % kLanes];
       }
@@ -65,51 +63,49 @@ struct Positions {
   }
 };
 
-// Blocks that begin anywhere, of which Found, a Vec or a Strip, holds the scales.
+// Blocks that begin anywhere. Found is the Vec or Strip that At returns.
 template <class Found>
 struct AnyBlocks {
-  const Positions& positions;
+  const ScalePlaces& all;
 
   struct OfStrip {
-    const Positions& positions;
+    const ScalePlaces& all;
     const int32_t* places;
     int64_t block;
 
     Found At(int64_t row) const {
-      const int64_t at = row * positions.stride + block;
-      const float* scale = positions.scale + at;
-      const bool can_read = at + kLanes <= positions.count;
-      return positions.fit_vector && can_read ? PickAll(Load(scale), Found{}) : Gather(scale);
+      const int64_t at = row * all.stride + block;
+      const float* scale = all.scale + at;
+      const bool can_read = at + kLanes <= all.count;
+      return all.fit_vector && can_read ? PickAll(Load(scale), Found{}) : Gather(scale);
     }
 
    private:
     Vec PickAll(Vec scales, Vec) const { return Pick(scales, LoadPlaces(places)); }
     Strip PickAll(Vec scales, Strip found) const {
-      for (int i = 0; i < kVecs; ++i) found.v[i] = Pick(scales, LoadPlaces(places + i * kLanes));
+      for (int i = 0; i < kStripVecs; ++i) found.v[i] = Pick(scales, LoadPlaces(places + i * kLanes));
       return found;
     }
     Found Gather(const float* scale) const {
-      float gathered[kStrip];
-      for (int i = 0; i < kStrip; ++i) gathered[i] = scale[places[i]];
+      float gathered[kStripSize];
+      for (int i = 0; i < kStripSize; ++i) gathered[i] = scale[places[i]];
       Found found;
       std::memcpy(&found, gathered, sizeof found);
       return found;
     }
   };
   OfStrip Of(int64_t byte) const {
-    return {positions, positions.places.values + byte - positions.first, positions.block.values[(byte - positions.first) / kStrip]};
+    const int64_t at = byte - all.first;
+    return {all, all.places.values + at, all.block.values[at / kStripSize]};
   }
 };
 
-// Calls use(scales).
+// Calls use(scales) with the kind that the blocks allow.
 template <class Use>
-static inline void WithScales(const Matrix& m, const Positions& positions, const Use& use) {
+static inline void WithScales(const Matrix& m, const ScalePlaces& places, const Use& use) {
   if (HasLongBlocks(m)) return use(LongBlocks{m});
-  if (positions.alike) return use(AnyBlocks<Vec>{positions});
-  use(AnyBlocks<Strip>{positions});
+  if (places.alike) return use(AnyBlocks<Vec>{places});
+  use(AnyBlocks<Strip>{places});
 }
 
-}  // namespace EFORMER_ISA
-}  // namespace eformer
-
-#endif  // EFORMER_SCALES_H_
+}  // namespace eformer::EFORMER_ISA

@@ -1,5 +1,5 @@
-// x times a matrix of bits, or the difference of two, by Redundant Segment Reduction (arXiv 2411.06360): of each block of
-// k columns, elements of x that meet the same k bits are summed first.
+// x times a matrix of bits, or the difference of two, by Redundant Segment Reduction (arXiv 2411.06360): of each block
+// of k columns, elements of x that meet the same k bits are summed first.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -17,11 +17,12 @@ constexpr int kRows = 8;  // of x at a time: their sums lie side by side
 
 typedef float Rows __attribute__((vector_size(4 * kRows)));
 
-// y[j] = the sum of x[i] over all i whose codes[0][i] has bit j, the highest first, less those of codes[1]. `sums` holds
-// 2^k values: bits of a code beyond k do not count, as they do not in reference.py. Zeros are multiplied too, so that
-// infinities give NaN where they do in a dense product.
+// y[j] = the sum of x[i] over all i whose codes[0][i] has bit j, the highest first, less those of codes[1]. `sums`
+// holds 2^k values: bits of a code beyond k do not count, as they do not in reference.py. Zeros are multiplied too, so
+// that infinities give NaN where they do in a dense product.
 template <class Value, class Code>
-void SegmentProduct(const Value* x, int64_t n, const std::vector<const Code*>& codes, int64_t k, Value* sums, Value* y) {
+void SegmentProduct(const Value* x, int64_t n, const std::vector<const Code*>& codes, int64_t k, Value* sums,
+                    Value* y) {
   const unsigned mask = (1u << k) - 1;
   std::fill(sums, sums + mask + 1, Value{});
   const Code* first = codes[0];
@@ -69,7 +70,8 @@ void Run(ffi::ThreadPool& pool, const Call& c) {
     const int64_t matrix = task / tasks, start = task % tasks * kBlocksAtOnce;
     for (int64_t block = start; block < std::min(c.blocks, start + kBlocksAtOnce); ++block) {
       std::vector<const Code*> codes;
-      for (const void* of_all : c.codes) codes.push_back(static_cast<const Code*>(of_all) + (matrix * c.blocks + block) * c.n);
+      for (const void* of_all : c.codes)
+        codes.push_back(static_cast<const Code*>(of_all) + (matrix * c.blocks + block) * c.n);
       for (int64_t group = 0; group < groups; ++group) {
         SegmentProduct(&packed[(matrix * groups + group) * c.n], c.n, codes, c.k, sums.get(), y.data());
         const float* found = reinterpret_cast<const float*>(y.data());
@@ -100,39 +102,36 @@ ffi::Error SegmentsImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingAr
     if (buffer.element_type() != type || found.size() != 3 || found[0] != call.count || found[2] != call.n ||
         (i > 0 && found[1] != call.blocks)) {
       return ffi::Error::InvalidArgument("codes must be " + std::string(k <= 8 ? "uint8" : "uint16") + " (" +
-                                         std::to_string(call.count) + ", blocks, " + std::to_string(call.n) + "), got " +
-                                         Describe(buffer));
+                                         std::to_string(call.count) + ", blocks, " + std::to_string(call.n) +
+                                         "), got " + Describe(buffer));
     }
     call.blocks = found[1];
     call.codes.push_back(buffer.untyped_data());
   }
   int64_t width, results;
-  if (!Product({call.blocks, k}, width) || std::max({call.count, call.rows, call.n, width}) > kLongest ||
+  if (!Product({call.blocks, k}, width) || std::max({call.count, call.rows, call.n, width}) > kMaxAxis ||
       !Product({call.count, call.rows, width}, results)) {
     return ffi::Error::InvalidArgument("x " + Describe(x) + " and " + std::to_string(call.blocks) + " blocks of " +
                                        std::to_string(k) + " columns are too large for any memory");
   }
   if (!Is(*y, ffi::F32, {call.count, call.rows, width})) {
-    return ffi::Error::InvalidArgument("the result must be float32 " + ShapeOf({call.count, call.rows, width}) + ", got " +
-                                       Describe(*y));
+    return ffi::Error::InvalidArgument("the result must be float32 " + ShapeOf({call.count, call.rows, width}) +
+                                       ", got " + Describe(*y));
   }
   if (results == 0) return ffi::Error::Success();
   const bool one = call.rows == 1;
-  const auto run = k <= 8 ? (one ? Run<float, uint8_t> : Run<Rows, uint8_t>)
-                          : (one ? Run<float, uint16_t> : Run<Rows, uint16_t>);
+  const auto run =
+      k <= 8 ? (one ? Run<float, uint8_t> : Run<Rows, uint8_t>) : (one ? Run<float, uint16_t> : Run<Rows, uint16_t>);
   run(pool, call);
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(kSegments, WithMemory<SegmentsImpl>::Call,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::AnyBuffer>()
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<int64_t>("k"));
+XLA_FFI_DEFINE_HANDLER(
+    kSegments, WithMemory<SegmentsImpl>::Call,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<int64_t>(
+        "k"));
 
 XLA_FFI_Handler* SegmentsHandler() { return kSegments; }
 

@@ -1,10 +1,9 @@
-// Vectors of floats and what the kernels do with them, for the instruction set this file is compiled for.
+// Vectors of floats and their operations, for the instruction set that this file is compiled for.
 //
-// Arithmetic is that of GCC's and Clang's vector types. A `Strip` is 32 floats. `LookUpLow` and `LookUpHigh` give those
-// that the lower and the higher four bits of 32 bytes stand for, in an order of their own (`lane order`) that
-// `ToNatural` undoes, because every move across lanes costs as much as a lookup.
-#ifndef EFORMER_SIMD_H_
-#define EFORMER_SIMD_H_
+// Arithmetic is that of GCC's and Clang's vector types. A `Strip` is 32 floats. `LookUpLow` and `LookUpHigh` look up
+// the low and the high four bits of 32 bytes. Their results are in lane order, since a move across lanes costs as much
+// as a lookup; `ToNatural` puts them into the order of the bytes. `LookUpInOrder` gives that order at once.
+#pragma once
 
 #include <cstdint>
 #include <cstdlib>
@@ -23,8 +22,7 @@
 #define EFORMER_AVX512
 #endif
 
-namespace eformer {
-namespace EFORMER_ISA {
+namespace eformer::EFORMER_ISA {
 
 #if defined(EFORMER_AVX512)
 constexpr int kLanes = 16;
@@ -37,7 +35,8 @@ constexpr int kLanes = 4;
 static inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Memory for `count` values, zero at first. A type of this namespace, so that no other instruction set's code is linked.
+// Memory for `count` values, zero at first. A type of this namespace: the linker could take a std::vector's functions
+// from another instruction set.
 template <class T>
 struct Zeros {
   T* values;
@@ -56,21 +55,21 @@ typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Places __attribute__((vector_size(4 * kLanes)));
 typedef uint8_t Bytes __attribute__((vector_size(32)));
 
-constexpr int kStrip = 32;
-constexpr int kVecs = kStrip / kLanes;
+constexpr int kStripSize = 32;  // floats
+constexpr int kStripVecs = kStripSize / kLanes;
 
 struct Strip {
-  Vec v[kVecs];
+  Vec v[kStripVecs];
 };
 
-// Sixteen floats to look up, as the instruction set wants them: on AVX2 the four bytes of each apart.
+// Sixteen floats to look up. On AVX2, which looks up bytes, the first bytes of all sixteen come first.
 struct alignas(64) Table {
   uint8_t bytes[64];
 };
 
 static inline Bytes LowNibbles(Bytes codes) { return codes & 15; }
 
-// In these, what comes from the byte beside counts for nothing.
+// These may shift bits in from the neighbouring byte: mask the result.
 static inline Bytes ShiftDown(Bytes codes, int bits) {
 #if defined(__AVX2__)
   return (Bytes)_mm256_srli_epi16((__m256i)codes, bits);
@@ -105,7 +104,7 @@ static inline Places LoadPlaces(const int32_t* p) {
   return places;
 }
 
-// The values at those places.
+// values[places[i]] for each lane i; places are below kLanes.
 static inline Vec Pick(Vec values, Places places) {
 #if defined(EFORMER_AVX512)
   return (Vec)_mm512_permutexvar_ps((__m512i)places, (__m512)values);
@@ -133,59 +132,53 @@ static inline float Sum(Vec v) {
 
 static inline Strip LoadStrip(const float* p) {
   Strip s;
-  for (int i = 0; i < kVecs; ++i) s.v[i] = Load(p + i * kLanes);
+  for (int i = 0; i < kStripVecs; ++i) s.v[i] = Load(p + i * kLanes);
   return s;
 }
 
 static inline void StoreStrip(float* p, const Strip& s) {
-  for (int i = 0; i < kVecs; ++i) Store(p + i * kLanes, s.v[i]);
+  for (int i = 0; i < kStripVecs; ++i) Store(p + i * kLanes, s.v[i]);
 }
 
 static inline void AddProduct(Strip& sum, const Strip& values, Vec factor) {
-  for (int i = 0; i < kVecs; ++i) sum.v[i] += values.v[i] * factor;
+  for (int i = 0; i < kStripVecs; ++i) sum.v[i] += values.v[i] * factor;
 }
 
 static inline void AddProduct(Strip& sum, const Strip& a, const Strip& b) {
-  for (int i = 0; i < kVecs; ++i) sum.v[i] += a.v[i] * b.v[i];
+  for (int i = 0; i < kStripVecs; ++i) sum.v[i] += a.v[i] * b.v[i];
 }
 
 static inline Vec Times(Vec values, Vec factor) { return values * factor; }
 
 static inline Strip Times(Strip values, Vec factor) {
-  for (int i = 0; i < kVecs; ++i) values.v[i] *= factor;
+  for (int i = 0; i < kStripVecs; ++i) values.v[i] *= factor;
   return values;
 }
 
 static inline Strip Times(Strip values, const Strip& factors) {
-  for (int i = 0; i < kVecs; ++i) values.v[i] *= factors.v[i];
+  for (int i = 0; i < kStripVecs; ++i) values.v[i] *= factors.v[i];
   return values;
 }
 
 static inline void Add(Strip& sum, const Strip& values) {
-  for (int i = 0; i < kVecs; ++i) sum.v[i] += values.v[i];
+  for (int i = 0; i < kStripVecs; ++i) sum.v[i] += values.v[i];
 }
 
 static inline float Sum(const Strip& s) {
   Vec sum = s.v[0];
-  for (int i = 1; i < kVecs; ++i) sum += s.v[i];
+  for (int i = 1; i < kStripVecs; ++i) sum += s.v[i];
   return Sum(sum);
 }
 
-#if defined(EFORMER_AVX512)
-
+#if defined(EFORMER_AVX512) || !defined(__AVX2__)
 static inline Table MakeTable(const float (&values)[16]) {
   Table t;
   std::memcpy(t.bytes, values, 64);
   return t;
 }
+#endif
 
-// The sums of a multiple of x0 and one of x1, by four-bit code.
-static inline Table MakePairTable(const float (&of_first)[16], const float (&of_second)[16], float x0, float x1) {
-  Table t;
-  Vec sums = Load(of_first) * x0 + Load(of_second) * x1;
-  std::memcpy(t.bytes, &sums, 64);
-  return t;
-}
+#if defined(EFORMER_AVX512)
 
 struct LoadedTable {
   __m512 values;
@@ -195,7 +188,7 @@ static inline LoadedTable LoadTable(const Table& t) { return {_mm512_load_ps(t.b
 
 typedef int32_t Words __attribute__((vector_size(64)));
 
-// Sixteen values of a byte each, as words and as floats.
+// Converts sixteen bytes to words, and words to floats.
 #if defined(EFORMER_EMULATE_AVX512)  // SIMDe does not have these conversions
 template <class Byte>
 static inline Words ToWords(const Byte* p) {
@@ -206,7 +199,7 @@ static inline Words ToWords(const Byte* p) {
 }
 
 static inline Vec ToFloats(Words words) { return __builtin_convertvector(words, Vec); }
-#else  // GCC 12 makes sixteen scalar conversions of `__builtin_convertvector`, which take ten times as long
+#else  // GCC 12 makes sixteen scalar conversions of `__builtin_convertvector`, ten times slower
 static inline Words ToWords(const uint8_t* p) {
   return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -220,18 +213,20 @@ static inline Vec ToFloats(Words words) { return (Vec)_mm512_cvtepi32_ps((__m512
 
 static inline Vec LookUp(__m512 values, Words codes) { return (Vec)_mm512_permutexvar_ps((__m512i)codes, values); }
 
-// A lookup counts the lowest four bits of a word alone, so that to shift four codes is to choose one. All 32 bytes stand
-// in either half of the words, and the halves are shifted apart.
+static inline Strip LookUpInOrder(const LoadedTable& table, const uint8_t* codes, int first_bit) {
+  return {{LookUp(table.values, ToWords(codes) >> first_bit), LookUp(table.values, ToWords(codes + 16) >> first_bit)}};
+}
+
+// Looks up the four bits from `first_bit` on of each byte. A lookup reads the lowest four bits of a word, so a shift of
+// the word chooses one of its bytes. Both halves of the vector hold all 32 bytes, and the upper half is shifted two
+// bytes more.
 static inline Strip LookUpFrom(const LoadedTable& table, Bytes codes, int first_bit) {
   const Words words = (Words)_mm512_broadcast_i64x4((__m256i)codes);
   const Words shift = Words{0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16} + first_bit;
   return {{LookUp(table.values, words >> shift), LookUp(table.values, words >> (shift + 8))}};
 }
 
-static inline Strip LookUpLow(const LoadedTable& table, Bytes codes) { return LookUpFrom(table, codes, 0); }
-static inline Strip LookUpHigh(const LoadedTable& table, Bytes codes) { return LookUpFrom(table, codes, 4); }
-
-// Vector i has every fourth value from i on, and then those from i + 2 on.
+// In lane order, vector i has the values i, i + 4, i + 8, ... and then i + 2, i + 6, ...
 static inline Strip ToNatural(const Strip& s) {
   const Words first = {0, 16, 8, 24, 1, 17, 9, 25, 2, 18, 10, 26, 3, 19, 11, 27};
   const __m512 a = (__m512)s.v[0], b = (__m512)s.v[1];
@@ -246,11 +241,11 @@ static inline Strip FromNatural(const Strip& s) {
 
 static inline Strip FromInt8(const int8_t* p) {
   Strip s;
-  for (int i = 0; i < kVecs; ++i) s.v[i] = ToFloats(ToWords(p + 16 * i));
+  for (int i = 0; i < kStripVecs; ++i) s.v[i] = ToFloats(ToWords(p + 16 * i));
   return s;
 }
 
-// One of four values by the lowest two bits of `codes >> shift`, for kLanes bytes.
+// Looks up the lowest two bits of `codes >> shift`, for kLanes bytes.
 static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
   float table[16];
   for (int i = 0; i < 16; ++i) table[i] = values[i % 4];  // so that higher bits do not count
@@ -273,11 +268,6 @@ static inline Table SplitBytes(Vec low, Vec high) {
 
 static inline Table MakeTable(const float (&values)[16]) { return SplitBytes(Load(values), Load(values + 8)); }
 
-// The sums of a multiple of x0 and one of x1, by four-bit code.
-static inline Table MakePairTable(const float (&of_first)[16], const float (&of_second)[16], float x0, float x1) {
-  return SplitBytes(Load(of_first) * x0 + Load(of_second) * x1, Load(of_first + 8) * x0 + Load(of_second + 8) * x1);
-}
-
 struct LoadedTable {
   __m256i byte[4];
 };
@@ -285,14 +275,13 @@ struct LoadedTable {
 static inline LoadedTable LoadTable(const Table& t) {
   LoadedTable loaded;
   for (int i = 0; i < 4; ++i) {
-    loaded.byte[i] =
-        _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(t.bytes + 16 * i)));
+    loaded.byte[i] = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(t.bytes + 16 * i)));
   }
   return loaded;
 }
 
-// Looks each byte of the floats up by itself, then interleaves: within 128 bits, so that vector i has the values
-// 4 i to 4 i + 3 and 16 more than those.
+// Looks up each byte of the floats, then interleaves them within 128 bits. In lane order, vector i has the values 4 i
+// to 4 i + 3 and 4 i + 16 to 4 i + 19.
 static inline Strip LookUp(const LoadedTable& table, Bytes codes) {
   const __m256i c = (__m256i)codes;
   const __m256i b0 = _mm256_shuffle_epi8(table.byte[0], c), b1 = _mm256_shuffle_epi8(table.byte[1], c);
@@ -317,14 +306,13 @@ static inline Strip FromNatural(const Strip& s) {
 
 static inline Strip FromInt8(const int8_t* p) {
   Strip s;
-  for (int i = 0; i < kVecs; ++i) {
+  for (int i = 0; i < kStripVecs; ++i) {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i));
     s.v[i] = (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
   }
   return s;
 }
 
-// One of four values by the lowest two bits of `codes >> shift`, for kLanes bytes.
 static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
   const __m256i words = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
   const __m256 table = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(values));
@@ -332,19 +320,6 @@ static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int
 }
 
 #else
-
-static inline Table MakeTable(const float (&values)[16]) {
-  Table t;
-  std::memcpy(t.bytes, values, 64);
-  return t;
-}
-
-// The sums of a multiple of x0 and one of x1, by four-bit code.
-static inline Table MakePairTable(const float (&of_first)[16], const float (&of_second)[16], float x0, float x1) {
-  float sums[16];
-  for (int i = 0; i < 16; ++i) sums[i] = of_first[i] * x0 + of_second[i] * x1;
-  return MakeTable(sums);
-}
 
 struct LoadedTable {
   float values[16];
@@ -357,8 +332,8 @@ static inline LoadedTable LoadTable(const Table& t) {
 }
 
 static inline Strip LookUp(const LoadedTable& table, Bytes codes) {
-  float found[kStrip];
-  for (int i = 0; i < kStrip; ++i) found[i] = table.values[codes[i] & 15];
+  float found[kStripSize];
+  for (int i = 0; i < kStripSize; ++i) found[i] = table.values[codes[i] & 15];
   return LoadStrip(found);
 }
 
@@ -366,12 +341,11 @@ static inline Strip ToNatural(const Strip& s) { return s; }
 static inline Strip FromNatural(const Strip& s) { return s; }
 
 static inline Strip FromInt8(const int8_t* p) {
-  float values[kStrip];
-  for (int i = 0; i < kStrip; ++i) values[i] = p[i];
+  float values[kStripSize];
+  for (int i = 0; i < kStripSize; ++i) values[i] = p[i];
   return LoadStrip(values);
 }
 
-// One of four values by the lowest two bits of `codes >> shift`, for kLanes bytes.
 static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
   Vec found;
   for (int i = 0; i < kLanes; ++i) found[i] = values[(codes[i] >> shift) & 3];
@@ -381,11 +355,16 @@ static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int
 #endif
 
 #if !defined(EFORMER_AVX512)
-static inline Strip LookUpLow(const LoadedTable& table, Bytes codes) { return LookUp(table, LowNibbles(codes)); }
-static inline Strip LookUpHigh(const LoadedTable& table, Bytes codes) { return LookUp(table, HighNibbles(codes)); }
+static inline Strip LookUpFrom(const LoadedTable& table, Bytes codes, int first_bit) {
+  return LookUp(table, LowNibbles(first_bit == 0 ? codes : ShiftDown(codes, first_bit)));
+}
+
+static inline Strip LookUpInOrder(const LoadedTable& table, const uint8_t* codes, int first_bit) {
+  return ToNatural(LookUpFrom(table, LoadBytes(codes), first_bit));
+}
 #endif
 
-}  // namespace EFORMER_ISA
-}  // namespace eformer
+static inline Strip LookUpLow(const LoadedTable& table, Bytes codes) { return LookUpFrom(table, codes, 0); }
+static inline Strip LookUpHigh(const LoadedTable& table, Bytes codes) { return LookUpFrom(table, codes, 4); }
 
-#endif  // EFORMER_SIMD_H_
+}  // namespace eformer::EFORMER_ISA

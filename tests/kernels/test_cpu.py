@@ -278,9 +278,9 @@ BAD = {
     r"absmax must be float32 \(1, 1, 8": ({"scales": (jnp.ones((1, 2, 8)),)}, jnp.ones((1, 1, 64))),
     "nf4 takes 1 or 4 scale buffers": ({"scales": ()}, jnp.ones((1, 1, 64))),
     "quantized absmax must be uint8": ({"scales": (jnp.ones((1, 1, 8)),) * 4}, jnp.ones((1, 1, 64))),
-    "block_size even": ({"block_size": 3}, jnp.ones((1, 1, 64))),
+    "block_size a positive multiple of 2": ({"block_size": 3}, jnp.ones((1, 1, 64))),
     "axes be 0 or 1": ({"packed_axis": 2}, jnp.ones((1, 1, 64))),
-    'unknown format "nf5"': ({"format": "nf5"}, jnp.ones((1, 1, 64))),
+    'unknown format "nf5": there are int8, nf4, ternary': ({"format": "nf5"}, jnp.ones((1, 1, 64))),
     "rows and cols must be 0 to .* got rows -64": ({"rows": -64}, jnp.ones((1, 1, 64))),
     "rows and cols must be 0 to .* got rows 9223372036854775807": ({"rows": 2**63 - 1}, jnp.ones((1, 1, 64))),
     "one scale, float32, that broadcasts": (
@@ -304,6 +304,14 @@ def test_a_block_longer_than_its_axis_ends_with_it(block_size, contracted_axis):
     x = normal((1, 1, (64, 8)[contracted_axis]), seed=1)
     out = cpu.matmul(jnp.asarray(x), replace(GOOD, block_size=block_size), contracted_axis)
     assert_product(out, x, values, contracted_axis)
+
+
+def test_a_format_without_a_header_is_not_supported():
+    assert cpu.formats() == ("int8", "nf4", "ternary")
+    assert cpu.supports(GOOD)
+    assert not cpu.supports(replace(GOOD, format="nf5"))
+    with cpu.use_core(False):
+        assert not cpu.supports(GOOD)
 
 
 def test_an_instruction_set_that_is_not_there():

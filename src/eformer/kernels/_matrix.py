@@ -1,4 +1,4 @@
-"""What a kernel reads: quantized matrices as they are stored."""
+"""Quantized matrices as they are stored, which is what kernels read."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import jax
 class Matrix:
     """A stack of quantized matrices of `rows` x `cols` values; `reference` says what the codes stand for.
 
-    `scales` of "int8" and "ternary": none, or float32 (count, rows or 1, cols or 1). Of "nf4": float32 with an entry
-    per block, (count, rows / block_size, cols) or (count, rows, cols / block_size); or those quantized: uint8 codes of
-    that shape, float32 (count, one per 256 codes), float32 (count,), and the float32 (256,) that codes stand for.
+    `codes` are the planes of the format's codes, mostly one: (count, rows, cols), shorter along the packed axis.
+    `scales` of "int8" and "ternary": none, or float32 (count, rows or 1, cols or 1). Of "nf4", one for each block:
+    float32 (count, rows / block_size, cols) or (count, rows, cols / block_size); or quantized: uint8 codes of that
+    shape, float32 (count, one per 256 codes), float32 offsets (count,), and the float32 (256,) that codes stand for.
     """
 
-    format: str  # "int8", "nf4" or "ternary"
-    codes: tuple[jax.Array, ...]  # planes of bits, mostly one: (count, rows, cols), shorter along the packed axis
+    format: str
+    codes: tuple[jax.Array, ...]
     scales: tuple[jax.Array, ...]
     rows: int
     cols: int
     packed_axis: int = 0
-    block_size: int = 2  # of "nf4"
+    block_size: int = 2  # of formats with a scale for each block
 
     @property
     def count(self) -> int:

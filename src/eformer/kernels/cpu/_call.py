@@ -1,7 +1,7 @@
 """Calls of the native core through XLA's foreign function interface.
 
-The core is compiled when the package is installed with a C++ compiler at hand; without it everything works, in XLA's
-own operations, and a warning says once why it is slower.
+Installing the package compiles the core if there is a C++ compiler. Without it the same results come from XLA's own
+operations, and a warning says once why they are slower.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,12 @@ from eformer.kernels._matrix import Matrix
 
 
 class SlowerWithoutCore(UserWarning):
-    """The native core is not there, so that matmuls on CPU take several times as long."""
+    """The native core was not compiled, so matmuls on CPU take several times as long."""
 
 
 @functools.cache
 def _core() -> ModuleType | None:
-    """The extension module with its calls known to XLA, or None where it was not compiled."""
+    """The extension module, with its handlers registered with XLA, or None if it was not compiled."""
     try:
         from . import _native  # pyright: ignore[reportAttributeAccessIssue]  # compiled, with no source to read
     except ImportError:
@@ -43,19 +42,31 @@ _use_core = jax.make_user_context(default_value=True)
 
 
 def use_core(value: bool) -> AbstractContextManager[None]:
-    """In `with use_core(False):` products are made of XLA's own operations, as if there were no core."""
+    """In `with use_core(False):` matmuls use XLA's own operations, as if there were no core."""
     if not isinstance(value, bool):
         raise TypeError(f"use_core takes True or False, got {value!r}")
     return _use_core(value)
 
 
 def is_available() -> bool:
-    """Whether the core was compiled, and is not switched off; if it was not, says so once."""
+    """Whether the core was compiled and is not switched off. Warns once if it was not compiled."""
     return _use_core.value and _core() is not None
 
 
+@functools.cache
+def formats() -> tuple[str, ...]:
+    """The formats that the core was compiled with: one for each header in `csrc/formats`."""
+    core = _core()
+    return () if core is None else core.formats()
+
+
+def supports(matrix: Matrix) -> bool:
+    """Whether `matmul` and `decode` take this matrix: the core is available and knows its format."""
+    return is_available() and matrix.format in formats()
+
+
 def instruction_sets() -> tuple[str, ...]:
-    """What the core can use on this processor, the best first: "amx", "avx512_vnni", "avx512", "avx2", "portable"."""
+    """Those of "amx", "avx512_vnni", "avx512", "avx2" and "portable" that this processor runs, the best first."""
     core = _core()
     return () if core is None else core.instruction_sets()
 
@@ -64,14 +75,14 @@ _instruction_set = jax.make_user_context(default_value="")
 
 
 def instruction_set(name: str) -> AbstractContextManager[None]:
-    """In `with instruction_set("avx2"):` the core uses it, instead of the best that the processor has."""
+    """In `with instruction_set("avx2"):` the core uses AVX2 instead of the best that the processor has."""
     if name not in instruction_sets():
         raise ValueError(f"this processor can run {', '.join(map(repr, instruction_sets()))}, not {name!r}")
     return _instruction_set(name)
 
 
-def _attributes(matrix: Matrix) -> dict[str, Any]:
-    """What `csrc/problem.h` checks beside the buffers."""
+def _attributes(matrix: Matrix) -> dict[str, str | int]:
+    """The attributes that `csrc/problem.h` checks together with the buffers."""
     return {
         "format": matrix.format,
         "rows": matrix.rows,
@@ -85,10 +96,10 @@ def _attributes(matrix: Matrix) -> dict[str, Any]:
 def matmul(
     x: jax.Array, matrix: Matrix, contracted_axis: int, *, round_x: bool = False, round_values: bool = False
 ) -> jax.Array:
-    """`x @ matrix`, or `x @ matrix.T` for `contracted_axis=1`, of x (count, m, k) in any float of at most 32 bits.
+    """x (count, m, k) @ matrix (count, k, n), or @ matrix.T for `contracted_axis=1`, as float32 (count, m, n).
 
-    The sums and the result are float32. With `round_x`, one row of x may be rounded to 8 bits where that is faster;
-    with `round_values`, the values of the matrix to bfloat16, if x is bfloat16.
+    x is float32, bfloat16 or float16. `round_x` lets the core round a single row of x to 8 bits where that is faster;
+    `round_values` lets it round the values of the matrix to bfloat16 if x is bfloat16.
     """
     width = matrix.cols if contracted_axis == 0 else matrix.rows
     call = jax.ffi.ffi_call("eformer_matmul", jax.ShapeDtypeStruct((*x.shape[:2], width), jnp.float32))
@@ -97,7 +108,7 @@ def matmul(
 
 
 def decode(matrix: Matrix) -> jax.Array:
-    """The values, float32 (count, rows, cols)."""
+    """The values of the matrix as float32 (count, rows, cols)."""
     call = jax.ffi.ffi_call(
         "eformer_decode", jax.ShapeDtypeStruct((matrix.count, matrix.rows, matrix.cols), jnp.float32)
     )
@@ -105,9 +116,9 @@ def decode(matrix: Matrix) -> jax.Array:
 
 
 def segment_matmul(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.Array:
-    """Float32 x (count, rows, n) times the bits of codes[0] (count, blocks, n), less those of codes[1] if there is one.
+    """Float32 x (count, rows, n) @ the bits of codes[0] (count, blocks, n), minus those of codes[1] if given.
 
-    Each code is `k` bits, for `k` columns of the result (count, rows, blocks * k), the highest first.
+    A code holds the bits of `k` columns, the first in its highest bit. The result is (count, rows, blocks * k).
     """
     count, rows, _ = x.shape
     result = jax.ShapeDtypeStruct((count, rows, codes[0].shape[1] * k), jnp.float32)

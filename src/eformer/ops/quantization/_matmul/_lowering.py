@@ -49,10 +49,10 @@ def _device_kind(ctx: mlir.LoweringRuleContext) -> str | None:
 @functools.singledispatch
 def matmul_on_cpu(q: MatmulOperand, x: jax.Array, contracted_axis: int) -> jax.Array | None:
     """x (count, rows, k) times q by the native core, in float32; None where it can't. A format may register its own."""
-    if not q.fits_kernels() or not cpu.is_available():
+    if not q.fits_kernels() or not cpu.supports(matrix := q.stored_matrix()):
         return None
     rounding = {"round_x": q.activation_dtype == "int8", "round_values": q.dtype == jnp.bfloat16}
-    return cpu.matmul(x, q.stored_matrix(), contracted_axis, **rounding)
+    return cpu.matmul(x, matrix, contracted_axis, **rounding)
 
 
 def matmul_on_accelerator(
