@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from ._derive import derive_stacked, derive_struct
 from ._export import make_serializable
-from ._fields import ArrayMeta, aux_field, check_hashable, delete_attribute, make_dataclass, set_attribute
+from ._fields import STATIC, ArrayMeta, aux_field, check_hashable, delete_attribute, make_dataclass, set_attribute
 from ._manners import ArrayManners
 from ._observe import note_materialized
 from ._types import Leaf, Tree
@@ -65,7 +65,7 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
     _mutable: ClassVar[bool] = False  # the class said `@dataclass` without `frozen=True`
 
     # The constructor takes any dtype-like, and stores an `np.dtype`.
-    dtype: Any = aux_field(default=None, kw_only=True)  # noqa: RUF009  (it makes a field)
+    dtype: Any = dataclasses.field(default=None, kw_only=True, metadata={STATIC: True})
 
     @abc.abstractmethod
     def materialize(self) -> jax.Array:

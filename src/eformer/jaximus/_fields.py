@@ -9,13 +9,13 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_STATIC = "static"  # metadata key of a dataclass field that is part of the tree's structure
+STATIC = "static"  # metadata key of a dataclass field that is part of the tree's structure
 
 
 # Typed as the value that the field will hold, which can be anything; so are those of `dataclasses.field`.
 def aux_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False, **kwargs: Any) -> Any:
     """A dataclass field that is static: hashable, part of the tree's structure, never traced."""
-    metadata = {**kwargs.pop("metadata", {}), _STATIC: True}
+    metadata = {**kwargs.pop("metadata", {}), STATIC: True}
     return dataclasses.field(default=default, kw_only=kw_only, metadata=metadata, **kwargs)
 
 
@@ -61,8 +61,8 @@ def make_dataclass(cls: ArrayMeta, settle: Callable[[Any, Sequence[int] | None],
     if not own_init:
         setattr(cls, "__init__", _accepting_shape(getattr(cls, "__init__"), settle))  # noqa: B009, B010  (pyright)
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]  # the decorator above made it one
-    cls._data_fields = tuple(f.name for f in fields if not f.metadata.get(_STATIC))
-    cls._static_fields = tuple(f.name for f in fields if f.metadata.get(_STATIC))
+    cls._data_fields = tuple(f.name for f in fields if not f.metadata.get(STATIC))
+    cls._static_fields = tuple(f.name for f in fields if f.metadata.get(STATIC))
 
 
 def _accepting_shape(
