@@ -11,16 +11,16 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-MAX_NAME = 150  # bytes of a name that others are made of; file systems allow 255
+MAX_NAME = 150  # bytes of a name that others are built from; file systems allow 255
 NO_ROOM = (errno.ENOSPC, errno.EFBIG, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else []))
 CANT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:
-    """An error unless nothing has that name, or a file or link that may be replaced."""
+    """Raise a FileExistsError unless the name is free, or has a file or link that may be replaced."""
     try:
-        mode = os.lstat(path).st_mode  # asked once: another save may remove the file at any moment
-    except OSError:  # there is none, or there can be none: the name is too long, say
+        mode = os.lstat(path).st_mode  # one call: another save may remove the file at any moment
+    except OSError:  # there is none, or there can be none: the name may be too long
         return
     if not overwrite:
         raise FileExistsError(f"{path} exists; `overwrite=True` replaces it")
@@ -29,7 +29,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
 
 def short(name: str) -> str:
-    """A name to make others of: itself, or its beginning and a digest."""
+    """A name to build others from: itself, or its beginning and a digest if it is long."""
     data = os.fsencode(name)
     if len(data) <= MAX_NAME:
         return name
@@ -37,7 +37,7 @@ def short(name: str) -> str:
 
 
 def reserve(path: Path, size: int) -> None:
-    """Make a file of `size` bytes, which are on the disk from now on: to fill them can't fail for lack of room."""
+    """Make a file whose `size` bytes are reserved on the disk: filling it can't fail for lack of room."""
     with open(path, "xb") as file:
         if size and hasattr(os, "posix_fallocate"):
             try:
@@ -51,7 +51,7 @@ def reserve(path: Path, size: int) -> None:
 
 @contextlib.contextmanager
 def room_for(path: Path, size: int) -> Iterator[None]:
-    """A block whose errors for lack of room say where, how many bytes there should be and how many are missing."""
+    """A block in which an error for lack of room names the path, the bytes needed and the bytes missing."""
     try:
         yield
     except OSError as error:
@@ -66,7 +66,7 @@ def room_for(path: Path, size: int) -> Iterator[None]:
 
 
 def make_folder(folder: Path) -> list[Path]:
-    """Make a folder and those it is in, each brought to the disk; the result is those that were not there."""
+    """Make a folder and its parents, each brought to the disk; the result is the folders that were missing."""
     made: list[Path] = []
     missing = []
     while not folder.is_dir():
@@ -74,7 +74,7 @@ def make_folder(folder: Path) -> list[Path]:
         folder = folder.parent
     try:
         for each in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # someone was faster, or it is a file, as will be seen
+            with contextlib.suppress(FileExistsError):  # another process made it, or it is a file, which fails later
                 each.mkdir()
                 made.append(each)
                 sync_folder(each.parent)
@@ -85,14 +85,14 @@ def make_folder(folder: Path) -> list[Path]:
 
 
 def unmake_folders(made: list[Path]) -> None:
-    """Remove folders that `make_folder` made, unless there is something in them."""
+    """Remove folders that `make_folder` made, unless they have contents."""
     for each in reversed(made):
         with contextlib.suppress(OSError):
             each.rmdir()
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the system can."""
+    """Bring the names in a folder to the disk, if the system can."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows renames durably by itself
         return
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""How far a long piece of work is: the function that is told, and a bar that shows it."""
+"""How far a long piece of work is: the function that is told, a count of bytes for it, and a bar that shows it."""
 
 from __future__ import annotations
 
@@ -33,3 +33,17 @@ def progress_bar(what: str | None = None, stream: TextIO | None = None) -> Itera
             bar.update(task, description=what or printable(name), completed=done, total=total)
 
         yield show
+
+
+class Meter:
+    """Counts bytes, and reports them to `progress`."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        if progress is not None and not callable(progress):
+            raise TypeError(f"`progress` must be None or a function of name, done and total, got {progress!r}")
+        self.progress, self.total, self.done = progress, total, 0
+
+    def add(self, name: str, count: int) -> None:
+        self.done += count
+        if self.progress is not None:
+            self.progress(name, self.done, self.total)

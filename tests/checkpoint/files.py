@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from eformer.checkpoint._describe import describe
-from eformer.checkpoint._dtypes import NAMES
+from eformer.checkpoint._header import NAMES
 from eformer.ops.quantization import QuantizedArray
 
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from quantization.cases import normal
 
-from eformer.checkpoint._dtypes import DTYPES
 from eformer.checkpoint._gguf import SCALARS
 from eformer.checkpoint._gguf_blocks import DECODERS, IDS, PLAIN, TYPES
+from eformer.checkpoint._header import DTYPES
 from eformer.kernels.reference import NF4_CODES
 from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, quantize
 

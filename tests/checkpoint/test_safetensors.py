@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from eformer.checkpoint import CheckpointError, _write, load, open_checkpoint, save
-from eformer.checkpoint._dtypes import DTYPES
+from eformer.checkpoint._header import DTYPES
 from eformer.ops.quantization import Array8B, RSROperatorBinary, RSROperatorTernary, quantize
 
 

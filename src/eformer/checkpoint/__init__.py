@@ -1,8 +1,8 @@
 """Checkpoints of dense and quantized arrays: safetensors, also as bitsandbytes writes it, and GGUF."""
 
+from ._arrays import ArrayInfo as ArrayInfo
 from ._bitsandbytes import BitsandbytesCodec as BitsandbytesCodec
 from ._bitsandbytes import register_bitsandbytes_codec as register_bitsandbytes_codec
-from ._entries import ArrayInfo as ArrayInfo
 from ._error import CheckpointError as CheckpointError
 from ._gguf_codecs import GgufCodec as GgufCodec
 from ._gguf_codecs import register_gguf_codec as register_gguf_codec
@@ -14,7 +14,7 @@ from ._paths import SUFFIXES as SUFFIXES
 from ._paths import check_suffix as check_suffix
 from ._rewrite import convert as convert
 from ._rewrite import quantize_checkpoint as quantize_checkpoint
-from ._save import save as save
-from ._save import save_bitsandbytes as save_bitsandbytes
 from ._saving import abandon_saves as abandon_saves
 from ._saving import atomic_file as atomic_file
+from ._write import save as save
+from ._write import save_bitsandbytes as save_bitsandbytes

@@ -17,11 +17,9 @@ import numpy as np
 
 from eformer.ops.quantization import QuantizedArray
 
-from ._dtypes import BY_NUMPY_NAME
-from ._entries import Entry
+from ._arrays import Entry, Item, Like, Record
 from ._error import CheckpointError
-from ._header import Tensor, checked_shape, parse_json
-from ._records import Item, Like, Record
+from ._header import BY_NUMPY_NAME, Tensor, checked_shape, parse_json
 
 STATE = ".quant_state.bitsandbytes__"
 FLOATS = ("float32", "float16", "bfloat16")

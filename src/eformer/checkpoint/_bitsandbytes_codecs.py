@@ -13,6 +13,7 @@ from jax import tree_util as jtu
 from eformer.kernels.reference import NF4_CODES, dynamic_map
 from eformer.ops.quantization import Array8B, ArrayNF4, QuantizedArray
 
+from ._arrays import Item, Part, Record, record_of
 from ._bitsandbytes import (
     CODECS,
     FLOATS,
@@ -24,7 +25,6 @@ from ._bitsandbytes import (
     register_bitsandbytes_codec,
 )
 from ._describe import names_of
-from ._records import Item, Part, Record, record_of
 
 NESTED_BLOCK = 256  # scales that share a scale, in `ArrayNF4`
 OFFSET_DIGITS = 24  # room for any float64 as JSON; the rest is filled with spaces

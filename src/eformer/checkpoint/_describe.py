@@ -22,9 +22,8 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 from eformer.jaximus import ImplicitArray
 from eformer.ops.quantization import QuantizedArray, array_types, formats
 
-from ._dtypes import BY_NUMPY_NAME
 from ._error import CheckpointError
-from ._header import Json, checked_shape
+from ._header import BY_NUMPY_NAME, Json, checked_shape
 
 KEY = "eformer"  # of our part of the metadata
 VERSION = 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from eformer._text import printable
 
 
@@ -18,8 +20,4 @@ class CheckpointError(ValueError):
         self.what, self.file, self.tensor = what, file, tensor
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuilt, (self.what, self.file, self.tensor)
-
-
-def _rebuilt(what: str, file: str | None, tensor: str | None) -> CheckpointError:
-    return CheckpointError(what, file=file, tensor=tensor)
+        return functools.partial(CheckpointError, self.what, file=self.file, tensor=self.tensor), ()

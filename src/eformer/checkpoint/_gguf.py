@@ -6,20 +6,20 @@ import functools
 import math
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 
 from eformer.ops.quantization import QuantizedArray
 
+from ._arrays import Entry, Like
 from ._describe import FORMAT_ERRORS
-from ._entries import Entry
 from ._error import CheckpointError
 from ._file import MappedFile
 from ._gguf_blocks import DECODERS, IDS, PLAIN, TYPES
 from ._gguf_codecs import reader_of
 from ._header import Tensor, checked_shape
-from ._records import Like
 
 MAGIC = b"GGUF"
 MAX_AXES = 4
@@ -48,35 +48,35 @@ class Reader:
     def wrong(self, what: str, tensor: str | None = None) -> CheckpointError:
         return CheckpointError(what, file=self.file.name, tensor=tensor)
 
+    def _cut_off(self) -> CheckpointError:
+        return self.wrong(f"the file ends at byte {self.size}, in the middle of its header")
+
     def take(self, count: int) -> memoryview:
         if count > self.size - self.at:
-            raise self.wrong(f"the file ends at byte {self.size}, in the middle of its header")
+            raise self._cut_off()
         self.at += count
         return self.data[self.at - count : self.at]
 
-    def scalar(self, kind: struct.Struct) -> bool | int | float:
-        (value,) = kind.unpack(self.take(kind.size))
+    def scalar(self, kind: struct.Struct) -> Any:  # a number or a bool, as `struct` gives it
+        if kind.size > self.size - self.at:
+            raise self._cut_off()
+        (value,) = kind.unpack_from(self.data, self.at)
+        self.at += kind.size
         return value
-
-    def u32(self) -> int:
-        return int(self.scalar(_U32))
-
-    def u64(self) -> int:
-        return int(self.scalar(_U64))
 
     def text(self) -> str:
         """A value; bytes that are not UTF-8 (parts of letters in vocabularies) become surrogates."""
-        return str(self.take(self.u64()), "utf-8", "surrogateescape")
+        return str(self.take(self.scalar(_U64)), "utf-8", "surrogateescape")
 
     def name(self) -> str:
         try:
-            return str(self.take(self.u64()), "utf-8")
+            return str(self.take(self.scalar(_U64)), "utf-8")
         except UnicodeDecodeError:
             raise self.wrong("a name is not UTF-8") from None
 
     def count(self, least: int, what: str, steps: int = 0) -> int:
         """Read a count of items; raise if they need more bytes than are left, or more steps than the budget."""
-        number = self.u64()
+        number = self.scalar(_U64)
         if number * least > self.size - self.at:
             raise self.wrong(f"{number} {what} can't be in the {self.size - self.at} bytes that are left")
         self.steps -= number * steps
@@ -91,7 +91,7 @@ class Reader:
             return self.text()
         if kind != ARRAY or depth == MAX_DEPTH:
             raise self.wrong(f"the metadata has a value of type {kind}, {depth} levels deep, which GGUF has not")
-        inner = self.u32()
+        inner = self.scalar(_U32)
         if inner in SCALARS:
             number = self.count(SCALARS[inner].size, "numbers")
             return np.frombuffer(self.take(number * SCALARS[inner].size), SCALARS[inner].format).tolist()
@@ -108,7 +108,7 @@ def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], dict[str, object]]:
     reader = Reader(file)
     if bytes(reader.take(4)) != MAGIC:
         raise reader.wrong("this is no GGUF file: it does not begin with those letters")
-    version = reader.u32()
+    version = reader.scalar(_U32)
     if version not in (2, 3):
         raise reader.wrong(f"GGUF version {version}; versions 2 and 3 can be read, little-endian")
     tensors = reader.count(24, "tensors", STEPS_OF_TENSOR)
@@ -118,7 +118,7 @@ def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], dict[str, object]]:
         name = reader.name()
         if name in metadata:
             raise reader.wrong(f"the metadata has {name[:100]!r} twice")
-        metadata[name] = reader.value(reader.u32())
+        metadata[name] = reader.value(reader.scalar(_U32))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= 2**16 or alignment & (alignment - 1):
         raise reader.wrong(f"`general.alignment` must be a power of two, got {str(alignment)[:50]}")
@@ -138,13 +138,13 @@ def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], dict[str, object]]:
 def _described(reader: Reader) -> tuple[str, tuple[int, ...], int, int]:
     """Name, shape, number of the type, and offset of a tensor."""
     name = reader.name()
-    axes = reader.u32()
+    axes = reader.scalar(_U32)
     if axes > MAX_AXES:
         raise reader.wrong(f"{axes} axes; GGUF has at most {MAX_AXES}", name)
-    shape = checked_shape([reader.u64() for _ in range(axes)][::-1])  # the innermost axis comes first
+    shape = checked_shape([reader.scalar(_U64) for _ in range(axes)][::-1])  # the innermost axis comes first
     if shape is None:
         raise reader.wrong("its shape is absurd", name)
-    return name, shape, reader.u32(), reader.u64()
+    return name, shape, reader.scalar(_U32), reader.scalar(_U64)
 
 
 def _entry(reader: Reader, name: str, shape: tuple[int, ...], kind: int, start: int) -> Entry:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
+
+from ._header import DTYPES
 
 
 class Type(NamedTuple):
@@ -21,58 +22,24 @@ class Type(NamedTuple):
     bytes: int
 
 
-# The numbers are from https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, the sizes from the package `gguf`.
+# Number, name, elements and bytes of a block. The numbers are from the specification
+# (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), the sizes from the package `gguf`.
+_TABLE = """
+    0 F32 1 4; 1 F16 1 2; 2 Q4_0 32 18; 3 Q4_1 32 20; 6 Q5_0 32 22; 7 Q5_1 32 24;
+    8 Q8_0 32 34; 9 Q8_1 32 40; 10 Q2_K 256 84; 11 Q3_K 256 110; 12 Q4_K 256 144; 13 Q5_K 256 176;
+    14 Q6_K 256 210; 15 Q8_K 256 292; 16 IQ2_XXS 256 66; 17 IQ2_XS 256 74; 18 IQ3_XXS 256 98; 19 IQ1_S 256 50;
+    20 IQ4_NL 32 18; 21 IQ3_S 256 110; 22 IQ2_S 256 82; 23 IQ4_XS 256 136; 24 I8 1 1; 25 I16 1 2;
+    26 I32 1 4; 27 I64 1 8; 28 F64 1 8; 29 IQ1_M 256 56; 30 BF16 1 2; 34 TQ1_0 256 54;
+    35 TQ2_0 256 66; 39 MXFP4 32 17; 40 NVFP4 64 36; 41 Q1_0 128 18
+"""
 TYPES: dict[int, Type] = {
-    0: Type("F32", 1, 4),
-    1: Type("F16", 1, 2),
-    2: Type("Q4_0", 32, 18),
-    3: Type("Q4_1", 32, 20),
-    6: Type("Q5_0", 32, 22),
-    7: Type("Q5_1", 32, 24),
-    8: Type("Q8_0", 32, 34),
-    9: Type("Q8_1", 32, 40),
-    10: Type("Q2_K", 256, 84),
-    11: Type("Q3_K", 256, 110),
-    12: Type("Q4_K", 256, 144),
-    13: Type("Q5_K", 256, 176),
-    14: Type("Q6_K", 256, 210),
-    15: Type("Q8_K", 256, 292),
-    16: Type("IQ2_XXS", 256, 66),
-    17: Type("IQ2_XS", 256, 74),
-    18: Type("IQ3_XXS", 256, 98),
-    19: Type("IQ1_S", 256, 50),
-    20: Type("IQ4_NL", 32, 18),
-    21: Type("IQ3_S", 256, 110),
-    22: Type("IQ2_S", 256, 82),
-    23: Type("IQ4_XS", 256, 136),
-    24: Type("I8", 1, 1),
-    25: Type("I16", 1, 2),
-    26: Type("I32", 1, 4),
-    27: Type("I64", 1, 8),
-    28: Type("F64", 1, 8),
-    29: Type("IQ1_M", 256, 56),
-    30: Type("BF16", 1, 2),
-    34: Type("TQ1_0", 256, 54),
-    35: Type("TQ2_0", 256, 66),
-    39: Type("MXFP4", 32, 17),
-    40: Type("NVFP4", 64, 36),
-    41: Type("Q1_0", 128, 18),
+    int(number): Type(name, int(elements), int(size))
+    for number, name, elements, size in map(str.split, _TABLE.split(";"))
 }
 IDS: dict[str, int] = {kind.name: number for number, kind in TYPES.items()}
 
-PLAIN: dict[str, np.dtype] = {
-    name: np.dtype(kind)
-    for name, kind in {
-        "F32": np.float32,
-        "F16": np.float16,
-        "BF16": ml_dtypes.bfloat16,
-        "F64": np.float64,
-        "I8": np.int8,
-        "I16": np.int16,
-        "I32": np.int32,
-        "I64": np.int64,
-    }.items()
-}
+# Types without blocks are named as in safetensors.
+PLAIN: dict[str, np.dtype] = {form.name: DTYPES[form.name] for form in TYPES.values() if form.elements == 1}
 
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 _E2M1_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)

@@ -8,18 +8,11 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from eformer.ops.quantization import (
-    Array1B,
-    Array8B,
-    ArrayNF4,
-    QuantizedArray,
-    RSROperatorBinary,
-    RSROperatorTernary,
-)
+from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, QuantizedArray, RSROperatorBinary, RSROperatorTernary
 
+from ._arrays import Item, Like
 from ._describe import names_of
 from ._gguf_blocks import ENCODERS, TYPES
-from ._records import Item, Like
 
 Q = TypeVar("Q", bound=QuantizedArray)
 

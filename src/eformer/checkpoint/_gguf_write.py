@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util as jtu
 
+from eformer._progress import Meter, Progress
 from eformer.ops.quantization import QuantizedArray
 
-from ._dtypes import narrowed
+from ._arrays import Item, Like, Part, contiguous_bytes, items_of
 from ._file import StrPath
 from ._gguf import ARRAY, MAGIC, MAX_AXES, SCALARS, STRING
 from ._gguf_blocks import ENCODERS, IDS, PLAIN, TYPES
 from ._gguf_codecs import encoder_of, writer_of
+from ._header import narrowed
 from ._paths import GGUF_SUFFIX, target_file
-from ._progress import Meter, Progress
-from ._records import Item, Like, Part, contiguous_bytes, items_of
-from ._saving import Target, filling
+from ._saving import Saving, Target, filling
 from ._tree import flattened
 from ._write import CHUNK
 
@@ -77,7 +77,8 @@ def write_gguf(target: Target, items: Sequence[Item], type: TypeFor, metadata: M
         given.setdefault("general.quantization_version", 2)
     header = bytearray(MAGIC + struct.pack("<IQQ", 3, len(planned), len(given)))
     for name, value in given.items():
-        header += _text(name) + _value(name, value)
+        kind = _kind(name, value)
+        header += _text(name) + struct.pack("<I", kind) + _content(name, value, kind)
     offset = 0
     for item, kind, _, nbytes in planned:
         shape = item.like.shape
@@ -86,7 +87,7 @@ def write_gguf(target: Target, items: Sequence[Item], type: TypeFor, metadata: M
         offset += nbytes + -nbytes % ALIGNMENT
     meter = Meter(target.progress, sum(plan.nbytes for plan in planned))
     header += bytes(-len(header) % ALIGNMENT)
-    with filling(target.saving(path, [len(header) + offset])) as file:
+    with filling(Saving(target, path, [len(header) + offset])) as file:
         file.write(header)
         for plan in planned:
             for start in range(0, len(data := _data(plan)), CHUNK):
@@ -175,11 +176,6 @@ def _check_range(name: str, kind: str, array: np.ndarray, steps: int) -> None:
 def _text(text: str) -> bytes:
     data = text.encode("utf-8", "surrogateescape")
     return struct.pack("<Q", len(data)) + data
-
-
-def _value(name: str, value: object) -> bytes:
-    kind = _kind(name, value)
-    return struct.pack("<I", kind) + _content(name, value, kind)
 
 
 def _kind(name: str, value: object) -> int:

@@ -6,11 +6,25 @@ import json
 import math
 from typing import NamedTuple, TypeAlias, TypeGuard
 
+import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
-from ._dtypes import DTYPES
 from ._error import CheckpointError
 from ._file import MappedFile
+
+# Name in the file, NumPy type. Types of less than a byte (F4, F6_E2M3, F6_E3M2) are left out: the format does not
+# define the order of their bits.
+_TABLE = """
+    BOOL bool, U8 uint8, I8 int8, F8_E5M2 float8_e5m2, F8_E4M3 float8_e4m3fn, F8_E8M0 float8_e8m0fnu,
+    F8_E4M3FNUZ float8_e4m3fnuz, F8_E5M2FNUZ float8_e5m2fnuz, I16 int16, U16 uint16, F16 float16, BF16 bfloat16,
+    I32 int32, U32 uint32, F32 float32, C64 complex64, F64 float64, I64 int64, U64 uint64
+"""
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(getattr(ml_dtypes, kind, kind)) for name, kind in map(str.split, _TABLE.split(","))
+}
+NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+BY_NUMPY_NAME: dict[str, np.dtype] = {dtype.name: dtype for dtype in NAMES}
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -169,3 +183,24 @@ def _check_cover(tensors: dict[str, Tensor], file: MappedFile, base: int) -> Non
         end = tensor.stop
     if end != len(file):
         raise CheckpointError(f"{len(file) - end} stray bytes after the last tensor", file=file.name)
+
+
+def dtype_name(dtype: DTypeLike, tensor: str) -> str:
+    """The name of a dtype in the file; a TypeError names the tensor if the format has no such dtype."""
+    try:
+        return NAMES[np.dtype(dtype)]
+    except (KeyError, TypeError):
+        known = ", ".join(BY_NUMPY_NAME)
+        raise TypeError(f"{tensor!r} is {dtype}, which safetensors can't hold; it has {known}") from None
+
+
+def narrowed(name: str, array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
+    """`array` in a dtype of less range; a ValueError if a finite value would become infinite."""
+    dtype = np.dtype(dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = array.astype(dtype, copy=False)
+    lost = np.isinf(made) & np.isfinite(array)
+    if np.any(lost):
+        peak = float(np.max(np.abs(array), initial=0, where=lost))
+        raise ValueError(f"{name!r} has values up to {peak:g}, which {dtype.name} can't hold")
+    return made

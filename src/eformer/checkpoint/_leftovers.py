@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,10 +26,6 @@ from ._locks import OpenFile
 from ._paths import INDEX_SUFFIX, SUFFIX, shards_of
 
 MAX_JOURNAL = 10_000_000  # bytes
-
-
-def new_token() -> str:
-    return secrets.token_hex(8)
 
 
 def lock_path(path: Path) -> Path:

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from eformer._progress import Meter, Progress
 from eformer.model import named_leaves
 
+from ._arrays import Value
 from ._error import CheckpointError
 from ._file import StrPath
 from ._open import Checkpoint, open_checkpoint
 from ._place import ShardingFor
-from ._progress import Meter, Progress
-from ._records import Value
 from ._tree import SCALAR, rebuilt
 
 

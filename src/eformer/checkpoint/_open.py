@@ -9,9 +9,9 @@ from typing import Any, Self
 import jax
 from jax import tree_util as jtu
 
+from ._arrays import ArrayInfo, DenseEntry, Entry, QuantizedEntry, dtype_here
 from ._bitsandbytes import recognise
 from ._describe import KEY, VERSION, rebuild
-from ._entries import ArrayInfo, DenseEntry, Entry, QuantizedEntry, dtype_here
 from ._error import CheckpointError
 from ._file import MappedFile, StrPath
 from ._gguf import MAGIC, read_gguf

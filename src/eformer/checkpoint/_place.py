@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from eformer.ops.quantization import QuantizedArray, checked_sharding
 
-from ._records import Value, structs
+from ._arrays import Value, structs
 
 # One for all arrays, by name, or a function of name and shape; None is the default device.
 OneSharding = Sharding | PartitionSpec | None

@@ -9,21 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer._warnings import warn
-from eformer.model import Rule, UnusedRuleWarning, apply_rule, find_rule
+from eformer._progress import Progress
+from eformer.model import Rule, apply_rule, find_rule, warn_unused_rules
 from eformer.ops.quantization import QuantizedArray
 
+from ._arrays import Entry, Item, Value, record_of
 from ._bitsandbytes_codecs import bitsandbytes_record
-from ._dtypes import narrowed
-from ._entries import Entry
 from ._error import CheckpointError
 from ._file import StrPath
 from ._gguf_write import TypeFor, write_gguf
+from ._header import narrowed
 from ._open import Checkpoint, open_checkpoint
 from ._paths import GGUF_SUFFIX, INDEX_SUFFIX, SUFFIX, check_inside
 from ._place import aligned_copy
-from ._progress import Progress
-from ._records import Item, Value, record_of
 from ._saving import Target
 from ._write import write_safetensors
 
@@ -68,7 +66,7 @@ def quantize_checkpoint(
         # Integers are counts and indices, which have to stay exact.
         weights = {name: e.like for name, e in entries.items() if jnp.issubdtype(e.like.dtype, jnp.floating)}
         chosen = {name: find_rule(rules, name, like) for name, like in weights.items()}
-        _warn_unused(rules, chosen)
+        warn_unused_rules(rules, chosen)
         records = [record_of(_quantized(name, entry, chosen.get(name))) for name, entry in entries.items()]
         to = Target(target, overwrite, progress, _files_of(checkpoint), _small_files(source, target))
         return write_safetensors(to, records, checkpoint.tree, _text_metadata(checkpoint), max_shard_bytes)
@@ -125,15 +123,6 @@ def _quantized(name: str, entry: Entry, rule: Rule | None) -> Item:
 def _stored(name: str, entry: Entry) -> Item:
     """An array of a checkpoint as it is."""
     return Item(name, entry.like, entry.host, entry.drop)
-
-
-def _warn_unused(rules: Sequence[Rule], weights: dict[str, Rule | None]) -> None:
-    used = {id(rule) for rule in weights.values()}
-    unused = [str(rule) for rule in rules if id(rule) not in used and not rule.optional]
-    if unused:
-        some = ", ".join(map(repr, list(weights)[:3])) or "there is none"
-        what = f"no floating point array is left for {', '.join(unused)}; names look like this: {some}"
-        warn(what, UnusedRuleWarning)
 
 
 def _text_metadata(checkpoint: Checkpoint) -> dict[str, str]:

@@ -15,60 +15,56 @@ import contextlib
 import filecmp
 import json
 import os
+import secrets
 import shutil
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from eformer._files import check_free, make_folder, reserve, room_for, sync_folder, unmake_folders
+from eformer._progress import Progress
 
 from ._file import StrPath
-from ._leftovers import (
-    index_path,
-    journal_path,
-    lock_path,
-    named_by_indexes,
-    new_token,
-    remove,
-    shard_name,
-    sweep,
-    temporary_path,
-)
+from ._leftovers import index_path, journal_path, lock_path, named_by_indexes, remove, shard_name, sweep, temporary_path
 from ._locks import OpenFile, locked
 from ._paths import SUFFIX, shards_of
-from ._progress import Progress
 
 PATIENCE = 0.2  # seconds that the end of a process waits for a save to put its files in place
 _living: weakref.WeakSet[Saving] = weakref.WeakSet()
 
 
-class Saving:
-    """Files of `sizes` bytes that become `path`, or its shards if there are several.
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint is written, whether it may replace another one, and who is told of the progress.
 
-    The caller fills `temporaries`; `commit` puts them in place, and `abandon` removes them. `sources` are files that
-    must not be replaced; copies of `beside` go into the same folder.
+    `sources` are files that must not be replaced; copies of `beside` go into the same folder.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        sizes: Sequence[int],
-        *,
-        overwrite: bool,
-        sources: Iterable[Path] = (),
-        beside: Sequence[Path] = (),
-    ) -> None:
-        self.path, self.index, self.overwrite = path, index_path(path), overwrite
+    path: StrPath
+    overwrite: bool = False
+    progress: Progress | None = None
+    sources: Sequence[Path] = ()
+    beside: Sequence[Path] = ()
+
+
+class Saving:
+    """Files of `sizes` bytes that become `path`, the file of a target, or its shards if there are several.
+
+    The caller fills `temporaries`; `commit` puts them in place, and `abandon` removes them.
+    """
+
+    def __init__(self, target: Target, path: Path, sizes: Sequence[int]) -> None:
+        self.path, self.index, self.overwrite = path, index_path(path), target.overwrite
         self._heads = [path, self.index] if path.suffix == SUFFIX else [path]  # one of them is there
-        self.beside = {path.with_name(each.name): each for each in beside}
-        self._check(sources)
+        self.beside = {path.with_name(each.name): each for each in target.beside}
+        self._check(target.sources)
         self._mutex, self._journal, self._made = threading.RLock(), None, make_folder(path.parent)
         self._placing, self.ended = False, False
         self.token, self.names, self.temporaries = "", [], []
-        self.total = sum(sizes) + sum(each.stat().st_size for each in beside)
+        self.total = sum(sizes) + sum(each.stat().st_size for each in target.beside)
         with room_for(path, self.total):
             try:
                 self._begin(len(sizes))
@@ -105,7 +101,7 @@ class Saving:
                 sweep(self.path)
             taken = True
             while taken:
-                self.token = new_token()
+                self.token = secrets.token_hex(8)
                 self.names = [shard_name(self.path, self.token, i + 1, count) for i in range(count)]
                 taken = any(os.path.lexists(self.path.with_name(name)) for name in self.names)
             self._journal = OpenFile(journal_path(self.path, self.token), os.O_CREAT | os.O_EXCL)
@@ -122,7 +118,9 @@ class Saving:
                 for each in self._heads:
                     check_free(each, overwrite=self.overwrite)
                 old = self._old_shards()
-                self._note({"replaces": sorted(each.name for each in old)})
+                assert self._journal is not None
+                replaced = {"replaces": sorted(each.name for each in old)}
+                os.write(self._journal.handle, json.dumps(replaced).encode())
                 for copy, temporary in copies.items():
                     os.replace(temporary, copy)
                 if index is not None:
@@ -155,10 +153,6 @@ class Saving:
             with open(original, "rb") as source, _to_disk(copies[copy]) as file:
                 shutil.copyfileobj(source, file)
         return head, copies
-
-    def _note(self, told: dict[str, list[str]]) -> None:
-        assert self._journal is not None
-        os.write(self._journal.handle, json.dumps(told).encode())
 
     @property
     def committed(self) -> bool:
@@ -196,43 +190,24 @@ def abandon_saves() -> None:
 
 def atomic_file(path: Path, *, overwrite: bool) -> contextlib.AbstractContextManager[BinaryIO]:
     """A file to write, which takes the name `path` when the block ends, and is removed if the block raises."""
-    return filling(Saving(path, [0], overwrite=overwrite))
+    return filling(Saving(Target(path, overwrite), path, [0]))
 
 
 @contextlib.contextmanager
 def filling(saving: Saving) -> Iterator[BinaryIO]:
     """The one file of a save, to write; the save is committed when the block ends, and abandoned if it raises."""
     try:
-        with room_for(saving.path, saving.total), open(saving.temporaries[0], "r+b") as file:
+        with room_for(saving.path, saving.total), _to_disk(saving.temporaries[0], "r+b") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
         saving.commit()
     except BaseException:
         saving.abandon()
         raise
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where a checkpoint is written, whether it may replace another one, and who is told of the progress.
-
-    `sources` are files that must not be replaced; copies of `beside` go into the same folder.
-    """
-
-    path: StrPath
-    overwrite: bool = False
-    progress: Progress | None = None
-    sources: Sequence[Path] = ()
-    beside: Sequence[Path] = ()
-
-    def saving(self, path: Path, sizes: Sequence[int]) -> Saving:
-        return Saving(path, sizes, overwrite=self.overwrite, sources=self.sources, beside=self.beside)
-
-
 @contextlib.contextmanager
-def _to_disk(path: Path) -> Iterator[BinaryIO]:
-    with open(path, "wb") as file:
+def _to_disk(path: Path, mode: Literal["r+b", "wb"] = "wb") -> Iterator[BinaryIO]:
+    with open(path, mode) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
