@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,22 @@ import pytest
 from quantization.cases import assert_same_leaves, normal
 
 from eformer.checkpoint import (
+    BitsandbytesCodec,
     GgufCodec,
+    _bitsandbytes,
     _gguf_codecs,
     convert,
     load,
     open_checkpoint,
     quantize_checkpoint,
+    register_bitsandbytes_codec,
     register_gguf_codec,
     save,
     save_bitsandbytes,
     save_gguf,
 )
+from eformer.checkpoint._arrays import Item, Part, Record
+from eformer.checkpoint._bitsandbytes import FourBit
 from eformer.cli import main
 from eformer.jaximus import aux_field
 from eformer.model import Rule
@@ -215,6 +221,56 @@ def test_a_codec_that_gives_other_bytes_is_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(ValueError, match=r"announced as uint8\[12, 18\]"):
         save_gguf(tmp_path / "a.gguf", {"w": encode(W)})
     assert not list(tmp_path.iterdir())
+
+
+# --- the same for bitsandbytes, as 4-bit codes with a table of their own ---
+
+
+def bitsandbytes_record(item: Item, like: Digits) -> Record:
+    rows, row = like.shape
+    state = {"quant_type": "fp4", "blocksize": BLOCK, "dtype": "float32", "shape": [rows, row]}
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    sizes = {"": (np.uint8, (rows * row // 2, 1)), ".absmax": (np.float32, (rows * row // BLOCK,))}
+    sizes |= {".quant_map": (np.float32, (16,)), ".quant_state.bitsandbytes__fp4": (np.uint8, text.shape)}
+
+    def values() -> list[Any]:
+        q: Any = item.make()
+        codes = (4 * np.asarray(q.high) + np.asarray(q.low)).reshape(-1, 2)
+        packed = codes[:, :1] << 4 | codes[:, 1:]
+        return [packed, np.asarray(q.scale, np.float32).reshape(-1), np.arange(-8, 8, dtype=np.float32), text]
+
+    parts = [Part(item.name + name, np.dtype(dtype), shape) for name, (dtype, shape) in sizes.items()]
+    return Record(item.name, parts, values, item.done)
+
+
+def digits_of(weight: FourBit, like: Digits) -> Digits:
+    packed = weight.parts["packed"].raw()
+    codes = np.stack([packed >> 4, packed & 15], axis=-1).reshape(like.shape)
+    scale = weight.absmax().astype(np.float16).reshape(like.scale.shape)
+    return Digits(codes >> 2, codes & 3, scale, dtype=np.dtype(np.float32))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def four_bit_codec() -> Iterator[BitsandbytesCodec]:
+    made = BitsandbytesCodec("fp4", Digits, lambda weight: like(weight.shape), digits_of, bitsandbytes_record)
+    register_bitsandbytes_codec(made)
+    yield made
+    del _bitsandbytes.CODECS["fp4", Digits]
+
+
+def test_with_a_codec_bitsandbytes_keeps_it(four_bit_codec: BitsandbytesCodec, tmp_path: Path):
+    path = save_bitsandbytes(tmp_path, {"w": encode(W)})
+    assert open_checkpoint(path).kind == "bitsandbytes"
+    assert_same_leaves(load(path)["w"], encode(W))
+    with pytest.raises(ValueError, match="fp4 for Digits already"):
+        register_bitsandbytes_codec(four_bit_codec)
+
+
+@pytest.mark.usefixtures("four_bit_codec")
+def test_without_the_codec_its_file_is_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = save_bitsandbytes(tmp_path, {"w": encode(W)})
+    monkeypatch.delitem(_bitsandbytes.CODECS, ("fp4", Digits))
+    assert np.array_equal(load(path)["w"], encode(W).materialize())
 
 
 @pytest.mark.parametrize("form", [form for form in formats() if form.name != "digits"], ids=str)

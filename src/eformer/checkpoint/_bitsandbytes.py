@@ -17,7 +17,7 @@ import numpy as np
 
 from eformer.ops.quantization import QuantizedArray
 
-from ._arrays import Entry, Item, Like, Record
+from ._arrays import Entry, Item, Like, Q, Record
 from ._error import CheckpointError
 from ._header import BY_NUMPY_NAME, Tensor, checked_shape, parse_json
 
@@ -55,7 +55,6 @@ class Weight(Entry):
 
 
 W = TypeVar("W", bound=Weight)
-Q = TypeVar("Q", bound=QuantizedArray)
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ class FourBit(Weight):
         nested, offset = given.get("nested_blocksize"), given.get("nested_offset", 0.0)
         if nested is not None and (type(nested) is not int or not 1 <= nested <= 2**20):
             raise self.wrong(f"`nested_blocksize` must be an integer from 1 to 2**20, got {str(nested)[:50]}")
-        if isinstance(offset, bool) or not isinstance(offset, (int, float)) or not abs(offset) <= LARGEST:
+        if isinstance(offset, bool) or not isinstance(offset, (int, float)) or abs(offset) > LARGEST:
             raise self.wrong(f"`nested_offset` must be a number that float32 holds, got {str(offset)[:50]}")
         self.shape, self.dtype, self.offset = shape, BY_NUMPY_NAME[dtype], float(offset)
         self.blocksize, self.nested_blocksize = block, nested

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 import numpy as np
 
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, QuantizedArray, RSROperatorBinary, RSROperatorTernary
 
-from ._arrays import Item, Like
+from ._arrays import Item, Like, Q
 from ._describe import names_of
 from ._gguf_blocks import ENCODERS, TYPES
-
-Q = TypeVar("Q", bound=QuantizedArray)
 
 
 @dataclass(frozen=True)
