@@ -12,7 +12,7 @@ from eformer.checkpoint import convert, open_checkpoint
 from ._answer import Answer
 from ._arguments import byte_count, target
 from ._compared import totals
-from ._output import Place
+from ._output import writing_to
 from ._progress import showing
 
 HELP = "write a checkpoint as safetensors, bitsandbytes or GGUF"
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> Answer:
     kind = args.to or ("gguf" if suffix == ".gguf" else "safetensors")
     if suffix in (".safetensors", ".gguf") and (suffix == ".gguf") != (kind == "gguf"):
         raise ValueError(f"{args.target} would be {kind}: give OUT the other ending, or none for a folder")
-    with Place(args.target, force=args.force) as place, showing("converting", sys.stderr) as progress:
+    with writing_to(args.target, force=args.force) as place, showing("converting", sys.stderr) as progress:
         written = convert(
             args.source,
             place.path,

@@ -24,7 +24,7 @@ from eformer.model import default_rules, stored_bytes
 from ._answer import Answer
 from ._arguments import positive
 from ._compared import compare_checkpoints
-from ._output import Place, write_page
+from ._output import write_page, writing_to
 from ._progress import stage
 from ._timing import interleaved
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> Answer:
     source = minilm.model_folder()
     tokens = minilm.Tokens(source)
     folder = args.out or Path(tempfile.gettempdir()) / f"eformer-demo-{secrets.token_hex(4)}"
-    with Place(folder, force=args.force) as place:
+    with writing_to(folder, force=args.force) as place:
         files, pages = _quantized(source, folder, force=args.force)
         models = {name: load(file, flat=True) for name, file in files.items()}
         rows = compare_models(models, files, tokens(minilm.SENTENCES), args.repeats)

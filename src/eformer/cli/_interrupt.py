@@ -47,11 +47,9 @@ def leave(*, said: bool = False) -> NoReturn:
         os._exit(INTERRUPTED)
 
 
-@contextlib.contextmanager
-def ending_at_once() -> Iterator[None]:
+def ending_at_once() -> contextlib.AbstractContextManager[None]:
     """During this block, which writes no files, Ctrl-C ends the process."""
-    with _handled_by(lambda *_: leave()):
-        yield
+    return _handled_by(lambda *_: leave())
 
 
 @contextlib.contextmanager
@@ -62,11 +60,9 @@ def deferred() -> Iterator[None]:
         check_interrupt()
 
 
-@contextlib.contextmanager
-def remembered() -> Iterator[None]:
+def remembered() -> contextlib.AbstractContextManager[None]:
     """During this block, Ctrl-C raises KeyboardInterrupt; if that gets lost, `check_interrupt` raises it again."""
-    with _handled_by(_raise):
-        yield
+    return _handled_by(_raise)
 
 
 @contextlib.contextmanager

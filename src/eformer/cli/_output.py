@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import glob
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from eformer._files import make_folder, unmake_folders
 from eformer.checkpoint import SUFFIXES, atomic_file
@@ -28,36 +29,12 @@ def check_free(path: Path, *, force: bool) -> None:
         raise FileExistsError(f"{path} exists; --force replaces it")
 
 
+@dataclasses.dataclass
 class Place:
-    """A path to write a checkpoint to; after the block, `replaced` lists the files there that are gone or changed.
+    """A path that a checkpoint is written to, and the files there that are gone or changed afterwards."""
 
-    Making the folder claims it: a second command that wants the same folder is refused. If the block raises, the folder
-    is removed again, unless there is something in it.
-    """
-
-    def __init__(self, path: Path, *, force: bool) -> None:
-        check_free(path, force=force)
-        self.path, self.replaced = path, list[str]()
-        self._before = _files_at(path)
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            if self.path.suffix not in SUFFIXES and not os.path.lexists(self.path):
-                made = make_folder(self.path)
-                if self.path not in made:
-                    raise FileExistsError(f"{self.path} exists; --force replaces it")
-                stack.callback(unmake_folders, made)  # a folder with a checkpoint in it stays
-                stack.enter_context(undone_by(lambda: unmake_folders(made)))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.close()
-        now = _files_at(self.path)
-        self.replaced = [str(path) for path, found in self._before.items() if now.get(path) != found]
+    path: Path
+    replaced: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def said(self) -> str:
@@ -66,16 +43,31 @@ class Place:
         return f"\nreplaced: {', '.join(self.replaced[:SHOWN])}{more}" if self.replaced else ""
 
 
+@contextlib.contextmanager
+def writing_to(path: Path, *, force: bool) -> Iterator[Place]:
+    """Claim `path` by making its folder: a second command that wants the same folder is refused.
+
+    If the block raises, the folder is removed again, unless there is something in it.
+    """
+    check_free(path, force=force)
+    before, place = _files_at(path), Place(path)
+    with contextlib.ExitStack() as stack:
+        if path.suffix not in SUFFIXES and not os.path.lexists(path):
+            made = make_folder(path)
+            if path not in made:
+                raise FileExistsError(f"{path} exists; --force replaces it")
+            stack.callback(unmake_folders, made)  # a folder with a checkpoint in it stays
+            stack.enter_context(undone_by(lambda: unmake_folders(made)))
+        yield place
+    now = _files_at(path)
+    place.replaced = [str(each) for each, found in before.items() if now.get(each) != found]
+
+
 def _files_at(path: Path) -> dict[Path, tuple[int, ...]]:
     """The files in a folder, or beside a file with names that begin alike, with numbers that tell when one changes."""
-    if path.suffix not in SUFFIXES:
-        found = list(path.iterdir()) if path.is_dir() else []
-    else:
-        found = (
-            [each for each in path.parent.iterdir() if each.name.startswith(path.stem)] if path.parent.is_dir() else []
-        )
+    folder, beginning = (path.parent, path.stem) if path.suffix in SUFFIXES else (path, "")
     files = {}
-    for each in sorted(found):
+    for each in sorted(folder.glob(f"{glob.escape(beginning)}*")):
         with contextlib.suppress(FileNotFoundError):  # another command may remove it
             stats = each.lstat()
             if (stat.S_ISREG(stats.st_mode) or stat.S_ISLNK(stats.st_mode)) and not each.name.startswith("."):

@@ -15,7 +15,7 @@ from eformer.model import UnusedRuleWarning
 from ._answer import Answer
 from ._arguments import add_format, byte_count, format_names, formats_help, model_rules, rule, target
 from ._compared import compare_checkpoints, largest_dense, totals
-from ._output import Place, check_page, page_path, write_page
+from ._output import check_page, page_path, write_page, writing_to
 from ._progress import showing
 
 HELP = "write a checkpoint again with its weights in fewer bits"
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> Answer:
         before = totals(checkpoint)
     with (
         warnings.catch_warnings(),
-        Place(args.target, force=args.force) as place,
+        writing_to(args.target, force=args.force) as place,
         showing("quantizing", sys.stderr) as progress,
     ):
         warnings.simplefilter("error", UnusedRuleWarning)  # stop at a misspelt pattern instead of writing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -34,20 +35,16 @@ class _Dense(NamedTuple):
     always: bool
 
 
+@dataclass
 class Choice:
     """Decides over the leaves of a model; `leaves` and their `uses` are given by index."""
 
-    def __init__(
-        self,
-        leaves: Mapping[int, jax.ShapeDtypeStruct],
-        uses: Mapping[int, Sequence[Use]],
-        format: str,
-        embeddings: str | None,
-        options: Mapping[str, object],
-    ) -> None:
-        self.leaves, self.uses = leaves, uses
-        self.format, self.embeddings, self.options = format, embeddings, options
-        self.replayed: dict[Hashable, dict[str, int]] = {}  # bytes made dense; layers of a model replay alike
+    leaves: Mapping[int, jax.ShapeDtypeStruct]
+    uses: Mapping[int, Sequence[Use]]
+    format: str
+    embeddings: str | None
+    options: Mapping[str, object]
+    replayed: dict[Hashable, dict[str, int]] = field(default_factory=dict)  # bytes made dense; layers replay alike
 
     def __call__(self, index: int) -> Decision:
         uses = self.uses[index]

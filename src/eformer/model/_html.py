@@ -28,32 +28,29 @@ def page(report: Report, title: str) -> str:
     styles, script = (
         resources.files("eformer.model").joinpath(file).read_text("utf-8") for file in ("_page.css", "_page.js")
     )
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{name}</title>",
-            f"<style>\n{styles}</style>",
-            "</head>",
-            "<body>",
-            f'<header><h1>{name}</h1><p class="muted">{_described(report)}</p></header>',
-            _summary(report),
-            *_notices(report),
-            _plots(report),
-            "<section><h2>All arrays</h2>",
-            '<p class="note">Click a heading to sort. Arrays without an error were kept as they are.</p>',
-            f"{_table(report, sorted_leaves(report.leaves, 'error'), sortable=True)}</section>",
-            f"<script>\n{script}</script>",
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
+    return f"""\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{name}</title>
+<style>\n{styles}</style>
+</head>
+<body>
+<header><h1>{name}</h1><p class="muted">{_described(report)}</p></header>
+{_summary(report)}
+{"".join(_notices(report))}
+{_plots(report)}
+<section><h2>All arrays</h2>
+<p class="note">Click a heading to sort. Arrays without an error were kept as they are.</p>
+{_table(report, sorted_leaves(report.leaves, "error"), sortable=True)}</section>
+<script>\n{script}</script>
+</body>
+</html>
+"""
 
 
 def fragment(report: Report) -> str:
