@@ -7,15 +7,17 @@ scans or branches it was asked for; anywhere else it is the dense array.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 from jax import tree_util as jtu
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ._array import ImplicitArray
 from ._observe import serving
+from ._types import Leaf, Structure
 
 implicit_array_p = Primitive("implicit_array")
 
@@ -26,26 +28,26 @@ def bind_implicit(array: ImplicitArray) -> jax.Array:
 
 
 @implicit_array_p.def_impl
-def _materialize(*leaves: Any, treedef: Any) -> jax.Array:
+def _materialize(*leaves: Leaf, treedef: Structure) -> jax.Array:
     array = jtu.tree_unflatten(treedef, leaves)
     with serving(implicit_array_p, (type(array),), "materialize"):
         return array.materialize()
 
 
 @implicit_array_p.def_abstract_eval
-def _abstract_eval(*avals: Any, treedef: Any) -> Any:
+def _abstract_eval(*avals: ShapedArray, treedef: Structure) -> ShapedArray:
     from ._trace import abstract_value  # knows JAX's types; binds this primitive
 
     return abstract_value(jtu.tree_unflatten(treedef, avals))
 
 
-def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:
+def _jvp(primals: Sequence[Leaf], tangents: Sequence[Leaf], *, treedef: Structure) -> tuple[jax.Array, jax.Array]:
     tangents = [ad.instantiate_zeros(t) for t in tangents]
     _, tangent = jax.jvp(lambda *leaves: _materialize(*leaves, treedef=treedef), primals, tangents)
     return implicit_array_p.bind(*primals, treedef=treedef), tangent
 
 
-def _batch(leaves: Any, axes: Any, *, treedef: Any) -> Any:
+def _batch(leaves: Sequence[Leaf], axes: Sequence[int | None], *, treedef: Structure) -> tuple[jax.Array, int]:
     return jax.vmap(lambda *leaves: _materialize(*leaves, treedef=treedef), axes)(*leaves), 0
 
 

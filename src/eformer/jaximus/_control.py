@@ -9,26 +9,30 @@ from typing import Any
 import jax
 from jax import lax
 from jax import tree_util as jtu
+from jax.core import ShapedArray
 from jax.extend import core as jexc
+from jax.extend.core import Primitive
 
-from ._array import Deferred, ImplicitArray, is_implicit, materialize
+from ._array import Deferred, is_implicit, materialize
 from ._observe import because, mode, repeated
-from ._rules import Primitive, on_register, register
+from ._rules import Operand, on_register, register
 from ._trace import UNSPECIFIED, apply, closed, constants_as_arguments, scan_counts, weakref_lru_cache
+from ._types import Structure, Value
 
-# Operands of control flow: some are implicit, the others can be anything.
-Operand = ImplicitArray | Any
+Jaxpr = jexc.Jaxpr | jexc.ClosedJaxpr
 
 
-def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+def _run(jaxpr: Jaxpr, operands: Sequence[Operand]) -> list[Value]:
     return apply(jexc.jaxpr_as_fun(closed(jaxpr)), *operands)
 
 
-def _flatten(operands: Sequence[Any]) -> tuple[list[Any], Any]:
+def _flatten(operands: Sequence[Operand]) -> tuple[list[Value], Structure]:
     return jtu.tree_flatten(tuple(o.deferred() if is_implicit(o) else o for o in operands))
 
 
-def _trace(jaxpr: Any, leaves: Sequence[Any], treedef: Any, dense_outs: tuple[bool, ...]) -> tuple[Any, Any]:
+def _trace(
+    jaxpr: Jaxpr, leaves: Sequence[Value], treedef: Structure, dense_outs: tuple[bool, ...]
+) -> tuple[jexc.ClosedJaxpr, Structure]:
     """The jaxpr of the operands' leaves, and the structure of its outputs; `dense_outs` marks those to materialize."""
     avals = tuple(map(jax.typeof, leaves))
     # While `explain` listens each call is traced anew, to be counted.
@@ -37,11 +41,11 @@ def _trace(jaxpr: Any, leaves: Sequence[Any], treedef: Any, dense_outs: tuple[bo
 
 
 def _trace_leaves(
-    jaxpr: Any, treedef: Any, avals: tuple[Any, ...], dense_outs: tuple[bool, ...], *context: Any
-) -> tuple[Any, Any]:
+    jaxpr: Jaxpr, treedef: Structure, avals: tuple[ShapedArray, ...], dense_outs: tuple[bool, ...], *context: object
+) -> tuple[jexc.ClosedJaxpr, Structure]:
     del context  # what the trace depends on besides its arguments
 
-    def flat(*leaves: Any) -> list[Any]:
+    def flat(*leaves: Value) -> list[Value]:
         operands = jtu.tree_unflatten(treedef, leaves)
         outs = _run(jaxpr, [o.make(o.array) if isinstance(o, Deferred) else o for o in operands])
         with because("the caller asks for a layout of this output, which only a dense array has"):
@@ -55,66 +59,47 @@ _cached_trace = weakref_lru_cache(_trace_leaves)
 on_register.append(_cached_trace.cache_clear)
 
 
+# The parameters of `jit` that have an entry per array, and the entry that leaves it to JAX.
+_UNSET = {"in_shardings": UNSPECIFIED, "in_layouts": None, "donated_invars": False}
+_UNSET |= {"out_shardings": UNSPECIFIED, "out_layouts": None}
+
+
 @functools.lru_cache(maxsize=4096)
-def _per_leaf(values: tuple[Any, ...], treedef: Any, unset: Any) -> tuple[Any, ...]:
-    """A parameter given per array in a list, per leaf: those of implicit arrays get `unset`."""
-    leaves: list[Any] = []
+def _per_leaf(values: tuple[object, ...], treedef: Structure, unset: object) -> tuple[object, ...]:
+    """A parameter with an entry per array, as one with an entry per leaf: leaves of implicit arrays get `unset`."""
+    leaves: list[object] = []
     for value, array in zip(values, treedef.children(), strict=True):
         leaves += [value] if jtu.treedef_is_leaf(array) else [unset] * array.num_leaves
     return tuple(leaves)
 
 
 @register("jit")
-def jit_rule(
-    primitive: Primitive,
-    *operands: Operand,
-    jaxpr: Any,
-    in_shardings: Any,
-    out_shardings: Any,
-    in_layouts: Any,
-    out_layouts: Any,
-    donated_invars: Any,
-    **params: Any,
-) -> list[Any]:
+def jit_rule(primitive: Primitive, *operands: Operand, jaxpr: jexc.ClosedJaxpr, **params: Any) -> list[Value]:
     # An output whose sharding or layout the caller asked for must be an array to have it.
-    asked = tuple(s is not UNSPECIFIED or la is not None for s, la in zip(out_shardings, out_layouts, strict=True))
+    asked = zip(params["out_shardings"], params["out_layouts"], strict=True)
     leaves, treedef = _flatten(operands)
-    traced, out_tree = _trace(jaxpr, leaves, treedef, asked)
-    outs = primitive.bind(
-        *leaves,
-        jaxpr=traced,
-        in_shardings=_per_leaf(in_shardings, treedef, UNSPECIFIED),
-        in_layouts=_per_leaf(in_layouts, treedef, None),
-        donated_invars=_per_leaf(donated_invars, treedef, False),
-        out_shardings=_per_leaf(out_shardings, out_tree, UNSPECIFIED),
-        out_layouts=_per_leaf(out_layouts, out_tree, None),
-        **params,
-    )
-    return jtu.tree_unflatten(out_tree, outs)
+    traced, out_tree = _trace(jaxpr, leaves, treedef, tuple(s is not UNSPECIFIED or la is not None for s, la in asked))
+    for name, unset in _UNSET.items():
+        params[name] = _per_leaf(params[name], out_tree if name.startswith("out_") else treedef, unset)
+    return jtu.tree_unflatten(out_tree, primitive.bind(*leaves, jaxpr=traced, **params))
 
 
 @register("remat2")
-def remat_rule(primitive: Primitive, *operands: Operand, jaxpr: Any, **params: Any) -> list[Any]:
+def remat_rule(primitive: Primitive, *operands: Operand, jaxpr: Jaxpr, **params: object) -> list[Value]:
     leaves, treedef = _flatten(operands)
     traced, out_tree = _trace(jaxpr, leaves, treedef, (False,) * len(closed(jaxpr).out_avals))
     opened, consts = constants_as_arguments(traced)
-    outs = primitive.bind(*consts, *leaves, jaxpr=opened, **params)
-    return jtu.tree_unflatten(out_tree, outs)
+    return jtu.tree_unflatten(out_tree, primitive.bind(*consts, *leaves, jaxpr=opened, **params))
 
 
-def _inline_rule(primitive: Primitive, *operands: Operand, **params: Any) -> list[Any]:
-    del primitive
-    return _run(next(params[name] for name in ("call_jaxpr", "jaxpr") if name in params), operands)
-
-
-def _same_type(x: Any, y: Any) -> bool:
+def _same_type(x: Value, y: Value) -> bool:
     return jtu.tree_structure(x) == jtu.tree_structure(y) and all(
         a.shape == b.shape and a.dtype == b.dtype for a, b in zip(jtu.tree_leaves(x), jtu.tree_leaves(y), strict=True)
     )
 
 
-def _settled_carry(carry: list[Any], step: Callable[[list[Any]], list[Any]]) -> list[Any]:
-    """`carry`, with those arrays materialized that `step` does not return in the same form."""
+def _settled_carry(carry: list[Value], step: Callable[[list[Value]], list[Value]]) -> list[Value]:
+    """`carry`, where arrays that `step` does not return in the same form are materialized."""
     while any(map(is_implicit, carry)):
         with repeated(0):
             after = jax.eval_shape(step, carry)
@@ -126,36 +111,34 @@ def _settled_carry(carry: list[Any], step: Callable[[list[Any]], list[Any]]) -> 
     return carry
 
 
-def _like(carry: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    with because("what is carried into a step is dense, so what it returns must be"):
+def _like(carry: Sequence[Value], outs: Sequence[Value]) -> list[Value]:
+    with because("a dense array is carried into a step, so the step must return a dense one"):
         return [o if is_implicit(c) else materialize(o) for c, o in zip(carry, outs, strict=True)]
 
 
 @register("scan")
-def scan_rule(
-    primitive: Primitive, *operands: Operand, jaxpr: Any, length: int, reverse: bool, unroll: int, **params: Any
-) -> list[Any]:
+def scan_rule(primitive: Primitive, *operands: Operand, jaxpr: Jaxpr, length: int, **params: Any) -> list[Value]:
     del primitive
     num_consts, num_carry = scan_counts(params)
     consts = operands[:num_consts]
     carry = list(operands[num_consts : num_consts + num_carry])
-    with because("slices of its leaves along their first axis are no slices of the array"):
+    with because("slicing its leaves along their first axis does not slice the array"):
         xs = [x if not is_implicit(x) or x.is_stacked() else materialize(x) for x in operands[num_consts + num_carry :]]
 
-    def step(carry: list[Any], xs: list[Any]) -> list[Any]:
+    def step(carry: list[Value], xs: list[Value]) -> list[Value]:
         return _run(jaxpr, [*consts, *carry, *xs])
 
     if any(map(is_implicit, carry)):
         first = [jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), x) for x in xs]
         carry = _settled_carry(carry, lambda carry: jax.eval_shape(step, carry, first)[:num_carry])
 
-    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+    def body(carry: list[Value], xs: list[Value]) -> tuple[list[Value], list[Value]]:
         outs = step(carry, xs)
-        with because("the outputs of the steps are stacked, which is only done to dense ones"):
+        with because("the outputs of the steps are stacked, and only dense ones can be"):
             return _like(carry, outs[:num_carry]), materialize(outs[num_carry:])
 
     with repeated(length):
-        carry, ys = lax.scan(body, carry, xs, length=length, reverse=reverse, unroll=unroll, **params)
+        carry, ys = lax.scan(body, carry, xs, length=length, **params)
     return [*carry, *ys]
 
 
@@ -164,11 +147,11 @@ def while_rule(
     primitive: Primitive,
     *operands: Operand,
     cond_nconsts: int,
-    cond_jaxpr: Any,
+    cond_jaxpr: jexc.ClosedJaxpr,
     body_nconsts: int,
-    body_jaxpr: Any,
-    **params: Any,
-) -> list[Any]:
+    body_jaxpr: jexc.ClosedJaxpr,
+    **params: object,
+) -> list[Value]:
     del primitive, params
     cond_consts = operands[:cond_nconsts]
     body_consts = operands[cond_nconsts : cond_nconsts + body_nconsts]
@@ -182,13 +165,15 @@ def while_rule(
 
 
 @register("cond")
-def cond_rule(primitive: Primitive, index: Operand, *operands: Operand, branches: Any, **params: Any) -> list[Any]:
+def cond_rule(
+    primitive: Primitive, index: Operand, *operands: Operand, branches: Sequence[jexc.ClosedJaxpr], **params: object
+) -> list[Value]:
     del primitive, params
     with repeated(0):
         outs = [jax.eval_shape(functools.partial(_run, jaxpr), list(operands)) for jaxpr in branches]
     keep = [all(is_implicit(o) and _same_type(o, same[0]) for o in same) for same in zip(*outs, strict=True)]
 
-    def branch(jaxpr: Any, operands: list[Any]) -> list[Any]:
+    def branch(jaxpr: jexc.ClosedJaxpr, operands: list[Value]) -> list[Value]:
         outs = _run(jaxpr, operands)
         with because("the branches return it in different forms"):
             return [o if k else materialize(o) for k, o in zip(keep, outs, strict=True)]

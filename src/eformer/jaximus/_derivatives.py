@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -15,19 +15,22 @@ from jax.interpreters import ad
 
 from ._array import ImplicitArray, is_implicit, materialize
 from ._trace import apply
+from ._types import Tree, Value
+
+Params: TypeAlias = dict[str, Any]
 
 
 def custom_jvp(
-    primitive: Primitive, fun: WrappedFun, jvp: WrappedFun, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+    primitive: Primitive, fun: WrappedFun, jvp: WrappedFun, operands: Sequence[Value], params: Params
+) -> Value:
     if not any(map(is_implicit, operands)):
         return primitive.bind(*operands, subfuns=(_dense_inside(fun), _dense_inside(jvp)), **params)
 
     @jax.custom_jvp
-    def call(*operands: Any) -> Any:
+    def call(*operands: Value) -> list[Value]:
         return materialize(apply(fun.call_wrapped, *operands))
 
-    def call_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    def call_jvp(primals: Sequence[Value], tangents: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         dense_tangents = [_dense_tangent(p, t) for p, t in zip(primals, tangents, strict=True)]
         outs = materialize(apply(jvp.call_wrapped, *primals, *dense_tangents))
         return outs[: len(outs) // 2], outs[len(outs) // 2 :]
@@ -37,17 +40,17 @@ def custom_jvp(
 
 
 def custom_vjp(
-    primitive: Primitive, fun: WrappedFun, fwd: WrappedFun, bwd: Any, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+    primitive: Primitive, fun: WrappedFun, fwd: WrappedFun, bwd: WrappedFun, operands: Sequence[Value], params: Params
+) -> Value:
     """Residuals stay implicit."""
     if not any(map(is_implicit, operands)):
         return primitive.bind(*operands, subfuns=(_dense_inside(fun), _dense_inside(fwd), bwd), **params)
 
     @jax.custom_vjp
-    def call(*operands: Any) -> Any:
+    def call(*operands: Value) -> list[Value]:
         return materialize(list(apply(fun.call_wrapped, *operands)))
 
-    def call_fwd(*marked: Any) -> Any:
+    def call_fwd(*marked: Tree) -> tuple[list[Value], Tree]:
         # `marked` leaves say whether they are differentiated; JAX's flat `fwd` takes value, flag, value, flag...
         operands = jtu.tree_map(lambda leaf: leaf.value, marked)
         flags = [any(leaf.perturbed for leaf in jtu.tree_leaves(operand)) for operand in marked]
@@ -58,7 +61,7 @@ def custom_vjp(
         residuals = [next(own) if index is None else operands[index] for index in forwarded]
         return materialize(list(outs[returned:])), (residuals, [o if is_implicit(o) else None for o in operands])
 
-    def call_bwd(saved: Any, cotangents: Any) -> Any:
+    def call_bwd(saved: Tree, cotangents: Sequence[Value]) -> tuple[Value, ...]:
         residuals, operands = saved
         given = cotangents if params["symbolic_zeros"] else [_instantiate(ct) for ct in cotangents]
         outs = apply(bwd.call_wrapped, *residuals, *given)
@@ -74,18 +77,18 @@ def custom_vjp(
 def _dense_inside(fun: WrappedFun) -> WrappedFun:
     """`fun`, able to close over implicit arrays."""
 
-    def call(*values: Any) -> Any:
+    def call(*values: Value) -> list[Value]:
         return materialize(apply(fun.call_wrapped, *values))
 
     return wrap_init(call, debug_info=fun.debug_info)
 
 
-def _instantiate(x: Any) -> Any:
-    aval: Any = getattr(x, "aval", None)
+def _instantiate(x: Value) -> Value:
+    aval: Value = getattr(x, "aval", None)
     return np.zeros(aval.shape, aval.dtype) if isinstance(x, SymbolicZero) else x
 
 
-def _dense_tangent(primal: Any, tangent: Any) -> Any:
+def _dense_tangent(primal: Value, tangent: Value) -> Value:
     """The tangent of the dense array, from those of the leaves."""
     if not is_implicit(primal):
         return tangent
@@ -95,12 +98,12 @@ def _dense_tangent(primal: Any, tangent: Any) -> Any:
     return out
 
 
-def _leaf_cotangents(primal: ImplicitArray, cotangent: Any) -> ImplicitArray:
+def _leaf_cotangents(primal: ImplicitArray, cotangent: jax.Array) -> ImplicitArray:
     """The cotangents of the leaves, from that of the dense array; None for leaves that have none."""
     leaves, treedef = jtu.tree_flatten(primal)
     inexact = [jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact) for leaf in leaves]
 
-    def dense(variable: Sequence[Any]) -> jax.Array:
+    def dense(variable: Sequence[Value]) -> jax.Array:
         chosen = iter(variable)
         mixed = [next(chosen) if v else leaf for v, leaf in zip(inexact, leaves, strict=True)]
         return jtu.tree_unflatten(treedef, mixed).materialize()

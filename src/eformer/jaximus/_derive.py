@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 
 def derive_struct(array: ImplicitArray) -> jax.ShapeDtypeStruct:
     """Shape and dtype of `array.materialize()`, which may read `self.shape` only if the array keeps one."""
-    leaves, treedef = jtu.tree_flatten(array)
-    return _struct(treedef, tuple(map(struct, leaves)))
+    return _struct(jtu.tree_structure(array), tuple(map(struct, jtu.tree_leaves(array))))
 
 
 def derive_stacked(array: ImplicitArray) -> bool:
     """Whether `materialize` and `vmap(materialize)` of the leaves are the same program."""
-    leaves, treedef = jtu.tree_flatten(array)
-    return _is_stacked(treedef, tuple(map(struct, leaves)))
+    return _is_stacked(jtu.tree_structure(array), tuple(map(struct, jtu.tree_leaves(array))))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from jax import tree_util as jtu
 
+from eformer._text import table
+
 from ._observe import Met, Recorder, mode
 from ._trace import implicit
 
@@ -24,13 +26,7 @@ class Explanation(tuple[tuple[Met, int, int], ...]):
         rows = [
             (met.primitive, ", ".join(met.classes), met.rule, f"{count:,}", f"{dense:,}") for met, count, dense in self
         ]
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        left = 3  # columns of words; the rest are numbers
-        lines = [
-            "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-            for row in (header, tuple("-" * w for w in widths), *rows)
-        ]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(table(header, rows, words=3))
 
     __str__ = __repr__
 

@@ -1,23 +1,25 @@
-"""`jax.export`: what is static in an implicit array is written into the file of a serialized program, as JSON."""
+"""`jax.export`: the static part of an implicit array is written into a serialized program as JSON."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+Json: TypeAlias = Any  # numbers, strings, lists and dictionaries of them
+
 
 def make_serializable(cls: type, record: type) -> None:
     """Let programs that take or return arrays of this class be serialized, under the name of the class.
 
-    Static in a tree are the values of the static fields, and a `record`, a named tuple.
+    The static part of the tree is a pair: the values of the static fields, and a `record`, which is a named tuple.
     """
     name = f"{cls.__module__}.{cls.__qualname__}"
 
-    def deserialize(data: bytes | bytearray) -> Any:
+    def deserialize(data: bytes | bytearray) -> tuple[object, object]:
         fields, kept = _restored(json.loads(data))
         return fields, record(*kept)
 
@@ -29,11 +31,11 @@ def make_serializable(cls: type, record: type) -> None:
         return
 
 
-def _serialize(static: Any) -> bytes:
+def _serialize(static: object) -> bytes:
     return json.dumps(_described(static)).encode()
 
 
-def _described(value: Any) -> Any:
+def _described(value: object) -> Json:
     """As JSON: plain values as they are, tuples and dtypes as a mapping from the name of their kind."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -49,7 +51,7 @@ def _described(value: Any) -> Any:
     )
 
 
-def _restored(value: Any) -> Any:
+def _restored(value: Json) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, given),) = value.items()

@@ -281,18 +281,13 @@ def struct(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 class _IndexUpdates:
-    """`q.at`: keeps the array itself, since `set` and the like are called after `implicit` has returned."""
+    """`q.at` and `q.at[index]`: keeps the array, since `set` and the like are called after `implicit` has returned."""
 
-    def __init__(self, array: ArrayManners) -> None:
-        self.array = array
-
-    def __getitem__(self, index: Value) -> _IndexUpdate:
-        return _IndexUpdate(self.array, index)
-
-
-class _IndexUpdate:
-    def __init__(self, array: ArrayManners, index: Value) -> None:
+    def __init__(self, array: ArrayManners, index: Value = None) -> None:
         self.array, self.index = array, index
+
+    def __getitem__(self, index: Value) -> _IndexUpdates:
+        return _IndexUpdates(self.array, index)
 
     def __getattr__(self, name: str) -> Callable[..., Value]:
         def update(*args: Value, **kwargs: Value) -> Value:

@@ -17,13 +17,15 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend import core as jexc
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from ._array import ImplicitArray, is_implicit, materialize
+from ._array import ImplicitArray, materialize
 from ._observe import UNWATCHED, mode, note_fallback, note_served, serving
+from ._types import Annotation, Value
 
-Primitive = jexc.Primitive
-Handler = Callable[..., Any]
+Operand = ImplicitArray | Any  # the annotation of operands that are implicit arrays or anything else
+Handler = Callable[..., Value]
 _DENSE = (jax.Array, np.ndarray, np.generic, int, float, bool, complex)
 _RENAMED = {"pjit": "jit", "remat": "remat2", "checkpoint": "remat2"}  # names that people know and JAX changed
 _COMMUTATIVE = frozenset(
@@ -62,7 +64,7 @@ class _Rule:
     precedence: int
     order: int
 
-    def specificity(self, kinds: Sequence[type]) -> tuple[Any, ...] | None:
+    def specificity(self, kinds: Sequence[type]) -> tuple[int | tuple[int, ...], ...] | None:
         """A sort key, smallest first; None if the handler does not take operands of these classes."""
         count = len(kinds)
         if count < self.required or (self.rest is None and count > len(self.operands)):
@@ -109,8 +111,10 @@ def register(primitive: Primitive | str, *, precedence: int = 0) -> Callable[[Ha
     return decorate
 
 
-def dispatch(primitive: Primitive, operands: Sequence[Any], tracers: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Run `primitive` on operands of which one is implicit, or whose jaxprs close over an implicit array.
+def dispatch(
+    primitive: Primitive, operands: Sequence[Value], tracers: Sequence[Value], params: dict[str, Any]
+) -> Value:
+    """Run `primitive` where an operand is implicit, or a jaxpr in `params` closes over an implicit array.
 
     `tracers` are the operands as JAX knows them: their types are those of dense arrays.
     """
@@ -137,7 +141,7 @@ def dispatch(primitive: Primitive, operands: Sequence[Any], tracers: Sequence[An
         return materialize_rule(primitive, *operands, **params)
 
 
-def materialize_rule(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+def materialize_rule(primitive: Primitive, *operands: Operand, **params: object) -> Value:
     """Same primitive, same params, dense operands."""
     return primitive.bind(*map(materialize, operands), **params)
 
@@ -159,7 +163,7 @@ def _plan(
     return classes, tuple(candidates)
 
 
-def _checked(primitive: Primitive, name: str, expected: Any, out: Any) -> Any:
+def _checked(primitive: Primitive, name: str, expected: Any, out: Value) -> Value:
     """`out`, if it has the expected shape and dtype, or a list of such."""
     if primitive.multiple_results and isinstance(expected, (list, tuple)):
         if not isinstance(out, (list, tuple)) or len(out) != len(expected):
@@ -176,7 +180,7 @@ def _checked(primitive: Primitive, name: str, expected: Any, out: Any) -> Any:
             f"rule {name} for `{primitive.name}` returned {out.dtype}{list(out.shape)}, but dense operands give "
             f"{expected.dtype}{list(expected.shape)}"
         )
-    if not is_implicit(out) and jax.typeof(out).weak_type and not expected.weak_type:
+    if not isinstance(out, ImplicitArray) and jax.typeof(out).weak_type and not expected.weak_type:
         return lax.convert_element_type(out, expected.dtype)
     return out
 
@@ -212,7 +216,7 @@ _OPERAND_NAMES = frozenset({"lhs", "rhs", "x", "y", "operand", "operands", "q"})
 
 def _without_primitive(handler: Handler) -> Handler:
     @functools.wraps(handler)
-    def call(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    def call(primitive: Primitive, *operands: Operand, **params: object) -> Value:
         del primitive
         return handler(*operands, **params)
 
@@ -252,7 +256,7 @@ def _rule_of(handler: Handler, primitive: Primitive, precedence: int, order: int
     return _Rule(run, tuple(operand for _, operand in positional), rest, required, precedence, order)
 
 
-def _is_operand(parameter: inspect.Parameter, hints: dict[str, Any]) -> bool:
+def _is_operand(parameter: inspect.Parameter, hints: dict[str, Annotation]) -> bool:
     """Whether a handler's first parameter is an operand and not the primitive: its annotation tells, or its name."""
     if parameter.name not in hints or hints[parameter.name] is Any:
         return parameter.name in _OPERAND_NAMES
@@ -260,14 +264,14 @@ def _is_operand(parameter: inspect.Parameter, hints: dict[str, Any]) -> bool:
     return any(inspect.isclass(m) and issubclass(m, (ImplicitArray, *_DENSE)) for m in admitted)
 
 
-def _operand_of(annotation: Any) -> _Operand:
+def _operand_of(annotation: Annotation) -> _Operand:
     members = _members(annotation)
     classes = tuple(m for m in members if inspect.isclass(m) and issubclass(m, ImplicitArray))
     dense = any(inspect.isclass(m) and not issubclass(m, ImplicitArray) for m in members)
     return _Operand(classes, dense, anything=Any in members)
 
 
-def _members(annotation: Any) -> list[Any]:
+def _members(annotation: Annotation) -> list[Annotation]:
     if type(annotation).__name__ == "TypeAliasType":  # `type X = ...`, from Python 3.12 on
         return _members(annotation.__value__)
     origin = typing.get_origin(annotation)

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax import tree_util as jtu
 
-from ._array import is_implicit
+from ._array import ImplicitArray, is_implicit
+from ._types import Structure
 
 _PLAIN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, type(None))
 _MISSING = object()
+Node: TypeAlias = Any  # a container, or what it holds
+Contents: TypeAlias = Mapping[Any, Node]  # by index, key or attribute
 
 
 class _Copy(NamedTuple):
-    original: Any
-    copy: Any
-    contents: Mapping[Any, Any]  # of the copy, when it was made
+    original: Node
+    copy: Node
+    contents: Contents  # of the copy, when it was made
 
 
 class Loan:
@@ -34,14 +37,14 @@ class Loan:
     else. An object that occurs twice stays one object.
     """
 
-    def __init__(self, wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any]) -> None:
+    def __init__(self, wrap: Callable[[ImplicitArray], Node], unwrap: Callable[[Node], ImplicitArray | None]) -> None:
         self._wrap, self._unwrap = wrap, unwrap
-        self._lent: list[Any] = []
+        self._lent: list[Node] = []
         self._copies: dict[int, _Copy] = {}  # by the id of the original
-        self._originals: dict[int, Any] = {}  # by the id of the copy
-        self._restored: dict[int, tuple[Any, Any]] = {}  # by id: the value, kept alive, and what became of it
+        self._originals: dict[int, Node] = {}  # by the id of the copy
+        self._restored: dict[int, tuple[Node, Node]] = {}  # by id: the value, kept alive, and what became of it
 
-    def lend(self, tree: Any) -> Any:
+    def lend(self, tree: Node) -> Node:
         """`tree` with a tracer in place of each implicit array; the tree itself if there is none."""
         if isinstance(tree, _PLAIN):
             return tree
@@ -51,7 +54,7 @@ class Loan:
         has_implicit = any(map(is_implicit, jtu.tree_leaves(tree, is_leaf=is_implicit)))
         return self._copied(tree) if has_implicit else tree
 
-    def _copied(self, node: Any) -> Any:
+    def _copied(self, node: Node) -> Node:
         if id(node) in self._copies:
             return self._copies[id(node)].copy
         if is_implicit(node):
@@ -70,7 +73,7 @@ class Loan:
         copy = jtu.tree_unflatten(structure, lent) if copy is None else copy
         return self._note(node, copy, _contents(copy))
 
-    def _note(self, original: Any, copy: Any, contents: Mapping[Any, Any]) -> Any:
+    def _note(self, original: Node, copy: Node, contents: Contents) -> Node:
         self._copies[id(original)] = _Copy(original, copy, contents)
         self._originals[id(copy)] = original
         return copy
@@ -87,7 +90,7 @@ class Loan:
             if any(self._unwrap(leaf) is not None for leaf in jtu.tree_leaves(tree)):
                 self.restored(tree)
 
-    def restored(self, value: Any) -> Any:
+    def restored(self, value: Node) -> Node:
         """`value` with the original in place of each copy, and the implicit array in place of each tracer."""
         if isinstance(value, _PLAIN):
             array = self._unwrap(value)
@@ -99,7 +102,7 @@ class Loan:
             self._restored[id(value)] = (value, self._restored_container(value))
         return self._restored[id(value)][1]
 
-    def _restored_container(self, value: Any) -> Any:
+    def _restored_container(self, value: Node) -> Node:
         children, structure = _one_level(value)
         if jtu.treedef_is_leaf(structure):
             return value
@@ -117,16 +120,16 @@ class Loan:
         return value if _same(children, made) else jtu.tree_unflatten(structure, made)
 
 
-def _same(before: Iterable[Any], after: Iterable[Any]) -> bool:
+def _same(before: Iterable[Node], after: Iterable[Node]) -> bool:
     return all(a is b for a, b in zip(before, after, strict=True))
 
 
-def _one_level(node: Any) -> tuple[list[Any], Any]:
+def _one_level(node: Node) -> tuple[list[Node], Structure]:
     """The children of a node and its structure; of a leaf, itself and the structure of a leaf."""
     return jtu.tree_flatten(node, is_leaf=lambda x: x is not node)
 
 
-def _contents(node: Any) -> dict[Any, Any]:
+def _contents(node: Node) -> dict[Any, Node]:
     """What can be changed in place: the entries of a dict or list, the attributes of an object; of a tuple nothing.
 
     An attribute that is a dict belongs to its object, as the mapping of a state does: its entries are there too, under
@@ -141,7 +144,7 @@ def _contents(node: Any) -> dict[Any, Any]:
     return {**found, **inner}
 
 
-def _cloned(node: Any, changes: Mapping[int, Any]) -> Any:
+def _cloned(node: Node, changes: Mapping[int, Node]) -> Node:
     """A copy of an object with other children, by the ids of the old ones, in the attributes that hold them.
 
     Attributes that the class does not show to JAX are kept so. None if the children are not found in attributes.
@@ -164,14 +167,14 @@ def _cloned(node: Any, changes: Mapping[int, Any]) -> Any:
     return copy if placed == changes.keys() else None
 
 
-def _attributes(node: Any) -> dict[str, Any]:
+def _attributes(node: Node) -> dict[str, Node]:
     """The object's own attributes, past a `__getattr__` that would ask another object for them."""
     found = {name: _own(node, name) for name in _slots(type(node))}
-    own: Any = _own(node, "__dict__")
+    own = _own(node, "__dict__")
     return {**{n: v for n, v in found.items() if v is not _MISSING}, **({} if own is _MISSING else own)}
 
 
-def _own(node: Any, name: str) -> Any:
+def _own(node: Node, name: str) -> Node:
     try:
         return object.__getattribute__(node, name)
     except AttributeError:
@@ -185,7 +188,7 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def _update(target: Any, contents: Mapping[Any, Any], changed: Sequence[Any], removed: Sequence[Any]) -> None:
+def _update(target: Node, contents: Contents, changed: Sequence[Any], removed: Sequence[Any]) -> None:
     """Give `target` those of the `contents` that changed, and take away what was removed.
 
     Attributes are set as the function itself would have set them, so that a class which forbids it can object.
@@ -205,6 +208,6 @@ def _update(target: Any, contents: Mapping[Any, Any], changed: Sequence[Any], re
                 setattr(target, name, contents[name])
 
 
-def _equal(x: Any, y: Any) -> bool:
+def _equal(x: object, y: object) -> bool:
     """Whether both are one object, or equal values; arrays and containers are equal only to themselves."""
     return x is y or (isinstance(x, Hashable) and isinstance(y, Hashable) and type(x) is type(y) and bool(x == y))

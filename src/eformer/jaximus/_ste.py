@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,12 @@ from jax import lax
 from jax import tree_util as jtu
 
 from ._array import materialize
+from ._types import Tree, Value
 
 P = ParamSpec("P")
 
 
-def ste(function: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[Any, P], jax.Array]:
+def ste(function: Callable[Concatenate[Value, P], Value]) -> Callable[Concatenate[Value, P], jax.Array]:
     """`function` with the derivative of the identity in its first argument, and of a constant in the others.
 
     The result is `function`'s, made dense, bit for bit; it must have the shape of the first argument. A result that is
@@ -24,11 +25,11 @@ def ste(function: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[An
     """
 
     @functools.wraps(function)
-    def wrapped(x: Any, *args: P.args, **kwargs: P.kwargs) -> jax.Array:
+    def wrapped(x: Value, *args: P.args, **kwargs: P.kwargs) -> jax.Array:
         x = jnp.asarray(materialize(x))
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(f"`ste` needs a floating point argument to pass the gradient to, got {x.dtype}")
-        run: Callable[..., Any] = function  # its arguments are mapped, which a ParamSpec can't follow
+        run: Callable[..., Value] = function  # its arguments are mapped, which a ParamSpec can't follow
         value = materialize(run(*map(_constant, (x, *args)), **_constant(kwargs)))
         if jnp.shape(value) != x.shape:
             raise ValueError(
@@ -42,7 +43,7 @@ def ste(function: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[An
     return wrapped
 
 
-def _constant(tree: Any) -> Any:
+def _constant(tree: Tree) -> Tree:
     return jtu.tree_map(lambda leaf: lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
 
 
@@ -53,6 +54,6 @@ def _with_tangent_of(value: jax.Array, x: jax.Array) -> jax.Array:
 
 
 @_with_tangent_of.defjvp
-def _(primals: Any, tangents: Any) -> Any:
+def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     value, x = primals
     return _with_tangent_of(value, x), tangents[1].astype(value.dtype)

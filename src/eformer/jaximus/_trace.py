@@ -133,25 +133,21 @@ class ImplicitTrace(Trace):
     ) -> Value:
         from ._derivatives import custom_jvp  # built on this file
 
-        operands = [unwrap(t) for t in tracers]
-        with jexc.set_current_trace(self.parent_trace), _serving(primitive, operands):
-            return custom_jvp(primitive, fun, jvp, operands, params)
+        return self._differentiated(custom_jvp, primitive, (fun, jvp), tracers, params)
 
     def process_custom_vjp_call(
-        self,
-        primitive: Primitive,
-        fun: WrappedFun,
-        fwd: WrappedFun,
-        bwd: WrappedFun,
-        tracers: Sequence[Value],
-        /,
-        **params: Any,
+        self, primitive: Primitive, fun: WrappedFun, fwd: WrappedFun, bwd: WrappedFun, tracers: Any, /, **params: Any
     ) -> Value:
         from ._derivatives import custom_vjp
 
+        return self._differentiated(custom_vjp, primitive, (fun, fwd, bwd), tracers, params)
+
+    def _differentiated(
+        self, run: Callable[..., Value], primitive: Primitive, funs: Tree, tracers: Sequence[Value], params: Tree
+    ) -> Value:
         operands = [unwrap(t) for t in tracers]
         with jexc.set_current_trace(self.parent_trace), _serving(primitive, operands):
-            return custom_vjp(primitive, fun, fwd, bwd, operands, params)
+            return run(primitive, *funs, operands, params)
 
     def process_shard_map(
         self, primitive: Primitive, fun: Callable[..., Tree], tracers: Sequence[Value], /, **params: Any

@@ -1,46 +1,44 @@
-"""Tree functions that see implicit arrays as leaves, and those that people most often want to apply to a model."""
+"""Tree functions that take implicit arrays as leaves, and functions of whole models: cast, norm, average, size."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import tree_util as jtu
+from jax.typing import DTypeLike
 
 from ._array import ImplicitArray, is_implicit, materialize
+from ._types import Leaf, Tree
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def tree_leaves_with_implicit(tree: Any) -> list[Any]:
-    return jtu.tree_leaves(tree, is_leaf=is_implicit)
+def _with_implicit(function: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        kwargs["is_leaf"] = is_implicit
+        return function(*args, **kwargs)
+
+    call.__doc__ = f"As `jax.tree_util.{function.__name__}`, with implicit arrays as leaves."
+    return call
 
 
-def tree_structure_with_implicit(tree: Any) -> Any:
-    return jtu.tree_structure(tree, is_leaf=is_implicit)
+tree_leaves_with_implicit = _with_implicit(jtu.tree_leaves)
+tree_structure_with_implicit = _with_implicit(jtu.tree_structure)
+tree_flatten_with_implicit = _with_implicit(jtu.tree_flatten)
+tree_flatten_with_path_with_implicit = _with_implicit(jtu.tree_flatten_with_path)
+tree_map_with_implicit = _with_implicit(jtu.tree_map)
+tree_map_with_path_with_implicit = _with_implicit(jtu.tree_map_with_path)
 
 
-def tree_flatten_with_implicit(tree: Any) -> tuple[list[Any], Any]:
-    return jtu.tree_flatten(tree, is_leaf=is_implicit)
-
-
-def tree_flatten_with_path_with_implicit(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    return jtu.tree_flatten_with_path(tree, is_leaf=is_implicit)
-
-
-def tree_map_with_implicit(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    return jtu.tree_map(function, tree, *rest, is_leaf=is_implicit)
-
-
-def tree_map_with_path_with_implicit(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`function` is called with the key path first."""
-    return jtu.tree_map_with_path(function, tree, *rest, is_leaf=is_implicit)
-
-
-def tree_cast(tree: Any, dtype: Any) -> Any:
+def tree_cast(tree: Tree, dtype: DTypeLike) -> Tree:
     """`tree` with its floating point arrays in `dtype`, implicit ones too; integers and all else stay.
 
     >>> import jax.numpy as jnp
@@ -54,7 +52,7 @@ def tree_cast(tree: Any, dtype: Any) -> Any:
     return tree_map_with_implicit(lambda leaf: leaf.astype(dtype) if _is_floating(leaf) else leaf, tree)
 
 
-def tree_norm(tree: Any) -> jax.Array:
+def tree_norm(tree: Tree) -> jax.Array:
     """The Euclidean norm of all floating point arrays of `tree` together, summed in float32 or more.
 
     Implicit arrays count with the values they stand for, one after the other.
@@ -63,11 +61,11 @@ def tree_norm(tree: Any) -> jax.Array:
     return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
-def tree_average(trees: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
-    """The average of trees of one structure, or with `weights`, which are divided by their sum.
+def tree_average(trees: Sequence[Tree], weights: Sequence[float] | None = None) -> Tree:
+    """The average of trees of one structure; `weights` are divided by their sum.
 
-    Floating point arrays are averaged in float32 or more, and have the dtype of the first tree's. Implicit arrays count
-    with the values they stand for, and their average is a dense array. All else is taken from the first tree.
+    Floating point arrays are averaged in float32 or more, and cast to the dtype of the first tree's. Implicit arrays
+    count with the values they stand for, and their average is a dense array. All else is taken from the first tree.
     """
     trees = list(trees)
     if not trees:
@@ -77,7 +75,7 @@ def tree_average(trees: Sequence[Any], weights: Sequence[float] | None = None) -
         raise ValueError(f"`weights` must be {len(trees)} numbers with a sum that is not 0, got {weights!r}")
     shares = shares / np.sum(shares)
 
-    def average(first: Any, *others: Any) -> Any:
+    def average(first: Leaf, *others: Leaf) -> Leaf:
         if not _is_floating(first):
             return first
         dtype = _wide(first.dtype)
@@ -88,8 +86,8 @@ def tree_average(trees: Sequence[Any], weights: Sequence[float] | None = None) -
     return tree_map_with_implicit(average, *trees)
 
 
-def tree_size(tree: Any) -> int:
-    """How many elements the arrays of `tree` have: the number of parameters of a model, however they are stored.
+def tree_size(tree: Tree) -> int:
+    """The number of elements of all arrays of `tree`: the parameters of a model, however they are stored.
 
     >>> import jax.numpy as jnp
     >>> from eformer.jaximus import tree_size
@@ -103,7 +101,7 @@ def tree_size(tree: Any) -> int:
 _ARRAYS = (ImplicitArray, jax.Array, np.ndarray)
 
 
-def _is_floating(leaf: Any) -> bool:
+def _is_floating(leaf: Leaf) -> bool:
     return isinstance(leaf, _ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
@@ -111,5 +109,5 @@ def _sum_of_squares(array: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(array.astype(_wide(array.dtype))))
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: DTypeLike) -> DTypeLike:
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32

@@ -69,23 +69,26 @@ def nibble_words(name: str) -> np.ndarray:
     return words.view(np.int32)
 
 
-def block_scales(matrix: Matrix) -> jax.Array:
-    """The float32 scale of each block, decoded if the scales are quantized."""
-    codes, *rest = matrix.scales
-    if not rest:
-        return codes
-    nested, offset, _ = rest
-    return reference.decode_dynamic(codes.reshape(matrix.count, -1), nested, offset).reshape(codes.shape)
+def applied_scales(
+    x: jax.Array, matrix: Matrix, contracted_axis: int
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """x, the float32 scales of blocks for inside the matmul, and a scale (count, 1, n) of the result.
 
-
-def scales_beside(x: jax.Array, matrix: Matrix, contracted_axis: int) -> tuple[jax.Array, jax.Array | None]:
-    """x and a scale of the result, (count, 1, n): one that varies along the contracted axis multiplies x instead."""
+    Scales of blocks are decoded if they are quantized. A scale that varies along the contracted axis multiplies x.
+    """
     if not matrix.scales:
-        return x, None
-    scale = matrix.scales[0] if contracted_axis == 0 else jnp.swapaxes(matrix.scales[0], 1, 2)
+        return x, None, None
+    scale, *rest = matrix.scales
+    if FORMATS[matrix.format].block_scales:
+        if rest:
+            nested, offset, _ = rest
+            decoded = reference.decode_dynamic(scale.reshape(matrix.count, -1), nested, offset)
+            scale = decoded.reshape(scale.shape)
+        return x, scale, None
+    scale = scale if contracted_axis == 0 else jnp.swapaxes(scale, 1, 2)
     if scale.shape[1] > 1:
-        return x.astype(jnp.float32) * jnp.swapaxes(scale, 1, 2), None
-    return x, jnp.broadcast_to(scale, (*scale.shape[:2], matrix.cols if contracted_axis == 0 else matrix.rows))
+        return x.astype(jnp.float32) * jnp.swapaxes(scale, 1, 2), None, None
+    return x, None, jnp.broadcast_to(scale, (*scale.shape[:2], matrix.cols if contracted_axis == 0 else matrix.rows))
 
 
 def result(x: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.ShapeDtypeStruct:

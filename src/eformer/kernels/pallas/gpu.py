@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from eformer.kernels import Matrix
 
-from ._formats import FORMATS, Format, alike, block_scales, has_kernel, result, scales_beside
+from ._formats import FORMATS, Format, alike, applied_scales, has_kernel, result
 
 supports = has_kernel
 WARPS = 8
@@ -74,12 +74,7 @@ def matmul(
     tiles = tiles or default_tiles(matrix, contracted_axis, m)
     format = FORMATS[matrix.format]
     dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-    out_scale = None
-    if format.block_scales:
-        scales = [block_scales(matrix)]
-    else:
-        x, out_scale = scales_beside(x, matrix, contracted_axis)
-        scales = [] if out_scale is None else [out_scale[:, 0]]
+    x, scales, out_scale = applied_scales(x, matrix, contracted_axis)
     n_bytes, k_bytes = matrix.codes[0].shape[2 - contracted_axis], matrix.codes[0].shape[1 + contracted_axis]
     n = matrix.cols if contracted_axis == 0 else matrix.rows
     programs = count * pl.cdiv(m, tiles.m) * pl.cdiv(n_bytes, tiles.n)
@@ -96,7 +91,9 @@ def matmul(
         splits,
         out_scale is not None,
     )
-    tables = [] if format.table is None else [alike(x, format.table)]
+    table = None if format.table is None else alike(x, format.table)
+    column_scale = None if out_scale is None else out_scale[:, 0]
+    optional = [each for each in (table, scales, column_scale) if each is not None]
     out = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(count * splits, pl.cdiv(m, tiles.m), pl.cdiv(n_bytes, tiles.n)),
@@ -104,7 +101,7 @@ def matmul(
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=2),
         interpret=interpret,
         name=f"{matrix.format}_matmul",
-    )(x.astype(dtype), matrix.codes[0], *tables, *scales)
+    )(x.astype(dtype), matrix.codes[0], *optional)
     return out[:, 0] if splits == 1 else jnp.sum(out, 1)
 
 

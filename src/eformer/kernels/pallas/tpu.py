@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from eformer.kernels import Matrix, reference
 
-from ._formats import FORMATS, Format, alike, block_scales, has_kernel, nibble_words, result, scales_beside
+from ._formats import FORMATS, Format, alike, applied_scales, has_kernel, nibble_words, result
 from ._lanes import LANES, Interpret, deinterleaved, interleaved
 
 Index = int | jax.Array  # of a block in the grid
@@ -131,11 +131,8 @@ def matmul(
     """
     count, m, length = x.shape
     format = FORMATS[matrix.format]
-    scales, out_scale, x_scale = (), None, None
-    if format.block_scales:
-        scales = (block_scales(matrix),)
-    else:
-        x, out_scale = scales_beside(x, matrix, contracted_axis)
+    x, scales, out_scale = applied_scales(x, matrix, contracted_axis)
+    x_scale = None
     if round_x and format.table is None:
         x, x_scale = reference.encode_int8(x, (2,))
         x_scale, out_scale = x_scale if out_scale is None else x_scale * out_scale, None
@@ -148,7 +145,7 @@ def matmul(
         matrix.block_size,
         matrix.codes[0].shape[1:],
         length,
-        scales[0].shape[1:] if scales else (),
+        () if scales is None else scales.shape[1:],
         tiles or default_tiles(matrix, m),
         scale_after and matrix.packed_axis == 0 == contracted_axis and matrix.block_size >= 32,
         sublanes,
@@ -163,13 +160,14 @@ def matmul(
     run = plan.paired_rows
     x = _padded(x, {1: grid[1] * plan.tiles.m, 2: grid[3] * plan.depth * plan.contracted_operands})
     x = deinterleaved(x, plan.contracted_operands, run, x.dtype if plan.integer else jnp.bfloat16, interpret)
-    operands, specs = [x, matrix.codes[0]], [_x_spec(plan), _codes_spec(plan)]
+    x_spec = pl.BlockSpec((None, plan.contracted_operands, plan.tiles.m, plan.depth), lambda b, i, j, k: (b, 0, i, k))
+    operands, specs = [x, matrix.codes[0]], [x_spec, _codes_spec(plan)]
     if format.table is not None:
         table = alike(x, _tables(plan))
         operands.append(table)
         specs.append(pl.BlockSpec(table.shape, lambda *_: (0, 0)))
-    if scales:
-        operands.append(scales[0])
+    if scales is not None:
+        operands.append(scales)
         specs.append(_scales_spec(plan))
     if out_scale is not None:
         width = grid[2] * plan.width * plan.free_operands
@@ -204,10 +202,6 @@ def _tables(plan: _Plan) -> np.ndarray:
     if plan.sublanes:
         return np.broadcast_to(words.reshape(32, 1), (32, LANES))
     return np.pad(words, ((0, 6), (0, LANES - 16)))
-
-
-def _x_spec(plan: _Plan) -> pl.BlockSpec:
-    return pl.BlockSpec((None, plan.contracted_operands, plan.tiles.m, plan.depth), lambda b, i, j, k: (b, 0, i, k))
 
 
 def _codes_spec(plan: _Plan, block: tuple[int, int] | None = None) -> pl.BlockSpec:
