@@ -277,10 +277,9 @@ void RowMatmul(ffi::ThreadPool& pool, const Stack& stack, const SingleRows& x, b
   CutRowMatmul(pool, stack, matmul, y);
 }
 
-// Whether the format has loops for one row of x. They do not apply a scale of their own for each value.
+// Whether there is a loop for one row of x. Such loops do not apply a broadcast scale that varies along both axes.
 bool HasRowMatmul(const Kernels& kernels, const Matrix& m) {
-  const bool has_loop =
-      (m.contracted_axis == 0 ? kernels.row_matmul != nullptr : kernels.row_matmul_transposed != nullptr);
+  const bool has_loop = m.contracted_axis == 1 || kernels.row_matmul != nullptr;
   return has_loop &&
          (kernels.format.scales == ScaleKind::kPerBlock || OuterScale::VariesAlongOneAxis(kernels.format, m));
 }
@@ -338,14 +337,8 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs
                                        "), got " + Describe(x));
   }
   const int64_t count = shape[1];
-  if (!Is(*y, ffi::F32, {stack.count, count, width})) {
-    return ffi::Error::InvalidArgument("the result must be float32 " + ShapeOf({stack.count, count, width}) + ", got " +
-                                       Describe(*y));
-  }
   int64_t results;
-  if (count > kMaxAxis || !Product({stack.count, count, width}, results)) {
-    return ffi::Error::InvalidArgument("the result " + Describe(*y) + " would be too large for any memory");
-  }
+  if (auto error = CheckResult(*y, stack.count, count, width, results); error.failure()) return error;
   float* sums = y->typed_data<float>();
   if (results == 0) return ffi::Error::Success();
   if (depth == 0) {
@@ -368,14 +361,8 @@ ffi::Error DecodeImpl(ffi::ThreadPool pool, ffi::RemainingArgs buffers, ffi::Res
   Stack stack;
   const Attributes attributes = {format, instruction_set, rows, cols, packed_axis, 0, block_size};
   if (auto error = MakeStack(pool, attributes, buffers, stack); error.failure()) return error;
-  if (!Is(*values, ffi::F32, {stack.count, rows, cols})) {
-    return ffi::Error::InvalidArgument("the result must be float32 " + ShapeOf({stack.count, rows, cols}) + ", got " +
-                                       Describe(*values));
-  }
   int64_t results;
-  if (!Product({stack.count, rows, cols}, results)) {
-    return ffi::Error::InvalidArgument("the result " + Describe(*values) + " would be too large for any memory");
-  }
+  if (auto error = CheckResult(*values, stack.count, rows, cols, results); error.failure()) return error;
   if (results == 0) return ffi::Error::Success();
   float* to = values->typed_data<float>();
   const int64_t at_once = CeilDiv(kTaskValues / 4, cols), tasks = CeilDiv(rows, at_once);

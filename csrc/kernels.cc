@@ -32,7 +32,7 @@ constexpr Kernels KernelsOf() {
   return {DescribeFormat<Format>(),
           RowMatmulOrNull<Format::RowMatmul, float>(),
           RowMatmulOrNull<Format::Int8RowMatmul, int8_t>(),
-          Format::RowMatmulTransposed,
+          RowMatmulTransposedOf<Format>(),
           Matmul<Format>,
           kBfloatMatmul<Format>,
           Decode<Format>};

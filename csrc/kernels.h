@@ -84,7 +84,7 @@ constexpr int kAmxRows = 16;
 constexpr int kAmxDepth = 32;
 constexpr int64_t kBfloatChunkRows = 512;  // rows of x in a call of `bfloat_matmul`: their sums stay in L2
 
-// The functions for one format on one instruction set. Those for one row of x may be nullptr: `matmul` serves then.
+// The functions for one format on one instruction set. Without `row_matmul`, `matmul` serves for one row of x too.
 struct Kernels {
   FormatInfo format;
 
@@ -118,20 +118,10 @@ struct InstructionSet {
   const Kernels* end;
 };
 
-namespace amx {  // includes all of AVX-512
-extern const InstructionSet kInstructionSet;
-}
-namespace avx512_vnni {
-extern const InstructionSet kInstructionSet;
-}
-namespace avx512 {
-extern const InstructionSet kInstructionSet;
-}
-namespace avx2 {
-extern const InstructionSet kInstructionSet;
-}
-namespace portable {
-extern const InstructionSet kInstructionSet;
-}
+namespace amx { extern const InstructionSet kInstructionSet; }
+namespace avx512_vnni { extern const InstructionSet kInstructionSet; }
+namespace avx512 { extern const InstructionSet kInstructionSet; }
+namespace avx2 { extern const InstructionSet kInstructionSet; }
+namespace portable { extern const InstructionSet kInstructionSet; }
 
 }  // namespace eformer

@@ -260,6 +260,17 @@ bool Is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<
          std::equal(shape.begin(), shape.end(), found.begin());
 }
 
+ffi::Error CheckResult(const ffi::AnyBuffer& y, int64_t count, int64_t rows, int64_t width, int64_t& size) {
+  if (!Is(y, ffi::F32, {count, rows, width})) {
+    return ffi::Error::InvalidArgument("the result must be float32 " + ShapeOf({count, rows, width}) + ", got " +
+                                       Describe(y));
+  }
+  if (rows > kMaxAxis || !Product({count, rows, width}, size)) {
+    return ffi::Error::InvalidArgument("the result " + Describe(y) + " would be too large for any memory");
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& a, const ffi::RemainingArgs& buffers, Stack& stack) {
   if (auto error = ChooseKernels(a, stack); error.failure()) return error;
   const FormatInfo& format = stack.kernels->format;

@@ -6,6 +6,7 @@
 #include <new>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "kernels.h"
 #include "xla/ffi/api/ffi.h"
@@ -79,6 +80,9 @@ std::string Describe(const ffi::AnyBuffer& buffer);
 // Whether the buffer has that dtype and shape.
 bool Is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64_t> shape);
 std::string ShapeOf(std::initializer_list<int64_t> shape);
+
+// Checks that the result is float32 (count, rows, width), and counts its elements.
+ffi::Error CheckResult(const ffi::AnyBuffer& y, int64_t count, int64_t rows, int64_t width, int64_t& size);
 
 // Takes the buffers of codes, uint8 or int8 (count, rows, cols), each shorter along the packed axis by its values per
 // byte, and then the scales. Those of kBroadcast: none, or float32 (count, rows or 1, cols or 1). Those of kPerBlock:

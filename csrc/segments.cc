@@ -109,15 +109,11 @@ ffi::Error SegmentsImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingAr
     call.codes.push_back(buffer.untyped_data());
   }
   int64_t width, results;
-  if (!Product({call.blocks, k}, width) || std::max({call.count, call.rows, call.n, width}) > kMaxAxis ||
-      !Product({call.count, call.rows, width}, results)) {
+  if (!Product({call.blocks, k}, width) || std::max({call.count, call.rows, call.n, width}) > kMaxAxis) {
     return ffi::Error::InvalidArgument("x " + Describe(x) + " and " + std::to_string(call.blocks) + " blocks of " +
                                        std::to_string(k) + " columns are too large for any memory");
   }
-  if (!Is(*y, ffi::F32, {call.count, call.rows, width})) {
-    return ffi::Error::InvalidArgument("the result must be float32 " + ShapeOf({call.count, call.rows, width}) +
-                                       ", got " + Describe(*y));
-  }
+  if (auto error = CheckResult(*y, call.count, call.rows, width, results); error.failure()) return error;
   if (results == 0) return ffi::Error::Success();
   const bool one = call.rows == 1;
   const auto run =
