@@ -41,6 +41,9 @@ class LeafwiseArray(MatmulOperand):
     nan_codes: ClassVar[Mapping[str, int]] = {}  # entries of the code leaves that decode to NaN, if there are any
     unit_codes: ClassVar[Mapping[str, int]] = {}  # entries of the code leaves that decode to their scale, if any
 
+    # While a function is traced: the array that this one is the transpose of, and the permutation.
+    _moved_from: ClassVar[tuple[LeafwiseArray, tuple[int, ...]] | None] = None
+
     @abc.abstractmethod
     def _grain(self, name: str, axis: int) -> Grain:
         """How many elements along the non-negative `axis` an entry of the leaf covers, unless it is broadcast."""
@@ -69,15 +72,10 @@ class LeafwiseArray(MatmulOperand):
         return self.decode(), None
 
     def deferred(self) -> ImplicitArray | Deferred:
-        if self.moved_from is None:
+        if self._moved_from is None:
             return self
-        origin, permutation = self.moved_from
+        origin, permutation = self._moved_from
         return Deferred(origin, Transposition(permutation))
-
-    @property
-    def moved_from(self) -> tuple[Self, tuple[int, ...]] | None:
-        """The array and the permutation that this one is the transpose of, while a function is traced."""
-        return self.__dict__.get("_moved_from")
 
     @abc.abstractmethod
     def _encoded_again(self, array: jax.Array) -> LeafwiseArray:

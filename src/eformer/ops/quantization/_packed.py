@@ -173,8 +173,9 @@ class PackedArray(LeafwiseArray):
         return (self._unscaled(), self._scale()) if self._block == 1 else super().factors()
 
     def fits_kernels(self) -> bool:
-        scales = [leaf for name, leaf in self.named_leaves().items() if name in self.scale_fields]
-        return self.kernel_format is not None and self.axis >= -2 and all(s.dtype == jnp.float32 for s in scales)
+        scales = [getattr(self, name) for name in self.scale_fields]
+        single = all(scale is None or scale.dtype == jnp.float32 for scale in scales)
+        return self.kernel_format is not None and self.axis >= -2 and single
 
     def stored_matrix(self) -> Matrix:
         (_, rows, cols), codes = self.shape, tuple(self._codes())

@@ -19,7 +19,7 @@ from eformer.kernels import cpu, pallas
 
 from ._operand import MatmulOperand
 from ._partitioning import SUMMED, Dim, Problem, partitioned
-from ._primitive import Static, in_xla, matmul_in_xla, matmul_p, matmul_stacks
+from ._primitive import Static, matmul_in_xla, matmul_p, matmul_stacks
 
 Kernel = Callable[[MatmulOperand, jax.Array, int], jax.Array | None]
 
@@ -69,14 +69,15 @@ def _by_kernel(kernel: Kernel, x: jax.Array, *leaves: jax.Array, static: Static)
     q = static.array(leaves)
     out = kernel(q, lax.reshape(x, (x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])), static.contracted_axis)
     if out is None:
-        return in_xla(x, *leaves, static=static)
+        return _in_xla(x, *leaves, static=static)
     return lax.convert_element_type(lax.reshape(out, (*x.shape[:-1], out.shape[-1])), static.dtype)
 
 
-def _for_xla_to_partition(x: jax.Array, *leaves: jax.Array, static: Static) -> jax.Array:
-    """The matmul without a loop over tiles, which XLA would gather."""
-    q = static.array(leaves).divisible()
-    return matmul_in_xla(q, x, static.contracted_axis, in_tiles=False).astype(static.dtype)
+def _in_xla(x: jax.Array, *leaves: jax.Array, static: Static, in_tiles: bool = True) -> jax.Array:
+    """The matmul in XLA's operations; without `in_tiles` in those that it can partition, for it would gather tiles."""
+    q = static.array(leaves) if in_tiles else static.array(leaves).divisible()
+    with serving(matmul_p, (type(q),), __name__):
+        return matmul_in_xla(q, x, static.contracted_axis, in_tiles=in_tiles).astype(static.dtype)
 
 
 def _over_devices(x: jax.Array, *leaves: jax.Array, static: Static, devices: Sequence[object]) -> jax.Array:
@@ -106,7 +107,7 @@ def _over_devices(x: jax.Array, *leaves: jax.Array, static: Static, devices: Seq
 
 
 def _lower(alone: Callable[..., jax.Array], ctx: mlir.LoweringRuleContext, *operands: Any, static: Static) -> Any:
-    """Lower the matmul to `alone` on a device that nobody partitions it for, and to shards of it where XLA does.
+    """Lower the matmul to `alone` on one device, and on the shards of every device where XLA partitions it.
 
     XLA's own operations stand in where a kernel can't be called: in an exported program, and under `shard_map` over
     some axes of a mesh only.
@@ -114,19 +115,19 @@ def _lower(alone: Callable[..., jax.Array], ctx: mlir.LoweringRuleContext, *oper
     module = ctx.module_context
     context: Any = module.axis_context  # of one of three classes that JAX does not name publicly
     function, manual = alone, getattr(context, "manual_axes", None)
+    for_xla_to_partition = functools.partial(_in_xla, in_tiles=False)
     if module.lowering_parameters.for_export:  # whoever runs the program may partition it
-        function = in_xla
+        function = _in_xla
     elif manual is not None:  # `shard_map` has partitioned it, and leaves the other axes to XLA
         rest = {name for name, size in context.mesh.shape.items() if size > 1} - set(manual)
-        function = _for_xla_to_partition if rest else alone
+        function = for_xla_to_partition if rest else alone
     elif (getattr(context, "num_devices", 1) or 1) > 1:
         devices = _devices(ctx)
-        function = functools.partial(_over_devices, devices=devices) if devices else _for_xla_to_partition
+        function = functools.partial(_over_devices, devices=devices) if devices else for_xla_to_partition
         if devices:
             context = dataclasses.replace(context, device_assignment=devices)
             ctx = ctx.replace(module_context=module.replace(axis_context=context))
-    with serving(matmul_p, (static.treedef.node_data()[0],), __name__):
-        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, static=static)
+    return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, static=static)
 
 
 def _lower_on_accelerator(platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, static: Static) -> Any:
@@ -139,7 +140,7 @@ def _lower_on_accelerator(platform: str, ctx: mlir.LoweringRuleContext, *operand
     return _lower(alone, ctx, *operands, static=static)
 
 
-mlir.register_lowering(matmul_p, functools.partial(_lower, in_xla))
+mlir.register_lowering(matmul_p, functools.partial(_lower, _in_xla))
 mlir.register_lowering(
     matmul_p, functools.partial(_lower, functools.partial(_by_kernel, matmul_on_cpu)), platform="cpu"
 )

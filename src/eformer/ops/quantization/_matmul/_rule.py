@@ -126,8 +126,8 @@ def _matmul(
     x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: np.dtype, precision: Precision
 ) -> jax.Array:
     """x times q as `dtype`, of shape (*batch, *free axes of x, *free axes of q)."""
-    if q.moved_from is not None:  # `x @ q.T` reads the codes as they are stored
-        q, contraction = _before_transpose(*q.moved_from, q, x.ndim, contraction)
+    if q._moved_from is not None:  # `x @ q.T` reads the codes as they are stored
+        q, contraction = _before_transpose(*q._moved_from, q, x.ndim, contraction)
     off = "use_kernel=False" if not q.use_kernel else "use_kernels(False)" if not _use_kernels.value else None
     why = f"`{off}` asks for it" if off else None
     exact, as_dense = _exact_kernels(x.dtype, q.dtype, dtype, precision), AsDense(dtype, precision)
