@@ -1,4 +1,4 @@
-"""Products over eight devices move what dense products move: read from the programs that XLA compiled."""
+"""Matmuls over eight devices move what dense matmuls move: read from the programs that XLA compiled."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def compiled(function: Any, *args: Any, out: Any = None) -> tuple[Any, str]:
 
 
 class Layout(NamedTuple):
-    """Of x (8, 64), of a weight (64, 128) and of their product, and the collectives it takes."""
+    """Of x (8, 64), of a weight (64, 128) and of their matmul, and the collectives it takes."""
 
     x: PartitionSpec
     w: PartitionSpec
@@ -83,14 +83,14 @@ CHOSEN += [(form, "rows over all devices") for form in ("int8", "nested", "terna
 
 
 @pytest.mark.parametrize(("form", "name"), CHOSEN)
-def test_products_move_what_dense_ones_do(form, name):
+def test_matmuls_move_what_dense_ones_do(form, name):
     mesh, layout = make_mesh(), LAYOUTS[name]
     x, q = place(normal((8, 64), seed=1), mesh, layout.x), place(WEIGHTS[form](normal((64, 128))), mesh, layout.w)
     out = None if layout.out is None else NamedSharding(mesh, layout.out)
-    product, program = compiled(jnp.matmul, x, q, out=out)
+    made, program = compiled(jnp.matmul, x, q, out=out)
     assert tuple(kinds(program).elements()) == layout.moves
     assert ("eformer_matmul" in program) == (cpu.is_available() and form != "rsr")
-    assert_product(product, x, q)
+    assert_product(made, x, q)
     if form == "nf4" and name not in ("rows, the sum in parts", "x is whole"):  # dense JAX does worse on these
         assert kinds(compiled(jnp.matmul, x, q.materialize(), out=out)[1]) == kinds(program)
 
@@ -100,30 +100,30 @@ def test_weights_stored_in_parts_are_gathered_as_codes(form, name):
     """As fully sharded training has them: dense JAX gathers the dense weight."""
     mesh, layout = make_mesh(), STORED[name]
     x, q = place(normal((8, 64), seed=1), mesh, layout.x), place(WEIGHTS[form](normal((64, 128))), mesh, layout.w)
-    product, program = compiled(jnp.matmul, x, q, out=NamedSharding(mesh, P("data")))
+    made, program = compiled(jnp.matmul, x, q, out=NamedSharding(mesh, P("data")))
     moved = collectives(program)
     assert {kind for kind, _ in moved} <= {"all-gather", "collective-permute"}
     assert any(dtype in CODES for _, dtype in moved)
-    assert_product(product, x, q)
+    assert_product(made, x, q)
 
 
 @pytest.mark.parametrize("form", ["int8", "rsr"])
-def test_products_with_explicit_axes(form):
+def test_matmuls_with_explicit_axes(form):
     mesh = make_mesh(AxisType.Explicit)
     x, w = place(normal((8, 64), seed=1), mesh, P("data", "model")), normal((64, 128))
     q, w = place(WEIGHTS[form](w), mesh, P("model")), place(w, mesh, P("model"))
     function = lambda x, w: jnp.dot(x, w, out_sharding=P("data"))  # noqa: E731
     gradient = jax.grad(implicit(lambda x, w: jnp.sum(function(x, w) ** 2)))
     with jax.set_mesh(mesh):
-        (product, program), (dense_product, dense) = compiled(function, x, q), compiled(function, x, w)
+        (made, program), (dense_made, dense) = compiled(function, x, q), compiled(function, x, w)
         (cotangent, backward), (like, dense_backward) = compiled(gradient, x, q), compiled(gradient, x, w)
         with pytest.raises(Exception, match="ambiguous how the output should be sharded"):  # as dense JAX says
             jax.jit(implicit(jnp.dot))(x, q)
     assert kinds(program) == kinds(dense) == {"all-reduce": 1}
     assert kinds(backward) == kinds(dense_backward)
-    assert (jax.typeof(product), jax.typeof(cotangent)) == (jax.typeof(dense_product), jax.typeof(like))
-    assert_product(product, x, q)
-    assert_product(cotangent, 2 * np.asarray(product), np.asarray(q.materialize()).T)
+    assert (jax.typeof(made), jax.typeof(cotangent)) == (jax.typeof(dense_made), jax.typeof(like))
+    assert_product(made, x, q)
+    assert_product(cotangent, 2 * np.asarray(made), np.asarray(q.materialize()).T)
 
 
 # --- a block of a transformer, as Megatron divides it ---
@@ -170,25 +170,25 @@ def test_stacks_are_divided_along_the_stack():
     mesh = make_mesh()
     q = place(Case.of("nf4", block_size=16, axis=1)(normal((4, 32, 64))), mesh, P("model", None, "data"))
     x = place(normal((4, 6, 32), seed=1), mesh, P("model"))
-    product, program = compiled(lambda x, q: jnp.einsum("etk,ekn->etn", x, q), x, q)
+    made, program = compiled(lambda x, q: jnp.einsum("etk,ekn->etn", x, q), x, q)
     assert collectives(program) == []
-    assert product.sharding.is_equivalent_to(NamedSharding(mesh, P("model", None, "data")), 3)
-    assert_product(product, x, q, (((2,), (1,)), ((0,), (0,))))
+    assert made.sharding.is_equivalent_to(NamedSharding(mesh, P("model", None, "data")), 3)
+    assert_product(made, x, q, (((2,), (1,)), ((0,), (0,))))
 
 
 @pytest.mark.parametrize("form", ["int8", "nf4", "rsr"])
-def test_products_in_shard_map(form):
+def test_matmuls_in_shard_map(form):
     mesh = make_mesh()
     x = place(normal((8, 64), seed=1), mesh, P("data", "model"))
     q = place(WEIGHTS[form](normal((64, 128))), mesh, P("model"))
     specs = {"in_specs": (P("data", "model"), P("model")), "out_specs": P("data")}
     function = jax.shard_map(lambda x, w: jax.lax.psum(x @ w, "model"), mesh=mesh, **specs)
-    product, program = compiled(function, x, q)
+    made, program = compiled(function, x, q)
     assert kinds(program) == {"all-reduce": 1}
     assert ("eformer_matmul" in program) == (cpu.is_available() and form != "rsr")
-    assert_product(product, x, q)
+    assert_product(made, x, q)
     cotangent, _ = compiled(jax.grad(lambda x, q: jnp.sum(function(x, q) ** 2)), x, q)
-    assert_product(cotangent, 2 * np.asarray(product), np.asarray(q.materialize()).T)
+    assert_product(cotangent, 2 * np.asarray(made), np.asarray(q.materialize()).T)
 
 
 # --- quantizing ---
@@ -228,9 +228,9 @@ def test_parts_that_cut_blocks_are_exact(name):
     x, q = normal((3, shape[0]), seed=1), place(make(normal(shape)), mesh, spec)
     assert q.is_sharded
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(q)) != divided
-    product, program = compiled(jnp.matmul, place(x, mesh, P()), q)
+    made, program = compiled(jnp.matmul, place(x, mesh, P()), q)
     assert not [kind for kind, dtype in collectives(program) if dtype in CODES]
-    assert_product(product, x, q)
+    assert_product(made, x, q)
 
 
 # --- meshes of other shapes ---
@@ -244,18 +244,18 @@ def odd_mesh(*sizes: int) -> Mesh:
 def test_devices_in_any_number(sizes):
     mesh = odd_mesh(*sizes)
     x, q = place(normal((6, 96), seed=1), mesh, P("b", "a")), place(WEIGHTS["int8"](normal((96, 24))), mesh, P("a"))
-    product, program = compiled(jnp.matmul, x, q)
+    made, program = compiled(jnp.matmul, x, q)
     assert kinds(program) == {"all-reduce": 1}
-    assert_product(product, x, q)
+    assert_product(made, x, q)
 
 
 def test_two_meshes_in_one_program():
     mesh, flat = make_mesh(), jax.make_mesh((8,), ("all",), axis_types=(AxisType.Auto,))
     x, q = place(normal((8, 64), seed=1), mesh, P("data")), place(WEIGHTS["int8"](normal((64, 128))), mesh, P("model"))
     function = lambda x, q: jax.lax.with_sharding_constraint(x, NamedSharding(flat, P(None, "all"))) @ q  # noqa: E731
-    product, program = compiled(function, x, q)
+    made, program = compiled(function, x, q)
     assert not [kind for kind, dtype in collectives(program) if dtype in CODES]
-    assert_product(product, x, q)
+    assert_product(made, x, q)
 
 
 def test_half_an_axis_of_the_mesh():
@@ -264,5 +264,5 @@ def test_half_an_axis_of_the_mesh():
     q = place(WEIGHTS["int8"](normal((64, 32))), mesh, P("model"))
     x = place(normal((8, 64), seed=1), mesh, P(None, "model"))
     function = lambda x, q: jnp.cumsum(x.reshape(8, 2, 32), axis=-1).reshape(8, 64) @ q  # noqa: E731
-    product, _ = compiled(function, x, q)
-    assert_product(product, np.cumsum(np.asarray(x).reshape(8, 2, 32), axis=-1).reshape(8, 64), q)
+    made, _ = compiled(function, x, q)
+    assert_product(made, np.cumsum(np.asarray(x).reshape(8, 2, 32), axis=-1).reshape(8, 64), q)

@@ -23,7 +23,7 @@ by_patches = pytest.mark.parametrize("growth", [4, 0], ids=["patches", "position
 
 
 def assert_convolved(x: Any, q: Any, **params: Any) -> None:
-    """As the dense convolution in float64, as exactly as float32 sums of the window's products can be."""
+    """As the dense convolution in float64, as exactly as float32 sums over the window can be."""
     convolve = functools.partial(lax.conv_general_dilated, **params)
     with materialization_error():
         out = jax.jit(implicit(convolve))(x, q)

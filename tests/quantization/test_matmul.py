@@ -1,4 +1,4 @@
-"""Products with quantized arrays: every layout, either side, tiled and whole, and what the programs hold."""
+"""Matmuls with quantized arrays: every layout, either side, tiled and whole, and what the programs hold."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .cases import (
     primitives,
 )
 
-# Those that products read differently: not binary, stored as ternary is, nor what small blocks show of large ones.
+# Formats that kernels read differently: binary is stored as ternary is, and small blocks show what large ones would.
 WEIGHTS = [
     Case.of("int8"),
     Case.of("int8", axis=0),
@@ -96,7 +96,7 @@ def dot(lhs: Any, rhs: Any, numbers: Numbers, **params: Any) -> Any:
 
 
 def check_either_side(x: jax.Array, q: Any, dense: Any, numbers: Numbers) -> None:
-    """Both products in one program, which is compiled faster than two."""
+    """Both matmuls in one program, which is compiled faster than two."""
     (summed_x, summed_q), (batch_x, batch_q) = numbers
     swapped = ((summed_q, summed_x), (batch_q, batch_x))
     right, left = jax.jit(lambda x, q: (dot(x, q, numbers), dot(q, x, swapped)))(x, q)
@@ -198,9 +198,9 @@ def runs_the_kernel(function: Any, *args: Any) -> bool:
 def test_integers_multiply_as_dense(case, dtype, asked):
     q, dense = example(case, (10, 6))
     x = jnp.asarray(np.arange(-25, 25).reshape(5, 10), dtype)
-    product = functools.partial(dot, numbers=numbers_of("mk", "kn"), preferred_element_type=asked)
-    out = product(x, q)
-    assert runs_the_kernel(product, x, q)
+    run = functools.partial(dot, numbers=numbers_of("mk", "kn"), preferred_element_type=asked)
+    out = run(x, q)
+    assert runs_the_kernel(run, x, q)
     assert out.dtype == lax.dot(x, dense, preferred_element_type=asked).dtype
     assert_product(out, x.astype(jnp.float32), dense)
 
@@ -217,8 +217,8 @@ def test_integer_results_are_the_dense_ones_bit_for_bit(types, rows):
     rng = np.random.default_rng(0)
     q = Array1B.quantize(jnp.asarray(rng.integers(-1, 2, (1024, 6)), q_dtype))
     x = jnp.asarray(rng.integers(-128, 128, (rows, 1024)), x_dtype)
-    product = functools.partial(dot, numbers=numbers_of("mk", "kn"), preferred_element_type=asked)
-    assert_same_array(product(x, q), lax.dot(x, q.materialize(), preferred_element_type=asked))
+    run = functools.partial(dot, numbers=numbers_of("mk", "kn"), preferred_element_type=asked)
+    assert_same_array(run(x, q), lax.dot(x, q.materialize(), preferred_element_type=asked))
 
 
 @quickly
@@ -255,12 +255,12 @@ PRECISIONS = [
 def test_float32_meets_every_precision_up_to_it(case, precision):
     q, dense = example(case, (10, 6))
     x = normal((5, 10), seed=1)
-    product = functools.partial(dot, numbers=numbers_of("mk", "kn"), precision=precision)
-    out = product(x, q)
-    assert "quantized_matmul" in primitives(product, x, q) or not cpu.is_available()
+    run = functools.partial(dot, numbers=numbers_of("mk", "kn"), precision=precision)
+    out = run(x, q)
+    assert "quantized_matmul" in primitives(run, x, q) or not cpu.is_available()
     assert explain(functools.partial(jnp.matmul, precision=precision))(x, q).dense_bytes == 0
     assert_product(out, x, dense)
-    program = jax.jit(product).lower(x, q).as_text()
+    program = jax.jit(run).lower(x, q).as_text()
     assert "dot_general" not in program or not cpu.is_available()
 
 
@@ -278,13 +278,13 @@ def test_other_algorithms_are_those_of_the_dense_matmul():
     q, dense = example(Case.of("int8"), (1024, 6))
     x, numbers = normal((5, 1024), seed=1), numbers_of("mk", "kn")
     algorithm = lax.DotAlgorithmPreset.BF16_BF16_F32
-    product = functools.partial(dot, numbers=numbers, precision=algorithm)
-    asked = [eqn.params["precision"] for eqn in eqns_of(product, x, q) if eqn.primitive.name == "dot_general"]
+    run = functools.partial(dot, numbers=numbers, precision=algorithm)
+    asked = [eqn.params["precision"] for eqn in eqns_of(run, x, q) if eqn.primitive.name == "dot_general"]
     assert asked
     assert set(asked) == {algorithm}
     expected = lax.dot_general(x, dense, numbers, algorithm)
     bound = 1024 * float(jnp.finfo(jnp.float32).eps) * (jnp.abs(x) @ jnp.abs(dense))
-    np.testing.assert_array_less(jnp.abs(product(x, q) - expected), bound)
+    np.testing.assert_array_less(jnp.abs(run(x, q) - expected), bound)
 
 
 def test_a_precision_asked_for_outranks_rounded_activations():
@@ -322,7 +322,7 @@ def test_empty_axes(case, x_shape, q_shape):
 
 
 @pytest.mark.parametrize("form", ["int8", "nf4", "ternary", "binary"])
-def test_product_with_a_scalar(form):
+def test_matmul_with_a_scalar(form):
     q, x, numbers = quantize(jnp.float32(2), dtype=form), normal((5,)), (((), ()), ((), ()))
     assert_product(dot(x, q, numbers), x, q.materialize(), numbers)
     assert_product(dot(q, x, numbers), q.materialize(), x, numbers)
@@ -331,7 +331,7 @@ def test_product_with_a_scalar(form):
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("numbers", [numbers_of("mk", "kn"), numbers_of("mk", "nk")], ids=str)
 @every_weight
-def test_nan_and_infinity_in_x_go_where_they_go_in_the_dense_product(case, numbers, special):
+def test_nan_and_infinity_in_x_go_where_they_go_in_the_dense_matmul(case, numbers, special):
     """All that a float can say of an element: NaN, infinite with a sign, or a number."""
     q, dense = example(case, (10, 10))
     x = normal((5, 10), seed=1).at[2, 3].set(special)
@@ -343,7 +343,7 @@ def test_nan_and_infinity_in_x_go_where_they_go_in_the_dense_product(case, numbe
 
 @pytest.mark.parametrize("numbers", [numbers_of("mk", "kn"), numbers_of("mk", "nk")], ids=str)
 @every_weight
-def test_nan_in_the_weight_goes_where_it_goes_in_the_dense_product(case, numbers):
+def test_nan_in_the_weight_goes_where_it_goes_in_the_dense_matmul(case, numbers):
     q, x = case(normal((10, 10)).at[2, 3].set(np.nan)), normal((5, 10), seed=1)
     np.testing.assert_array_equal(np.isnan(dot(x, q, numbers)), np.isnan(lax.dot_general(x, q.materialize(), numbers)))
 
@@ -354,7 +354,7 @@ def test_nan_in_the_weight_goes_where_it_goes_in_the_dense_product(case, numbers
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of so few elements that small arrays have several. Shapes that only these tests use keep `jit` from
-    finding programs of whole products."""
+    finding programs of whole matmuls."""
     monkeypatch.setattr(_tiles, "TILE_ELEMENTS", 64)
     assert is_kernel_available()
     with cpu.use_core(False):
@@ -377,7 +377,7 @@ CUT = [SUMMED, FREE, ("bmk", "bkn", "b"), ("mbk", "nbk", "b"), ("mkl", "lkn", ""
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("length", "varies"), [(22, "first"), (22, "last"), (24, "first")])
 @pytest.mark.parametrize("layout", CUT, ids=layout_id)
-def test_tiled_products_of_int8(layout, length, varies):
+def test_tiled_matmuls_of_int8(layout, length, varies):
     x_shape, q_shape, numbers = tiled_layout(*layout, length=length)
     x, (q, dense) = normal(x_shape, seed=1), int8_of(q_shape, varies)
     assert "scan" in primitives(functools.partial(dot, numbers=numbers), x, q)
@@ -391,13 +391,13 @@ TILED = [*((case, SUMMED) for case in WEIGHTS), *((case, FREE) for case in (*TYP
 @quickly
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("case", "layout"), TILED, ids=str)
-def test_tiled_products_and_their_gradients(case, layout):
+def test_tiled_matmuls_and_their_gradients(case, layout):
     x_shape, q_shape, numbers = tiled_layout(*layout, length=22)
     x, (q, dense) = normal(x_shape, seed=1), example(case, q_shape)
-    product = functools.partial(dot, numbers=numbers)
+    run = functools.partial(dot, numbers=numbers)
     cotangent = normal((5, dense.shape[1 - numbers[0][1][0]]), seed=2)
-    assert "scan" in primitives(product, x, q)
-    out, gradient = jax.jit(lambda x, q: (product(x, q), jax.vjp(lambda x: product(x, q), x)[1](cotangent)[0]))(x, q)
+    assert "scan" in primitives(run, x, q)
+    out, gradient = jax.jit(lambda x, q: (run(x, q), jax.vjp(lambda x: run(x, q), x)[1](cotangent)[0]))(x, q)
     assert_product(out, x, dense, numbers)
     assert_product(gradient, cotangent, dense, numbers_of("mn", layout[1]))
 
@@ -416,7 +416,7 @@ def test_parallel_axes_alone_are_not_cut():
     [*((case, jnp.float16) for case in TYPED), *((case, jnp.bfloat16) for case in TYPED[::2])],
     ids=name,
 )
-def test_tiled_products_of_half_precision(case, dtype):
+def test_tiled_matmuls_of_half_precision(case, dtype):
     x, (q, dense) = normal((5, 22), dtype, seed=1), example(case, (22, 6), dtype)
     out = dot(x, q, numbers_of("mk", "kn"))
     assert out.dtype == dtype
@@ -427,15 +427,15 @@ def test_tiled_products_of_half_precision(case, dtype):
 @pytest.mark.parametrize("rows", [1, 1000])
 def test_any_number_of_rows_is_multiplied_in_tiles(rows):
     q, dense = example(Case.of("int8"), (22, 6))
-    product, x = functools.partial(dot, numbers=numbers_of("mk", "kn")), normal((rows, 22))
-    assert "scan" in primitives(product, x, q)
-    assert_product(product(x, q), x, dense)
+    run, x = functools.partial(dot, numbers=numbers_of("mk", "kn")), normal((rows, 22))
+    assert "scan" in primitives(run, x, q)
+    assert_product(run(x, q), x, dense)
 
 
 @quickly
 @pytest.mark.usefixtures("small_tiles")
 @every_weight
-def test_tiled_products_under_vmap_and_scan(case):
+def test_tiled_matmuls_under_vmap_and_scan(case):
     """A stack of weights: batched tiles, and tiles inside a loop over the stack."""
     qs, arrays = zip(*(example(case, (22, 6), seed=seed) for seed in range(2)), strict=True)
     q, dense = jax.tree.map(lambda *leaves: jnp.stack(leaves), *qs), jnp.stack(arrays)
@@ -481,7 +481,7 @@ def temporary_bytes(function: Any, *args: Any) -> int:
 @pytest.mark.parametrize("core", [True, False], ids=["core", "no core"])
 @pytest.mark.parametrize("function", [matmul, gradient], ids=name)
 @pytest.mark.parametrize("form", ["int8", "nf4", "ternary"])
-def test_a_product_of_one_row_never_holds_the_dense_weight(form, function, core):
+def test_a_matmul_of_one_row_never_holds_the_dense_weight(form, function, core):
     """But for a tile of it, and what its decoding takes."""
     x, q = large(form)
     assert 4 * q.size == 4 * TILE_BYTES
@@ -495,7 +495,7 @@ needs_core = pytest.mark.skipif(not cpu.is_available(), reason="installed withou
 
 @needs_core
 @pytest.mark.parametrize("form", ["int8", "nf4", "ternary"])
-def test_products_with_a_transpose_move_no_codes(form):
+def test_matmuls_with_a_transpose_move_no_codes(form):
     """`x @ q.T` reads the codes as they lie, also through the `jit` that `jnp.matmul` is."""
     x, q = large(form)
     program = jax.jit(implicit(lambda x, q: x @ q.T)).lower(x, q).compile().as_text()
@@ -542,6 +542,15 @@ def test_use_kernels_changes_programs_that_are_cached(switch, form, core, kernel
         with switch(True):
             assert has_kernel()
     assert has_kernel()
+
+
+@needs_core
+def test_a_format_that_the_core_does_not_have_runs_in_tiles(monkeypatch):
+    x, q = large("nf4")
+    monkeypatch.setattr(cpu, "formats", lambda: ("int8",))
+    program = jax.jit(matmul).lower(x, q).as_text()
+    assert "eformer_matmul" not in program
+    assert "stablehlo.while" in program
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -32,7 +32,6 @@ class PackedArray(LeafwiseArray):
     """
 
     values_per_byte: ClassVar[Mapping[str, int]] = {}
-    kernel_format: ClassVar[str | None] = None  # the name of its kernels, if it has any
     rules: ClassVar[Rules] = {"axis": an_int, "padding": an_int}
 
     axis: int = aux_field(default=-1, kw_only=True)

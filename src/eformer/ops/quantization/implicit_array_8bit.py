@@ -37,6 +37,7 @@ class Array8B(LeafwiseArray):
 
     code_fields = ("weight",)
     scale_fields = ("scale",)
+    kernel_format = "int8"
     unit_codes: ClassVar = {"weight": 1}
     rules: ClassVar[Rules] = {
         "weight": Leaf("int8", (jnp.int8,)),

@@ -1,6 +1,7 @@
-"""The path of `x @ q`, in the order of the files.
+"""The path of `x @ q`, file by file.
 
-`_rule` is asked for `dot_general` and brings the operands into stacks of matrices, `_primitive` is the matmul of
-stacks with its derivatives, `_lowering` chooses the kernel, and `_tiles` is the matmul where there is none.
-`_partitioning` and `_inferred_mesh` divide the work over devices. `_operand` is what a format declares for all that.
+`_rule` serves `dot_general` and turns its operands into stacks of matrices. `_primitive` is the matmul of stacks, with
+its derivative. `_lowering` chooses the kernel. `_tiles` is the matmul in XLA's operations, where there is no kernel.
+`_partitioning` and `_inferred_mesh` divide the work over devices. `_ragged` and `_convolution` make matmuls of other
+primitives. `_operand` is what a format declares for all of them.
 """

@@ -74,7 +74,7 @@ def _by_kernel(kernel: Kernel, x: jax.Array, *leaves: jax.Array, static: Static)
 
 
 def _in_xla(x: jax.Array, *leaves: jax.Array, static: Static, in_tiles: bool = True) -> jax.Array:
-    """The matmul in XLA's operations; without `in_tiles` in those that it can partition, for it would gather tiles."""
+    """The matmul in XLA's operations. Without `in_tiles` XLA can partition it; it would gather the tiles of a loop."""
     q = static.array(leaves) if in_tiles else static.array(leaves).divisible()
     with serving(matmul_p, (type(q),), __name__):
         return matmul_in_xla(q, x, static.contracted_axis, in_tiles=in_tiles).astype(static.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import Self
+from typing import ClassVar, Self
 
 import jax
 
@@ -20,6 +20,8 @@ class MatmulOperand(QuantizedArray):
 
     One entry of a leaf covers a fixed number of elements along that axis, the grain.
     """
+
+    kernel_format: ClassVar[str | None] = None  # the name that kernels know the format by, if there are any
 
     @abc.abstractmethod
     def named_leaves(self) -> Leaves:

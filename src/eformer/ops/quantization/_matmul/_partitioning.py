@@ -67,7 +67,7 @@ def partitioned(
     *,
     devices: Sequence[object],
 ) -> jax.Array:
-    """The matmul of which each device computes `local` on the shards it needs.
+    """The matmul, where each device computes `local` on the shards it needs.
 
     `identity` says what `local` computes. XLA's cache of compiled programs sees the operands of the call and not what
     it stands for, so a hash of `identity` is one of the operands.

@@ -63,8 +63,6 @@ def matmul_stacks(x: jax.Array, q: MatmulOperand, contracted_axis: int, dtype: n
 
 def varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
     """The operands, in `shard_map` all typed as varying along every mesh axis along which one of them varies."""
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return [*operands]
     varying = [jax.typeof(operand).mat.varying for operand in operands]
     every = frozenset().union(*varying)
     pairs = zip(operands, varying, strict=True)

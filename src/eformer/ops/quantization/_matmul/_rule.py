@@ -181,7 +181,8 @@ def _exact_kernels(x: np.dtype, q: np.dtype, out: np.dtype, precision: Precision
 
 
 def _by_kernel(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: np.dtype) -> jax.Array:
-    stack = as_stack(q, contraction) if jax.default_backend() != "cpu" or cpu.is_available() else None
+    in_core = cpu.is_available() and q.kernel_format in cpu.formats()
+    stack = as_stack(q, contraction) if in_core or jax.default_backend() != "cpu" else None
     if stack is None or not stack[0].fits_kernels():
         return matmul_in_tiles(x, q, contraction, dtype)
     note_partly_manual(q)
