@@ -15,6 +15,12 @@ from eformer.checkpoint._header import NAMES
 from eformer.ops.quantization import QuantizedArray
 
 
+def bits(x: Any) -> tuple[Any, ...]:
+    """What is equal if two arrays are, bit for bit."""
+    array = np.asarray(x)
+    return array.shape, array.dtype, array.tobytes()
+
+
 def with_header(text: bytes, data: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 

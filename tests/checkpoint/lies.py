@@ -21,13 +21,13 @@ from eformer.checkpoint._gguf import SCALARS
 from eformer.checkpoint._gguf_blocks import DECODERS, IDS, PLAIN, TYPES
 from eformer.checkpoint._header import DTYPES
 from eformer.kernels.reference import NF4_CODES
-from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, quantize
+from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, array_types, quantize
 
 from .files import ours, parts_of, safetensors_file, split, with_header
 
 Lie = Callable[[random.Random, Path], bytes | Path]
 
-CLASSES = ["ArrayNF4", "Array8B", "Array1B", "RSROperatorBinary", "RSROperatorTernary"]
+CLASSES = list(array_types())
 FIELDS = [
     "block_size",
     "axis",

@@ -265,19 +265,6 @@ def test_a_new_folder_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert synced == [tmp_path, tmp_path / "a"]
 
 
-@pytest.mark.parametrize("name", ["é" * 120 + ".safetensors", "x" * 243 + ".safetensors", "\U0001f600" * 50], ids=len)
-def test_long_names(name: str, tmp_path: Path):
-    assert load(save(tmp_path / name, filled(0)))["a"][0] == 0
-
-
-@pytest.mark.parametrize("what", ["folder", "pipe"])
-def test_only_files_are_replaced(what: str, tmp_path: Path):
-    path = tmp_path / "model.safetensors"
-    path.mkdir() if what == "folder" else os.mkfifo(path)
-    with pytest.raises(FileExistsError, match="only files are replaced"):
-        save(path, filled(0), overwrite=True)
-
-
 def test_a_name_that_no_index_may_have_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="can't be split"):
         save(tmp_path / "a" / "x\ny.safetensors", filled(0), max_shard_bytes=200)

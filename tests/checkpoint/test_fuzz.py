@@ -23,7 +23,7 @@ import pytest
 from eformer.checkpoint import CheckpointError, load, open_checkpoint, save, save_bitsandbytes, save_gguf
 from eformer.checkpoint._tree import rebuilt
 from eformer.jaximus import materialize
-from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, RSROperatorBinary
+from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, RSROperatorBinary, array_types
 
 PARTS = 4  # in which they are tried, so that processes can share them
 TRACED = 50  # every so many with all allocations traced, which is slow
@@ -33,7 +33,7 @@ MORE = 1 << 18  # kilobytes by which the process may grow when it compiles and r
 
 # What hides in JSON: other types, sizes beyond every limit, names of other things.
 NAMES = ["", "F32", "U8", "BF16", "w", "w.packed", "w.absmax", "x", "\x00", "../x", "nf4", "float32", "object", "class"]
-NAMES += ["ArrayNF4", "Array8B", "Array1B", "RSROperatorBinary", "RSROperatorTernary", "__metadata__", "SCB", "weight"]
+NAMES += [*array_types(), "__metadata__", "SCB", "weight"]
 NUMBERS = [True, -1, 0, 1, 2, 3, 4, 32, 63, 64, 2**31, 2**63, 10**30, 1.5, 1e308, float("nan"), None]
 OTHERS = [
     [],

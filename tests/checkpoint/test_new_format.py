@@ -34,7 +34,7 @@ from eformer.cli import main
 from eformer.jaximus import aux_field
 from eformer.model import Rule
 from eformer.ops.quantization import QuantizedArray, formats, quantize, register_format
-from eformer.ops.quantization import _base as base
+from eformer.ops.quantization import _registry as registry
 
 BLOCK = 32
 
@@ -78,7 +78,7 @@ def encode(array: Any, block_size: int = BLOCK) -> Digits:
 def _digits() -> Iterator[None]:
     register_format("digits", Digits, encode)
     yield
-    del base._formats["digits"]
+    del registry._formats["digits"]
 
 
 W = normal((6, 2 * BLOCK))

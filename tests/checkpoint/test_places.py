@@ -135,3 +135,16 @@ def test_what_is_missing_is_named_with_its_neighbour(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"did you mean '.*model.safetensors'") as caught:
         open_checkpoint(tmp_path / "model.saftensors")
     assert caught.value.filename == str(tmp_path / "model.saftensors")
+
+
+@pytest.mark.parametrize("name", ["é" * 120 + ".safetensors", "x" * 243 + ".safetensors", "\U0001f600" * 50], ids=len)
+def test_long_names(name: str, tmp_path: Path):
+    assert load(save(tmp_path / name, {"a": np.zeros(3)}))["a"][0] == 0
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe"])
+def test_only_files_are_replaced(what: str, tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    path.mkdir() if what == "folder" else os.mkfifo(path)
+    with pytest.raises(FileExistsError, match="only files are replaced"):
+        save(path, {"a": np.zeros(3)}, overwrite=True)

@@ -23,6 +23,7 @@ from ._describe import FORMAT_ERRORS, check_decoding, code_version, describe, fo
 from ._error import CheckpointError
 from ._header import Json, Tensor, dtype_name
 
+Dense = jax.Array | np.ndarray | np.generic
 Value = jax.Array | np.ndarray | QuantizedArray
 Like = jax.ShapeDtypeStruct | QuantizedArray  # an array without values: a quantized one has structs as leaves
 Q = TypeVar("Q", bound=QuantizedArray)
@@ -152,7 +153,7 @@ class Record:
 
     name: str
     parts: Sequence[Part]
-    values: Callable[[], Iterable[jax.Array | np.ndarray | np.generic]]
+    values: Callable[[], Iterable[Dense]]
     done: Callable[[], None]
     described: Json = None
 
@@ -215,7 +216,7 @@ def _part(name: str, like: jax.ShapeDtypeStruct) -> Part:
     return Part(name, np.dtype(like.dtype), tuple(like.shape))
 
 
-def contiguous_bytes(value: jax.Array | np.ndarray | np.generic, part: Part) -> memoryview:
+def contiguous_bytes(value: Dense, part: Part) -> memoryview:
     """The bytes of an array as they are written: in C order, little-endian."""
     array = np.asarray(value)
     if array.shape != part.shape or array.dtype != part.dtype:

@@ -13,7 +13,7 @@ from jax import tree_util as jtu
 from eformer.kernels.reference import NF4_CODES, dynamic_map
 from eformer.ops.quantization import Array8B, ArrayNF4, QuantizedArray
 
-from ._arrays import Item, Part, Record, record_of
+from ._arrays import Dense, Item, Part, Record, record_of
 from ._bitsandbytes import (
     CODECS,
     FLOATS,
@@ -194,7 +194,7 @@ def _int8_encode(item: Item, like: Array8B) -> Record:
         Part(f"{prefix}weight_format", np.dtype(np.uint8), ()),
     ]
 
-    def values() -> list[jax.Array | np.ndarray | np.generic]:
+    def values() -> list[Dense]:
         q = item.make()
         assert isinstance(q, Array8B)
         scale = np.broadcast_to(np.asarray(q.scale, np.float32), (rows, 1))

@@ -17,8 +17,9 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
 GGUF_SUFFIX = ".gguf"
 SUFFIXES = (SUFFIX, GGUF_SUFFIX)
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
 # Endings of files that are not written here. An unknown ending of letters alone is taken for one too: no version is.
-OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".npy", ".json", ".html", ".txt", ".zip")
+OTHERS = (*OTHER_WEIGHTS, ".npy", ".json", ".html", ".txt", ".zip")
 MAX_NEIGHBOURS = 1000  # files that a misspelt name is compared with
 
 

@@ -20,13 +20,13 @@ from ._file import StrPath
 from ._gguf_write import TypeFor, write_gguf
 from ._header import narrowed
 from ._open import Checkpoint, open_checkpoint
-from ._paths import GGUF_SUFFIX, INDEX_SUFFIX, SUFFIX, check_inside
+from ._paths import INDEX_SUFFIX, OTHER_WEIGHTS, SUFFIXES, check_inside
 from ._place import aligned_copy
 from ._saving import Target
 from ._write import write_safetensors
 
 # Endings of weights, which are not copied along, and the size of the largest file that is.
-WEIGHTS = {SUFFIX, GGUF_SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".tmp"}
+WEIGHTS = {*SUFFIXES, *OTHER_WEIGHTS, ".tmp"}
 MAX_COPIED = 100_000_000
 KINDS = {"safetensors": record_of, "bitsandbytes": bitsandbytes_record, "gguf": None}
 
@@ -140,7 +140,7 @@ def _files_of(checkpoint: Checkpoint) -> list[Path]:
 def _small_files(source: StrPath, target: StrPath) -> list[Path]:
     """The files beside the weights in a folder, to be copied to another; none unless both are folders."""
     source, target = Path(source), Path(target)
-    if not source.is_dir() or target.suffix in (SUFFIX, GGUF_SUFFIX) or source.resolve() == target.resolve():
+    if not source.is_dir() or target.suffix in SUFFIXES or source.resolve() == target.resolve():
         return []
     return [file for file in sorted(source.iterdir()) if _is_copied(file)]
 

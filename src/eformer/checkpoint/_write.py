@@ -17,7 +17,7 @@ import numpy as np
 from eformer._files import room_for
 from eformer._progress import Meter, Progress
 
-from ._arrays import Part, Record, contiguous_bytes, items_of, record_of
+from ._arrays import Dense, Part, Record, contiguous_bytes, items_of, record_of
 from ._bitsandbytes_codecs import bitsandbytes_record
 from ._describe import KEY, VERSION
 from ._error import CheckpointError
@@ -31,7 +31,6 @@ from ._tree import flattened
 
 CHUNK = 1 << 24  # bytes between two calls of `progress`
 ALIGNMENT = 64  # of the first tensor: vector instructions, and JAX on CPU, want it
-Piece = jax.Array | np.ndarray | np.generic
 Index = tuple[slice, ...]  # of a piece in its tensor
 
 
@@ -244,14 +243,14 @@ def _write_file(path: Path, records: Sequence[Record], layout: _Layout, meter: M
         os.fsync(file.fileno())
 
 
-def _pieces(value: Piece) -> Iterable[tuple[Index, Piece]]:
+def _pieces(value: Dense) -> Iterable[tuple[Index, Dense]]:
     """The pieces of an array that this process writes, one shard at a time, and where they belong."""
     if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
         return ((shard.index, shard.data) for shard in value.addressable_shards if shard.replica_id == 0)
     return [((), value)] if is_first() else []
 
 
-def _write_piece(file: FileIO, offset: int, part: Part, index: Index, piece: Piece, name: str, meter: Meter) -> None:
+def _write_piece(file: FileIO, offset: int, part: Part, index: Index, piece: Dense, name: str, meter: Meter) -> None:
     """Write a piece of a tensor, run by run of consecutive bytes, in the order of the file.
 
     The file is not mapped: if the disk is full after all, writing raises, where a mapping would end the process.
