@@ -55,7 +55,8 @@ def test_packages_need_no_import_of_their_own(name):
 
 
 @pytest.mark.parametrize("form", formats(), ids=str)
-def test_the_class_of_every_format_is_there(form):
+def test_every_format_is_there_and_in_the_help(form):
+    assert form.name in (eformer.__doc__ or "")
     assert getattr(eformer, form.array_type.__name__) is form.array_type
 
 

@@ -16,10 +16,10 @@ SHELLS = {"bash": ["-n"], "zsh": ["-n"], "fish": ["--no-execute"]}
 FORMATS = [form.name for form in formats()]
 
 
-def script(run, shell: str) -> str:
-    ran = run("completion", shell)
-    assert (ran.code, ran.err) == (0, "")
-    return ran.out
+@pytest.fixture(scope="module")
+def scripts() -> dict[str, str]:
+    commands = commands_of(make_parser())
+    return {shell: script(commands) for shell, script in SCRIPTS.items()}
 
 
 def test_there_is_a_script_for_each_shell():
@@ -38,22 +38,23 @@ def test_commands_are_those_of_the_parser():
 
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("word", ["quantize", "inspect", "completion", "embeddings", "traceback", *FORMATS])
-def test_scripts_name_commands_options_and_formats(word: str, shell: str, run):
-    assert word in script(run, shell)
+def test_scripts_name_commands_options_and_formats(word: str, shell: str, scripts: dict[str, str]):
+    assert word in scripts[shell]
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_scripts_are_valid(shell: str, run):
+def test_scripts_are_valid(shell: str, scripts: dict[str, str]):
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    checked = subprocess.run([shell, *SHELLS[shell]], input=script(run, shell), capture_output=True, text=True)
+    checked = subprocess.run([shell, *SHELLS[shell]], input=scripts[shell], capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-def test_json(run):
-    data = json.loads(run("completion", "bash", "--json").out)
-    assert data["shell"] == "bash"
-    assert data["script"] == script(run, "bash")
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_command_prints_the_script(shell: str, run, scripts: dict[str, str]):
+    assert run("completion", shell) == (0, scripts[shell], "")
+    data = json.loads(run("completion", shell, "--json").out)
+    assert data == {"shell": shell, "script": scripts[shell]}
 
 
 COMPLETED = {
@@ -75,10 +76,10 @@ COMPLETED = {
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 @pytest.mark.parametrize("line", COMPLETED)
-def test_bash_completes(line: str, run):
+def test_bash_completes(line: str, scripts: dict[str, str]):
     words = line.split(" ")
     call = f"COMP_WORDS=({' '.join(repr(word) for word in words)}); COMP_CWORD={len(words) - 1}; _eformer"
-    code = f"{script(run, 'bash')}\n{call}\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"\ncomplete -p eformer"
+    code = f"{scripts['bash']}\n{call}\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"\ncomplete -p eformer"
     ran = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, check=True)
     *found, registered = ran.stdout.splitlines()
     assert set(found) - {""} == COMPLETED[line]

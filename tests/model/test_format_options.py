@@ -11,7 +11,7 @@ import pytest
 from eformer.checkpoint import load, save
 from eformer.cli import main
 from eformer.model import Rule, default_rules, quantize_model, rules_from_use
-from eformer.ops.quantization import ArrayNF4, formats, register_format
+from eformer.ops.quantization import ArrayNF4, formats, quantize, register_format
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
 PARAMS = {"kernel": jnp.ones((64, 128))}
@@ -19,11 +19,10 @@ PARAMS = {"kernel": jnp.ones((64, 128))}
 
 @pytest.fixture(autouse=True)
 def toy() -> Iterator[None]:
-    """NF4 under another name, with other defaults than "nf4" and an odd block size that "nf4" refuses."""
+    """NF4 under another name, with another block size by default."""
 
-    def encode(array, *, axis: int = -1, width: int = 8, block_size: int = 7) -> ArrayNF4:
-        assert block_size == 7
-        return ArrayNF4.quantize(array, width, axis=axis)
+    def encode(array, *, axis: int = -1, block_size: int = 8) -> ArrayNF4:
+        return ArrayNF4.quantize(array, block_size, axis=axis)
 
     register_format("toy", ArrayNF4, encode)
     yield
@@ -35,23 +34,28 @@ def test_a_model_takes_the_defaults_of_the_format():
     assert (q.block_size, q.axis) == (8, -2)
 
 
-@pytest.mark.parametrize("option", [{}, {"width": 16}], ids=str)
+def test_an_array_takes_the_same_defaults_as_a_model():
+    q, of_model = quantize(PARAMS["kernel"], format="toy", axis=-2), quantize_model(PARAMS, format="toy")["kernel"]
+    assert (q.block_size, q.axis) == (of_model.block_size, of_model.axis)
+
+
+@pytest.mark.parametrize("option", [{}, {"block_size": 16}], ids=str)
 def test_rules_take_them_too(option: dict[str, int]):
     used = rules_from_use(lambda p, x: x @ p["kernel"], PARAMS, jnp.ones((1, 64)), format="toy", **option)
     rules = [[Rule("", "toy", {"axis": -2, **option})], default_rules("toy", **option), used]
     found = [quantize_model(PARAMS, each)["kernel"] for each in rules]
-    assert [(q.block_size, q.axis) for q in found] == [(option.get("width", 8), -2)] * 3
+    assert [(q.block_size, q.axis) for q in found] == [(option.get("block_size", 8), -2)] * 3
 
 
 def test_the_command_line_knows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save(tmp_path / "a", PARAMS)
-    assert main(["quantize", str(tmp_path / "a"), str(tmp_path / "b"), "--format", "toy,width=16"]) == 0
+    assert main(["quantize", str(tmp_path / "a"), str(tmp_path / "b"), "--format", "toy,block_size=16"]) == 0
     assert load(tmp_path / "b")["kernel"].block_size == 16
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["quantize", "--help"])
     text = capsys.readouterr().out
     assert "nf4, toy or keep" in " ".join(text.split())
-    assert "  toy      axis=-1, width=8, block_size=7\n" in text
+    assert "  toy      axis=-1, block_size=8\n" in text
     main(["completion", "bash"])
     assert "nf4 toy keep" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from pathlib import Path
 from eformer.model import SORTS
 
 from ._answer import Answer
-from ._compared import compare_checkpoints
+from ._compare_checkpoints import compare_checkpoints
 from ._output import check_page, page_path, write_page
 from ._progress import showing
 

@@ -11,7 +11,7 @@ from eformer.checkpoint import convert, open_checkpoint
 
 from ._answer import Answer
 from ._arguments import byte_count, target
-from ._compared import totals
+from ._compare_checkpoints import totals
 from ._output import writing_to
 from ._progress import showing
 

@@ -23,7 +23,7 @@ from eformer.model import default_rules, stored_bytes
 
 from ._answer import Answer
 from ._arguments import positive
-from ._compared import compare_checkpoints
+from ._compare_checkpoints import compare_checkpoints
 from ._output import write_page, writing_to
 from ._progress import stage
 from ._timing import interleaved

@@ -8,7 +8,7 @@ from eformer._text import as_bits, as_shape, in_bytes, printable, table
 from eformer.checkpoint import open_checkpoint
 
 from ._answer import Answer
-from ._compared import totals
+from ._compare_checkpoints import totals
 
 HELP = "list the arrays of a checkpoint; reads no data"
 EXAMPLE = """\

@@ -14,7 +14,7 @@ from eformer.model import UnusedRuleWarning
 
 from ._answer import Answer
 from ._arguments import add_format, byte_count, format_names, formats_help, model_rules, rule, target
-from ._compared import compare_checkpoints, largest_dense, totals
+from ._compare_checkpoints import compare_checkpoints, largest_dense, totals
 from ._output import check_page, page_path, write_page, writing_to
 from ._progress import showing
 
