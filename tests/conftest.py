@@ -24,7 +24,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_collection_finish() -> None:
-    """Hide the modules and the thousands of test items from the garbage collector: it took a third of a run's time."""
+    """Keep the garbage collector from walking the modules and the thousands of test items at each full collection."""
     gc.collect()
     gc.freeze()
 
