@@ -106,10 +106,12 @@ EXACT: dict[str, Rule] = {
     "halved": rule(lambda q: q / 2),
 }
 EVERY = [(case, name) for name in EXACT for case in CASES]
+# Ternary with one scale for all is stored as ternary, and its scale moves as that of INT8_ALL: nothing new to compile.
+COMPILED = [(case, name) for case, name in EVERY if case != TENSOR]
 EAGER = [(case, name) for case, name in EVERY if case in (INT8_ROWS, NESTED)]
 
 
-@pytest.mark.parametrize(("case", "name"), EVERY, ids=str)
+@pytest.mark.parametrize(("case", "name"), COMPILED, ids=str)
 def test_agrees_with_dense(case, name):
     q, dense = example(case, SHAPE)
     function = EXACT[name].function
