@@ -1,7 +1,7 @@
-"""Implicit arrays: any JAX function on arrays that are a recipe, by rules per primitive."""
+"""Implicit arrays stand for a dense array without holding it; any JAX function runs on them, by rules per primitive."""
 
 from . import _control as _control  # registers the rules of control flow
-from . import _identity as _identity  # and of what changes no value
+from . import _identity as _identity  # registers the rules of primitives that change no value
 from ._array import Deferred as Deferred
 from ._array import ImplicitArray as ImplicitArray
 from ._array import aux_field as aux_field

@@ -28,7 +28,7 @@ from ._types import Leaf, Tree
 
 
 class _Record(NamedTuple):
-    """What an array keeps besides its fields; like static fields it is part of the tree's structure."""
+    """Facts that an array keeps besides its fields; like static fields they are part of the tree's structure."""
 
     given_shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # and the ranks that the leaves had then
     leaf_dtypes: tuple[np.dtype | None, ...] | None = None  # when it was made; None if it was not constructed
@@ -184,7 +184,7 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
         return self
 
     def leaf_specs(self, spec: PartitionSpec) -> Self | None:
-        """This tree with a `PartitionSpec` for each leaf, such that sharding the leaves so shards the array by `spec`.
+        """This tree with a `PartitionSpec` for each leaf: sharding the leaves by these shards the array by `spec`.
 
         `None` where no such sharding is known; by default only full replication is.
         """
@@ -256,7 +256,7 @@ def _dtype(leaf: object) -> np.dtype | None:
     return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)  # pyright: ignore[reportReturnType]
 
 
-_Static = tuple[tuple[Hashable, ...], _Record]  # values of the static fields, and what the array keeps
+_Static = tuple[tuple[Hashable, ...], _Record]  # values of the static fields, and the record
 _NOTHING = _Record()
 
 

@@ -33,7 +33,7 @@ def _flatten(operands: Sequence[Operand]) -> tuple[list[Value], Structure]:
 def _trace(
     jaxpr: Jaxpr, leaves: Sequence[Value], treedef: Structure, dense_outs: tuple[bool, ...]
 ) -> tuple[jexc.ClosedJaxpr, Structure]:
-    """The jaxpr of the operands' leaves, and the structure of its outputs; `dense_outs` marks those to materialize."""
+    """The jaxpr of the operands' leaves, and the structure of its outputs; `dense_outs` marks dense outputs."""
     avals = tuple(map(jax.typeof, leaves))
     # While `explain` listens each call is traced anew, to be counted.
     trace = _cached_trace if mode.value.recorder is None else _trace_leaves
@@ -43,7 +43,7 @@ def _trace(
 def _trace_leaves(
     jaxpr: Jaxpr, treedef: Structure, avals: tuple[ShapedArray, ...], dense_outs: tuple[bool, ...], *context: object
 ) -> tuple[jexc.ClosedJaxpr, Structure]:
-    del context  # what the trace depends on besides its arguments
+    del context  # keys of the cache: the trace depends on them
 
     def flat(*leaves: Value) -> list[Value]:
         operands = jtu.tree_unflatten(treedef, leaves)

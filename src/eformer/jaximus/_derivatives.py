@@ -89,7 +89,7 @@ def _instantiate(x: Value) -> Value:
 
 
 def _dense_tangent(primal: Value, tangent: Value) -> Value:
-    """The tangent of the dense array, from those of the leaves."""
+    """The tangent of the dense array, from the tangents of the leaves."""
     if not is_implicit(primal):
         return tangent
     if all(isinstance(leaf, SymbolicZero) for leaf in jtu.tree_leaves(tangent)):

@@ -1,4 +1,4 @@
-"""`explain`: what becomes of the implicit arrays in a function."""
+"""`explain`: which primitives of a function meet implicit arrays, which rules serve them, and what is made dense."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._trace import implicit
 
 
 class Explanation(tuple[tuple[Met, int, int], ...]):
-    """Rows of (what was met, how often, the dense bytes it cost); prints as a table."""
+    """Rows of (primitive, classes and rule; how often; dense bytes); prints as a table."""
 
     def __repr__(self) -> str:
         if not self:
@@ -39,9 +39,8 @@ class Explanation(tuple[tuple[Met, int, int], ...]):
 def explain(function: Callable[..., Any]) -> Callable[..., Explanation]:
     """`explain(f)(*args)`: each primitive that meets an implicit array in `implicit(f)(*args)`, and what served it.
 
-    The rows are (what was met, how often, dense bytes); printed, they are a table. `f` is only traced, not run, so a
-    large model costs nothing to explain; if `f` branches on values it is run. What a scan repeats is counted as often
-    as it runs; the body of a `while_loop`, whose length is not known, once.
+    `f` is only traced, not run, so a large model costs nothing to explain; if `f` branches on values it is run. The
+    body of a scan is counted as often as it runs; the body of a `while_loop`, whose length is not known, once.
     """
 
     @functools.wraps(function)

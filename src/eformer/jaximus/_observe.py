@@ -1,4 +1,4 @@
-"""What the engine tells about itself: which rule served which primitive, and what was made dense."""
+"""Observing the engine: which rule served which primitive, and which arrays were made dense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules: which function runs a primitive on which arrays, and what happens when there is none."""
+"""Rules: which function runs a primitive on which arrays; without one, the arrays are materialized."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def register(primitive: Primitive | str, *, precedence: int = 0) -> Callable[[Ha
 
     The handler is called as `handler(primitive, *operands, **params)`, with implicit and dense operands as they are,
     and returns what the primitive would: arrays of that shape and dtype, dense or implicit. Unions admit each member.
-    A handler that does not want the primitive leaves it out: its first argument is then annotated as an operand.
-    Of several rules the one with the highest `precedence` runs, of these the one that names the operands' classes most
-    closely, the latest of equals first; it may return `NotImplemented`, and the next is asked. If none is left, the
+    A handler that has no use for the primitive leaves it out: its first argument is then annotated as an operand.
+    Several rules are asked in order: the highest `precedence` first, then the rule that names the operands' classes
+    most closely, then the latest. A rule that returns `NotImplemented` passes on to the next. If none is left, the
     operands are materialized.
 
     Register at import time: traces that `jax.jit` has cached keep the rules they were made with.

@@ -1,4 +1,4 @@
-"""State: what a function writes into its arguments is kept, although it may run on copies of them.
+"""State: writes of a function to its arguments are kept, although the function may run on copies of them.
 
 `implicit` puts a tracer in place of each implicit array, so it copies every container on the way to one: dicts, lists,
 modules, the variables of modules. Containers without implicit arrays are passed as they are. After the call, also after
@@ -20,7 +20,7 @@ from ._types import Structure
 
 _PLAIN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, type(None))
 _MISSING = object()
-Node: TypeAlias = Any  # a container, or what it holds
+Node: TypeAlias = Any  # a container, or an element of one
 Contents: TypeAlias = Mapping[Any, Node]  # by index, key or attribute
 
 
@@ -31,7 +31,7 @@ class _Copy(NamedTuple):
 
 
 class Loan:
-    """The arguments of one call: `lend` gives what the function gets, `give_back` what it changed.
+    """The arguments of one call: `lend` makes copies for the function, `give_back` copies its changes to the originals.
 
     `wrap` makes a tracer of an implicit array; `unwrap` makes an implicit array of a tracer, and gives None for all
     else. An object that occurs twice stays one object.
@@ -42,7 +42,7 @@ class Loan:
         self._lent: list[Node] = []
         self._copies: dict[int, _Copy] = {}  # by the id of the original
         self._originals: dict[int, Node] = {}  # by the id of the copy
-        self._restored: dict[int, tuple[Node, Node]] = {}  # by id: the value, kept alive, and what became of it
+        self._restored: dict[int, tuple[Node, Node]] = {}  # by id: the value, kept alive, and its replacement
 
     def lend(self, tree: Node) -> Node:
         """`tree` with a tracer in place of each implicit array; the tree itself if there is none."""
@@ -79,7 +79,7 @@ class Loan:
         return copy
 
     def give_back(self) -> None:
-        """Make every change to a copy in its original, and take the tracers out of what the function was lent."""
+        """Make every change to a copy in its original, and take tracers out of the containers that were not copied."""
         for original, copy, before in list(self._copies.values()):
             after = _contents(copy) if before else {}
             changed = [name for name, value in after.items() if name not in before or before[name] is not value]
@@ -98,7 +98,7 @@ class Loan:
         if id(value) in self._originals:
             return self._originals[id(value)]
         if id(value) not in self._restored:
-            self._restored[id(value)] = (value, value)  # what refers to itself ends here
+            self._restored[id(value)] = (value, value)  # ends the recursion of a container that holds itself
             self._restored[id(value)] = (value, self._restored_container(value))
         return self._restored[id(value)][1]
 
@@ -189,7 +189,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def _update(target: Node, contents: Contents, changed: Sequence[Any], removed: Sequence[Any]) -> None:
-    """Give `target` those of the `contents` that changed, and take away what was removed.
+    """Set the changed entries or attributes of `target` to their values in `contents`, and delete the removed ones.
 
     Attributes are set as the function itself would have set them, so that a class which forbids it can object.
     """
@@ -201,7 +201,9 @@ def _update(target: Node, contents: Contents, changed: Sequence[Any], removed: S
         target.update((key, contents[key]) for key in changed)
     else:
         names = {name[0] if isinstance(name, tuple) else name for name in (*changed, *removed)}
-        for name in sorted(names, key=lambda name: name.startswith("_")):  # what a class keeps by itself comes last
+        for name in sorted(
+            names, key=lambda name: name.startswith("_")
+        ):  # private attributes, which a class may set itself, come last
             if name not in contents:
                 delattr(target, name)
             elif not _equal(_own(target, name), contents[name]):

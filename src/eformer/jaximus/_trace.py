@@ -184,7 +184,7 @@ def _sharded(operand: ImplicitArray, spec: PartitionSpec, mesh: Mesh | AbstractM
 
 
 def _serving(primitive: Primitive, operands: Sequence[Value]) -> AbstractContextManager[None]:
-    """Around what this file does for a primitive: the dense copies made inside are put down to it."""
+    """Around the work for a primitive in this file: the dense copies made inside are put down to it."""
     return serving(primitive, tuple(dict.fromkeys(type(o) for o in operands if is_implicit(o))), "materialize")
 
 
@@ -195,8 +195,8 @@ def unwrap(x: Value) -> Value:
 def implicit(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, taking implicit arrays wherever it takes arrays, as arguments or from its closure.
 
-    Each primitive that meets one goes to the rule registered for it, else to the dense array; the result is what dense
-    arrays would have given, and may be implicit itself where a rule says so (a transpose, say). Composes with
+    Each primitive that meets one runs by the rule registered for it; without a rule the array is made dense. The result
+    is that of dense arrays, and may be implicit itself where a rule returns such (a transpose, say). It composes with
     every JAX transformation, inside and outside.
     """
 
@@ -246,7 +246,7 @@ _ARRAYS = (ArrayManners, jax.Array, np.ndarray, np.generic, int, float, complex)
 def matmul(lhs: Value, rhs: Value) -> Value:
     """`lhs @ rhs` by the rules; compiled if nothing is traced, as dispatch in Python takes longer than the matmul."""
     if not (isinstance(lhs, _ARRAYS) and isinstance(rhs, _ARRAYS)):
-        return apply(operator.matmul, lhs, rhs)  # JAX refuses, or the other operand's type knows what to do
+        return apply(operator.matmul, lhs, rhs)  # JAX refuses, or the type of the other operand takes it
     if trace_ctx.trace is eval_trace and mode.value.recorder is None:
         return _compiled_matmul(lhs, rhs)
     check_matmul(lhs, rhs)
@@ -269,7 +269,7 @@ def _trace_on(parent: Trace) -> ImplicitTrace:
     return _ON_EVALUATION if parent is eval_trace else ImplicitTrace(parent)
 
 
-# JAX caches what it traces per trace object: evaluation, which never ends, always gets the same one.
+# JAX caches programs per trace object: evaluation, which never ends, always gets the same one.
 _ON_EVALUATION = ImplicitTrace(eval_trace)
 
 
@@ -303,7 +303,7 @@ def abstract_value(array: ImplicitArray) -> ShapedArray:
 
 @functools.lru_cache(maxsize=4096)
 def _sharded_abstract_value(treedef: Structure, avals: tuple[ShapedArray, ...], mesh: AbstractMesh) -> ShapedArray:
-    del mesh  # part of what the answer depends on
+    del mesh  # a key of the cache: the answer depends on it
     with unobserved():
         (out,) = jax.make_jaxpr(lambda *leaves: jtu.tree_unflatten(treedef, leaves).materialize())(*avals).out_avals
     return out
@@ -352,7 +352,7 @@ def constants_as_arguments(jaxpr: jexc.ClosedJaxpr) -> tuple[jexc.Jaxpr, Sequenc
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a `scan` are constants, and how many are carried; removes what says so from `params`."""
+    """How many operands of a `scan` are constants, and how many are carried; takes these counts out of `params`."""
     if "ft_in" in params:  # JAX >= 0.12
         del params["ft_out"]
         consts, carry, _ = params.pop("ft_in").unpack()

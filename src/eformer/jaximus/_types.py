@@ -8,5 +8,5 @@ Tree: TypeAlias = Any  # a pytree of any structure, a lone array too
 Structure: TypeAlias = Any  # a `jax.tree_util.PyTreeDef`, which is a variable to type checkers
 Device: TypeAlias = Any  # a `jax.Device`, which is one too
 Leaf: TypeAlias = Any  # of an implicit array: a dense or implicit one, or whatever JAX puts into a tree in between
-Value: TypeAlias = Any  # what JAX hands to a trace: tracers, dense arrays, numbers
+Value: TypeAlias = Any  # an operand or result: implicit or dense array, tracer, number
 Annotation: TypeAlias = Any  # a class, a union, `Any` itself

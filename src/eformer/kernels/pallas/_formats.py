@@ -1,4 +1,4 @@
-"""The formats that the kernels know, in one table, and what becomes of their scales."""
+"""The table of formats that the kernels know, and where their scales are applied."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class _Plan(NamedTuple):
 
 
 def default_tiles(matrix: Matrix, contracted_axis: int, m: int) -> Tiles:
-    """Small enough that nothing spills on A100 and H100: `tests/accelerators` looks at what ptxas says."""
+    """Small enough that nothing spills on A100 and H100: `tests/accelerators` compiles them with ptxas."""
     if m <= 16:
         return Tiles(16, 32, 64)
     several = matrix.packed_axis == contracted_axis and FORMATS[matrix.format].codes_per_byte > 1
