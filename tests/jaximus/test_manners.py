@@ -486,3 +486,11 @@ def test_bytes_on_devices_are_those_stored():
 def test_setting_an_item_says_what_works(getkey):
     with pytest.raises(TypeError, match=r"`q.at\[index\].set\(value\)` makes another"):
         scaled(getkey(), (4, 6))[0, 0] = 1
+
+
+OWN = {"materialize", "commute_ops", "warn_on_materialize", "is_stacked", "leaf_specs"}
+
+
+def test_completion_shows_the_manners_of_an_array():
+    public = {name for name in dir(ImplicitArray) if not name.startswith("_")}
+    assert public - {*dir(jnp.ones(1))} == OWN

@@ -123,7 +123,7 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
             )
         self._keep(leaf_dtypes=tuple(map(_dtype, jtu.tree_leaves(self))))
 
-    def check_leaves(self) -> None:
+    def _check_leaves(self) -> None:
         """Raise if the leaves have other dtypes than when the array was made; every use of the array checks this.
 
         A function that maps over all leaves of a tree reaches codes and scales, and may leave them without a meaning.
@@ -147,7 +147,7 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
                     f"`tree_cast`, `tree_norm`, `tree_average` and `tree_size` do what people most often want"
                 )
 
-    def vmap_error(self, leaf: jax.Array, axis: int) -> str | None:
+    def _vmap_error(self, leaf: jax.Array, axis: int) -> str | None:
         """Why `jax.vmap` must not take `axis` of this leaf, in words; None if it may. `leaf` is without the axis."""
         del leaf, axis
         return None
@@ -175,11 +175,11 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
         """
         return derive_stacked(self)
 
-    def deferred(self) -> ImplicitArray | Deferred:
+    def _deferred(self) -> ImplicitArray | Deferred:
         """What to pass into a separately traced function: this array, or a cheaper one it can be rebuilt from there."""
         return self
 
-    def divisible(self) -> ImplicitArray:
+    def _divisible(self) -> ImplicitArray:
         """An equal array whose leaves can be sharded as the array is, if this one's can't."""
         return self
 
@@ -230,7 +230,7 @@ def materialize(tree: Tree) -> Tree:
 def _checked_materialize(function: Callable[[ImplicitArray], jax.Array]) -> Callable[[ImplicitArray], jax.Array]:
     @functools.wraps(function)
     def materialize(self: ImplicitArray) -> jax.Array:
-        self.check_leaves()
+        self._check_leaves()
         note_materialized(self)
         dense = function(self)
         if getattr(dense, "weak_type", False):  # the array has a dtype, whatever Python numbers it is made from
@@ -288,7 +288,7 @@ def _unflatten(cls: type[ImplicitArray], static: _Static, children: Iterable[Lea
     attributes.update(zip(cls._data_fields, children, strict=True))
     attributes.update(zip(cls._static_fields, values, strict=True))
     attributes["_kept"] = record
-    if cls.vmap_error is not ImplicitArray.vmap_error and record.misuse is None:
+    if cls._vmap_error is not ImplicitArray._vmap_error and record.misuse is None:
         for leaf in children:
             if isinstance(leaf, Tracer) and hasattr(type(leaf), "batch_dim"):  # the tracers of `vmap` have it
                 _note_misuse(array, leaf)
@@ -299,7 +299,7 @@ def _note_misuse(array: ImplicitArray, leaf: Tracer) -> None:
     """Keep why `vmap` should not have taken an axis off the leaf, if it should not."""
     from ._trace import vmapped_axes  # the trace is built on this class
 
-    errors = (array.vmap_error(each, axis) for each, axis in vmapped_axes(leaf))
+    errors = (array._vmap_error(each, axis) for each, axis in vmapped_axes(leaf))
     if (error := next(filter(None, errors), None)) is not None:
         array._keep(misuse=error)
 

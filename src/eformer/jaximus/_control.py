@@ -27,7 +27,7 @@ def _run(jaxpr: Jaxpr, operands: Sequence[Operand]) -> list[Value]:
 
 
 def _flatten(operands: Sequence[Operand]) -> tuple[list[Value], Structure]:
-    return jtu.tree_flatten(tuple(o.deferred() if is_implicit(o) else o for o in operands))
+    return jtu.tree_flatten(tuple(o._deferred() if is_implicit(o) else o for o in operands))
 
 
 def _trace(

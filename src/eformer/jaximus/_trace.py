@@ -103,7 +103,7 @@ class ImplicitTrace(Trace):
     def wrap(self, x: Value) -> Value:
         if not isinstance(x, ImplicitArray):
             return x
-        x.check_leaves()
+        x._check_leaves()
         return ImplicitTracer(self, x)
 
     def stage_value(self, val: Value) -> Value:
@@ -176,7 +176,7 @@ class ImplicitTrace(Trace):
 def _sharded(operand: ImplicitArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[Value, Tree]:
     """An equal operand whose leaves `shard_map` can shard, and a tree of their specs; dense where there is none."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh):
-        for form in (operand, operand.divisible()):
+        for form in (operand, operand._divisible()):
             leaf_specs = form.leaf_specs(spec)
             if leaf_specs is not None:
                 return form, leaf_specs

@@ -71,7 +71,7 @@ class LeafwiseArray(MatmulOperand):
         """`values` and `scale`, of this array's rank, with `values * scale == decode()`; a scale of None is 1."""
         return self.decode(), None
 
-    def deferred(self) -> ImplicitArray | Deferred:
+    def _deferred(self) -> ImplicitArray | Deferred:
         if self._moved_from is None:
             return self
         origin, permutation = self._moved_from
@@ -90,7 +90,7 @@ class LeafwiseArray(MatmulOperand):
         """An equal array without leaves that have another rank."""
         return self
 
-    def divisible(self) -> Self:
+    def _divisible(self) -> Self:
         return self._single()
 
     def of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
@@ -145,7 +145,7 @@ class LeafwiseArray(MatmulOperand):
         lengths = {leaf.shape[:1] for leaf in jtu.tree_leaves(self)}
         return self.ndim > 0 and not self._is_blocked(0) and lengths == {self.shape[:1]}
 
-    def vmap_error(self, leaf: Any, axis: int) -> str | None:
+    def _vmap_error(self, leaf: Any, axis: int) -> str | None:
         packed = getattr(self, "axis", None)  # counted from the end
         codes = getattr(self, self.code_fields[0])
         if not isinstance(packed, int) or axis <= leaf.ndim + packed or leaf.ndim < getattr(codes, "ndim", 0):

@@ -157,7 +157,7 @@ class ArrayNF4(PackedArray):
             return super()._stored_scales()
         return self.absmax, self.nested, self.offset, jnp.asarray(reference.dynamic_map())
 
-    def divisible(self) -> Self:
+    def _divisible(self) -> Self:
         if self.nested is None or self.offset is None:
             return self
         return self._with_absmax(reference.decode_dynamic_matrix(self.absmax, self.nested, self.offset))

@@ -75,14 +75,14 @@ def _by_kernel(kernel: Kernel, x: jax.Array, *leaves: jax.Array, static: Static)
 
 def _in_xla(x: jax.Array, *leaves: jax.Array, static: Static, in_tiles: bool = True) -> jax.Array:
     """The matmul in XLA's operations. Without `in_tiles` XLA can partition it; it would gather the tiles of a loop."""
-    q = static.array(leaves) if in_tiles else static.array(leaves).divisible()
+    q = static.array(leaves) if in_tiles else static.array(leaves)._divisible()
     with serving(matmul_p, (type(q),), __name__):
         return matmul_in_xla(q, x, static.contracted_axis, in_tiles=in_tiles).astype(static.dtype)
 
 
 def _over_devices(x: jax.Array, *leaves: jax.Array, static: Static, devices: Sequence[object]) -> jax.Array:
     """The matmul in which each device multiplies its shards, by the kernel that it would use alone."""
-    q = static.array(leaves).divisible()
+    q = static.array(leaves)._divisible()
     contracted_axis, dtype = static.contracted_axis, static.dtype
     axes = ("count", SUMMED, "n") if contracted_axis == 0 else ("count", "n", SUMMED)
     rows = tuple(Dim(f"row{i}") for i in range(x.ndim - 2))

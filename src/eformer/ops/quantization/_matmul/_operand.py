@@ -35,7 +35,7 @@ class MatmulOperand(QuantizedArray):
     def of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
         """The shard of this array that has these shards of the leaves, whose grains may be smaller than before."""
 
-    def divisible(self) -> Self:
+    def _divisible(self) -> Self:
         """An equal array that has only `named_leaves`, computed without communication between devices."""
         return self
 
