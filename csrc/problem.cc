@@ -43,7 +43,7 @@ bool HasAmx() { return false; }
 // What this processor can run, the best first.
 std::vector<const InstructionSet*> FindInstructionSets() {
   std::vector<const InstructionSet*> found;
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(EFORMER_PORTABLE)
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #if defined(EFORMER_EMULATE_AVX512)

@@ -1,0 +1,50 @@
+"""The page "Add a format" of CONTRIBUTING, followed in a scratch copy: its two files are all that a format needs."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = re.search(r"^## Add a format$(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^```(?:py|cpp)\n(?:#|//) (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # its path, its text
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> None:
+    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+
+
+@pytest.mark.skipif(not shutil.which("cmake"), reason="builds the native core")
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "c++")), reason="builds the native core")
+def test_two_files_add_a_format(tmp_path: Path):
+    assert PAGE is not None
+    files = FILE.findall(PAGE[1])
+    assert [Path(name).suffix for name, _ in files] == [".py", ".h"]
+    copy, build = tmp_path / "copy", tmp_path / "build"
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    for folder in ("src", "csrc", "tests"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
+    for name in ("CMakeLists.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, copy)
+    for name, text in files:
+        assert not (copy / name).exists()
+        (copy / name).write_text(text)
+    run(
+        "cmake", "-S", copy, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-DEFORMER_PORTABLE=ON", cwd=tmp_path
+    )
+    run("cmake", "--build", build, "--parallel", "2", cwd=tmp_path)
+    shutil.copy(next(build.glob("_native*.so")), copy / "src/eformer/kernels/cpu")
+    # `-S` leaves out the installed package, whose place a file in site-packages tells.
+    packages = Path(np.__file__).parents[1]
+    checks = ["tests/added_format.py", "tests/quantization/test_conformance.py"]
+    run(
+        *(sys.executable, "-S", "-m", "pytest", "-q", "-n", "0", "-k", "int3", *checks),
+        cwd=copy,
+        PYTHONPATH=f"{copy / 'src'}{os.pathsep}{packages}",
+    )
