@@ -1,4 +1,4 @@
-// The tile registers of AMX, or what stands for them on a processor that has none, in a build that is to test the rest.
+// The tile registers of AMX, or their emulation in a build that tests the rest on a processor without them.
 #pragma once
 
 #include "simd.h"
@@ -50,7 +50,7 @@ static inline void MultiplyEmulated(int sums, int a, int b) {
   }
 }
 
-// To the nearest, of two equally near the even one.
+// Rounds to the nearest, and ties to even.
 static inline uint32_t ToBfloat(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -58,7 +58,7 @@ static inline uint32_t ToBfloat(float value) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// Sixteen pairs of bfloat16: the first in the lower halves of words.
+// Stores sixteen pairs of bfloat16, the first of each in the lower half of a word.
 static inline void StorePairs(uint16_t* to, Vec first, Vec second) {
   for (int i = 0; i < kLanes; ++i) {
     const uint32_t pair = ToBfloat(first[i]) | ToBfloat(second[i]) << 16;
@@ -77,10 +77,10 @@ static inline void StorePairs(uint16_t* to, Vec first, Vec second) {
 
 #endif
 
-// GCC does not know that tiles are loaded from memory: what was stored before must be there.
+// Makes GCC finish earlier stores: it does not know that tiles are loaded from memory.
 static inline void FinishStores() { asm volatile("" ::: "memory"); }
 
-// Eight tiles of 16 rows of 64 bytes, while this lives.
+// Configures eight tiles of 16 rows of 64 bytes, for as long as this lives.
 struct Tiles {
   Tiles() {
     struct alignas(64) {

@@ -8,7 +8,7 @@ namespace eformer::EFORMER_ISA {
 
 constexpr int64_t kRunValues = 2 * kStripSize;  // decoded at a time: a whole number of bytes in every plane
 
-// Loads the 32 bytes from `codes` on, of which `present` can be read; the rest is 0.
+// Loads the 32 bytes from `codes` on. Only `present` of them can be read; the rest is 0.
 static inline Bytes LoadSome(const uint8_t* codes, int64_t present) {
   if (present >= kStripSize) return LoadBytes(codes);
   Bytes found{};
@@ -42,7 +42,7 @@ static inline int FirstBit(int bits, int64_t row) {
   return bits * (Format::kHighBitsFirst ? 8 / bits - 1 - place : place);
 }
 
-// Adds the bits that a plane has of 64 codes of a row, from column `c` on, of which `present` are in the matrix.
+// Adds the bits that a plane has of 64 codes of a row, from column `c` on; only `present` of them are in the matrix.
 template <class Format, int kPlane = 0, int kBelow = 0>
 EFORMER_INLINE void AddPlanes(const Matrix& m, int64_t row, int64_t c, int64_t present, Bytes (&codes)[2]) {
   constexpr int kBits = Format::kPlaneBits[kPlane], kPerByte = 8 / kBits;
@@ -66,7 +66,7 @@ EFORMER_INLINE void AddPlanes(const Matrix& m, int64_t row, int64_t c, int64_t p
   if constexpr (kPlane + 1 < kPlanes<Format>) AddPlanes<Format, kPlane + 1, kBelow + kBits>(m, row, c, present, codes);
 }
 
-// The values of 32 codes, the lowest bits of which start at `first_bit` of each byte.
+// The values of 32 codes, which start at `first_bit` of each byte.
 template <class Format>
 static inline Strip ValuesOf(const LoadedTable& table, const uint8_t* codes, int first_bit) {
   if constexpr (kHasTable<Format>) {
@@ -104,7 +104,7 @@ EFORMER_INLINE void ScaleAll(float scale, Strip (&values)[2]) {
   for (Strip& half : values) half = Times(half, Spread(scale));
 }
 
-// Multiplies by `scale`, of which `present` entries can be read.
+// Multiplies by `scale`; only `present` of its entries can be read.
 EFORMER_INLINE void ScaleEach(const float* scale, int64_t present, Strip (&values)[2]) {
   float some[kRunValues] = {};
   if (present < kRunValues) {

@@ -64,7 +64,7 @@ constexpr int64_t kXPadding = 64;        // zeros that follow each row of x for 
 constexpr int64_t kSliceColumns = 4096;  // columns of the result in a call of `row_matmul`: their sums stay in L1
 constexpr int64_t kDepthStep = 64;       // the contracted axis is cut at multiples of this, and at whole blocks
 constexpr int64_t kPanelColumns = 64;    // columns of the result in a panel: the values that are decoded at a time
-constexpr int64_t kFewRows = 16;         // up to so many rows of x, decoding takes as long as multiplying
+constexpr int64_t kFewRows = 16;         // for fewer rows of x, decoding takes as long as multiplying
 constexpr int64_t kChunkRows = 240;      // rows of x in a call of `matmul`: their sums stay in L2
 
 // Splits rows of x into groups that share a register tile: as few as possible, of sizes as equal as possible. The

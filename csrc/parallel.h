@@ -11,8 +11,8 @@
 
 namespace eformer {
 
-// Calls body(i) for 0 <= i < count. The calling thread works too, so the loop ends also when the pool is busy. Throws
-// std::bad_alloc, when all calls are over, if one of them threw something.
+// Calls body(i) for 0 <= i < count. The calling thread works too, so the loop also ends if the pool is busy. Throws
+// std::bad_alloc after all calls if one of them threw.
 template <class Body>
 void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
@@ -25,7 +25,7 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
     std::atomic<int64_t> done{0};
     std::atomic<bool> failed{false};
     int64_t count;
-    const Body* body;  // lives as long as there is an `i` that is not done
+    const Body* body;  // valid until every `i` is done
   };
   auto state = std::make_shared<State>();
   state->count = count;

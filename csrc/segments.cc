@@ -1,5 +1,5 @@
-// x times a matrix of bits, or the difference of two, by Redundant Segment Reduction (arXiv 2411.06360): of each block
-// of k columns, elements of x that meet the same k bits are summed first.
+// x @ a matrix of bits, or the difference of two, by Redundant Segment Reduction (arXiv 2411.06360): for each block of
+// k columns, the elements of x whose rows have the same k bits are summed first.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -12,17 +12,16 @@
 namespace eformer {
 namespace {
 
-constexpr int64_t kBlocksAtOnce = 8;
-constexpr int kRows = 8;  // of x at a time: their sums lie side by side
+constexpr int64_t kTaskBlocks = 8;
+constexpr int kVectorRows = 8;  // rows of x in a vector
 
-typedef float Rows __attribute__((vector_size(4 * kRows)));
+typedef float RowVector __attribute__((vector_size(4 * kVectorRows)));
 
-// y[j] = the sum of x[i] over all i whose codes[0][i] has bit j, the highest first, less those of codes[1]. `sums`
-// holds 2^k values: bits of a code beyond k do not count, as they do not in reference.py. Zeros are multiplied too, so
-// that infinities give NaN where they do in a dense product.
+// y[j] = the sum of x[i] over all i whose codes[0][i] has bit j, the highest first, minus the same for codes[1]. `sums`
+// has room for 2^k values; a code is masked to its k bits, as in reference.py. Elements without the bit are multiplied
+// by 0, so that infinities give NaN as in a dense matmul.
 template <class Value, class Code>
-void SegmentProduct(const Value* x, int64_t n, const std::vector<const Code*>& codes, int64_t k, Value* sums,
-                    Value* y) {
+void SegmentMatmul(const Value* x, int64_t n, const std::vector<const Code*>& codes, int64_t k, Value* sums, Value* y) {
   const unsigned mask = (1u << k) - 1;
   std::fill(sums, sums + mask + 1, Value{});
   const Code* first = codes[0];
@@ -56,28 +55,28 @@ struct Call {
 
 template <class Value, class Code>
 void Run(ffi::ThreadPool& pool, const Call& c) {
-  constexpr int64_t kWide = sizeof(Value) / sizeof(float);
-  const int64_t groups = CeilDiv(c.rows, kWide), tasks = CeilDiv(c.blocks, kBlocksAtOnce);
+  constexpr int64_t kLanes = sizeof(Value) / sizeof(float);
+  const int64_t groups = CeilDiv(c.rows, kLanes), tasks = CeilDiv(c.blocks, kTaskBlocks);
   const std::unique_ptr<Value[]> packed(new Value[c.count * groups * c.n]());
   float* to = reinterpret_cast<float*>(packed.get());
   for (int64_t row = 0; row < c.count * c.rows; ++row) {
-    const int64_t group = row / c.rows * groups + row % c.rows / kWide, lane = row % c.rows % kWide;
-    for (int64_t i = 0; i < c.n; ++i) to[(group * c.n + i) * kWide + lane] = c.x[row * c.n + i];
+    const int64_t group = row / c.rows * groups + row % c.rows / kLanes, lane = row % c.rows % kLanes;
+    for (int64_t i = 0; i < c.n; ++i) to[(group * c.n + i) * kLanes + lane] = c.x[row * c.n + i];
   }
   ParallelFor(pool, c.count * tasks, [&](int64_t task) {
     const std::unique_ptr<Value[]> sums(new Value[int64_t{1} << c.k]);
     std::vector<Value> y(c.k);
-    const int64_t matrix = task / tasks, start = task % tasks * kBlocksAtOnce;
-    for (int64_t block = start; block < std::min(c.blocks, start + kBlocksAtOnce); ++block) {
+    const int64_t matrix = task / tasks, start = task % tasks * kTaskBlocks;
+    for (int64_t block = start; block < std::min(c.blocks, start + kTaskBlocks); ++block) {
       std::vector<const Code*> codes;
       for (const void* of_all : c.codes)
         codes.push_back(static_cast<const Code*>(of_all) + (matrix * c.blocks + block) * c.n);
       for (int64_t group = 0; group < groups; ++group) {
-        SegmentProduct(&packed[(matrix * groups + group) * c.n], c.n, codes, c.k, sums.get(), y.data());
+        SegmentMatmul(&packed[(matrix * groups + group) * c.n], c.n, codes, c.k, sums.get(), y.data());
         const float* found = reinterpret_cast<const float*>(y.data());
-        for (int64_t lane = 0; lane < std::min(kWide, c.rows - group * kWide); ++lane) {
-          float* out = c.y + ((matrix * c.rows + group * kWide + lane) * c.blocks + block) * c.k;
-          for (int64_t j = 0; j < c.k; ++j) out[j] = found[j * kWide + lane];
+        for (int64_t lane = 0; lane < std::min(kLanes, c.rows - group * kLanes); ++lane) {
+          float* out = c.y + ((matrix * c.rows + group * kLanes + lane) * c.blocks + block) * c.k;
+          for (int64_t j = 0; j < c.k; ++j) out[j] = found[j * kLanes + lane];
         }
       }
     }
@@ -116,8 +115,8 @@ ffi::Error SegmentsImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingAr
   if (auto error = CheckResult(*y, call.count, call.rows, width, results); error.failure()) return error;
   if (results == 0) return ffi::Error::Success();
   const bool one = call.rows == 1;
-  const auto run =
-      k <= 8 ? (one ? Run<float, uint8_t> : Run<Rows, uint8_t>) : (one ? Run<float, uint16_t> : Run<Rows, uint16_t>);
+  const auto run = k <= 8 ? (one ? Run<float, uint8_t> : Run<RowVector, uint8_t>)
+                          : (one ? Run<float, uint16_t> : Run<RowVector, uint16_t>);
   run(pool, call);
   return ffi::Error::Success();
 }

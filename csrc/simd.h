@@ -248,7 +248,7 @@ static inline Strip FromInt8(const int8_t* p) {
 // Looks up the lowest two bits of `codes >> shift`, for kLanes bytes.
 static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
   float table[16];
-  for (int i = 0; i < 16; ++i) table[i] = values[i % 4];  // so that higher bits do not count
+  for (int i = 0; i < 16; ++i) table[i] = values[i % 4];  // repeated, so that higher bits do not matter
   return LookUp(_mm512_loadu_ps(table), ToWords(codes) >> shift);
 }
 
