@@ -38,7 +38,7 @@ class QuantizedArray(ImplicitArray):
     use_kernel: bool = aux_field(default=True, kw_only=True)
     activation_dtype: str | None = aux_field(default=None, kw_only=True)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         cls.rules = {name: rule for base in reversed(cls.__mro__) for name, rule in vars(base).get("rules", {}).items()}
 
@@ -177,21 +177,14 @@ class QuantizedArray(ImplicitArray):
         """`with_sharding` by another name."""
         return self.with_sharding(sharding)
 
-    def with_mesh_and_axis(self, mesh_and_axis: tuple[Mesh, PartitionSpec | Sequence[Any] | str | None]) -> Self:
+    def with_mesh_and_axis(self, mesh_and_axis: tuple[Mesh, PartitionSpec | Sequence[str | None] | str | None]) -> Self:
         """`with_sharding` over a mesh; the spec may be None (replicated), a `PartitionSpec`, a tuple, or one axis."""
         if not isinstance(mesh_and_axis, (tuple, list)) or len(mesh_and_axis) != 2:
             raise TypeError(f"with_mesh_and_axis takes a pair (mesh, axes), got {mesh_and_axis!r}")
         mesh, axes = mesh_and_axis
-        if axes is None:
-            spec = PartitionSpec()
-        elif isinstance(axes, PartitionSpec):
-            spec = axes
-        elif isinstance(axes, str):
-            spec = PartitionSpec(axes)
-        elif isinstance(axes, (tuple, list)):
-            spec = PartitionSpec(*axes)
-        else:
+        if axes is not None and not isinstance(axes, (PartitionSpec, str, tuple, list)):
             raise TypeError(f"the axes must be None, a PartitionSpec, a tuple or a str, got {axes!r}")
+        spec = PartitionSpec(axes) if isinstance(axes, str) else PartitionSpec(*(axes or ()))
         return self.with_sharding(named_sharding(mesh, spec))
 
 

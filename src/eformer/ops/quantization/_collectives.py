@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import jax
 from jax import lax
@@ -10,21 +10,30 @@ from jax.extend.core import Primitive
 
 from eformer.jaximus import register
 
-from ._leafwise import ALL, LeafwiseArray, replaced
+from ._leafwise import ALL, LeafwiseArray, Moved, replaced
 from ._movement import inserted
 
+AxisName = Hashable  # a name, or several
+Groups = Sequence[Sequence[int]] | None
 _TYPED = {"all_gather": "varying", "all_gather_invariant": "invarying"}  # whether devices may differ in the result
 
 
 def _gathered(
-    primitive: Primitive, q: LeafwiseArray, *, all_gather_dimension: int, axis_name: Any, tiled: bool, **params: object
-) -> Any:
-    q, axis, groups = q._single(), all_gather_dimension, params.get("axis_index_groups")
+    primitive: Primitive,
+    q: LeafwiseArray,
+    *,
+    all_gather_dimension: int,
+    axis_name: AxisName,
+    tiled: bool,
+    axis_index_groups: Groups = None,
+    **params: object,
+) -> Moved:
+    del params
+    q, axis, groups = q._single(), all_gather_dimension, axis_index_groups
     count = _group_size(axis_name, groups)
     gather = {"axis": axis, "tiled": tiled, "axis_index_groups": groups, "to": _TYPED[primitive.name]}
     if not tiled:
-        leaves = {name: lax.all_gather(leaf, axis_name, **gather) for name, leaf in q.named_leaves().items()}
-        return q._rebuilt(leaves, *inserted(q, axis, count))
+        return q._mapped_to(lambda _, leaf: lax.all_gather(leaf, axis_name, **gather), *inserted(q, axis, count))
     parts = _joinable(q, axis, axis_name)
     if parts is None:
         return NotImplemented
@@ -38,10 +47,17 @@ for _name in _TYPED:
 
 @register("all_to_all")
 def all_to_all(
-    primitive: Primitive, q: LeafwiseArray, *, axis_name: Any, split_axis: int, concat_axis: int, **params: object
-) -> Any:
-    del primitive
-    q, groups = q._single(), params.get("axis_index_groups")
+    primitive: Primitive,
+    q: LeafwiseArray,
+    *,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    axis_index_groups: Groups = None,
+    **params: object,
+) -> Moved:
+    del primitive, params
+    q, groups = q._single(), axis_index_groups
     count = _group_size(axis_name, groups)
     length = q.shape[split_axis] // count
     parts = _joinable(q, concat_axis, axis_name)
@@ -60,11 +76,11 @@ def all_to_all(
     return q._rebuilt({name: moved(name, *part) for name, part in parts.items()}, shape)
 
 
-def _group_size(axis_name: Any, groups: Any) -> int:
+def _group_size(axis_name: AxisName, groups: Groups) -> int:
     return lax.axis_size(axis_name) if groups is None else len(groups[0])
 
 
-def _joinable(q: LeafwiseArray, axis: int, axis_name: Any) -> dict[str, tuple[jax.Array, bool]] | None:
+def _joinable(q: LeafwiseArray, axis: int, axis_name: AxisName) -> dict[str, tuple[jax.Array, bool]] | None:
     """The leaves that devices can join along `axis`, each with whether all devices share its one entry.
 
     None where a block would be cut, or a leaf become as large as the array.
@@ -76,7 +92,7 @@ def _joinable(q: LeafwiseArray, axis: int, axis_name: Any) -> dict[str, tuple[ja
     return None if leaves is None else {name: (leaf, shared[name]) for name, leaf in leaves.items()}
 
 
-def _is_shared(q: LeafwiseArray, name: str, axis_name: Any) -> bool:
+def _is_shared(q: LeafwiseArray, name: str, axis_name: AxisName) -> bool:
     """Whether the devices along `axis_name` are known to have the same leaf, as each has the one scale of an axis.
 
     JAX knows which arrays differ, unless `shard_map` is told not to check (`check_vma=False`): then not even codes do.

@@ -11,7 +11,7 @@ import jax
 from eformer.jaximus import ste
 
 from ._base import QuantizedArray
-from ._registry import Format, find_format
+from ._registry import find_format
 from ._validation import a_bool, an_int, int8_or_none
 
 
@@ -103,9 +103,10 @@ def quantize(
     >>> quantize(jnp.ones((128, 256)), format="nf4")
     ArrayNF4(float32[128, 256], 18,432 bytes)
     """
-    switches = {"simulate": simulate, "activation_dtype": activation_dtype}
-    config = _checked(config) or QuantizationConfig(dtype, block_size, format=format, **switches)
-    if config.simulate:
+    if config is None:
+        switches = {"simulate": simulate, "activation_dtype": activation_dtype}
+        config = QuantizationConfig(dtype, block_size, format=format, **switches)
+    if getattr(config, "simulate", False):
         return straight_through(array, config, **options)
     return _encode(array, config, options)
 
@@ -126,28 +127,19 @@ def straight_through(
     >>> jax.grad(lambda w: straight_through(w, format="ternary").sum())(jnp.array([0.3, -2.0]))
     Array([1., 1.], dtype=float32)
     """
-    config = _checked(config) or QuantizationConfig(dtype, block_size, format=format)
-    return ste(lambda x: _encode(x, config, options))(array)
+    made_with = QuantizationConfig(dtype, block_size, format=format) if config is None else config
+    return ste(lambda x: _encode(x, made_with, options))(array)
 
 
-def _checked(config: QuantizationConfig | None) -> QuantizationConfig | None:
-    if config is not None and not isinstance(config, QuantizationConfig):
+def _encode(array: jax.Array, config: QuantizationConfig, options: dict[str, object]) -> QuantizedArray:
+    if not isinstance(config, QuantizationConfig):
         raise TypeError(
             f"`config` must be a QuantizationConfig, got {type(config).__name__} {config!r}; a name goes to `dtype`"
         )
-    return config
-
-
-def _encode(array: jax.Array, config: QuantizationConfig, options: dict[str, Any]) -> QuantizedArray:
-    form = find_format(config.dtype)
-    _check_options(form, options)
-    general = {"block_size": config.block_size, "use_kernel": config.use_kernel}
+    form, general = find_format(config.dtype), {"block_size": config.block_size, "use_kernel": config.use_kernel}
+    known = [name for name in form.options if name not in general]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"the format {form.name!r} has no option {name!r}; it has {', '.join(map(repr, known))}")
     made = form.encode(array, **{k: v for k, v in general.items() if k in form.options}, **options)
     return made if config.activation_dtype is None else made.with_activation_dtype(config.activation_dtype)
-
-
-def _check_options(form: Format, options: dict[str, Any]) -> None:
-    for name in options:
-        if name not in form.options or name in ("block_size", "use_kernel"):
-            known = [o for o in form.options if o not in ("block_size", "use_kernel")]
-            raise TypeError(f"the format {form.name!r} has no option {name!r}; it has {', '.join(map(repr, known))}")

@@ -18,7 +18,7 @@ from eformer.jaximus import implicit, ste
 from . import _handlers as handlers
 from . import implicit_array_1bit, implicit_array_8bit, implicit_array_nf4
 from ._config import format_name
-from .implicit_array_1bit import quantize_binary, quantize_ternary
+from .implicit_array_1bit import Array1B, quantize_binary, quantize_ternary
 from .implicit_array_8bit import Array8B
 from .implicit_array_nf4 import ArrayNF4
 
@@ -52,7 +52,7 @@ HANDLERS: dict[str, tuple[handlers.Operation, str, handlers.Run]] = {
 @ste
 def straight_through_1bit(
     array: jax.Array, dtype: str | None = None, scale: str | None = None, *, format: str | None = None
-) -> Any:
+) -> Array1B:
     """`quantize(array, dtype="ternary")`, the default, or `"binary"` made dense, with the gradient of the identity."""
     name = format_name(dtype, format, "ternary")
     rules = {"ternary": quantize_ternary, "binary": quantize_binary}
@@ -62,7 +62,7 @@ def straight_through_1bit(
 
 
 @ste
-def straight_through_8bit(array: jax.Array, axis: int | tuple[int, ...] | None = None) -> Any:
+def straight_through_8bit(array: jax.Array, axis: int | tuple[int, ...] | None = None) -> Array8B:
     """`Array8B.quantize(array, axis=axis)` made dense, with the gradient of the identity."""
     return Array8B.quantize(array, axis=axis)
 
@@ -89,7 +89,7 @@ def matmul_bf16_int8_weight_only(lhs_bf16: jax.Array, rhs_q_int8: jax.Array, rhs
 
 
 @ste
-def straight_through_nf4(array: jax.Array, block_size: int = 64, axis: int = -1) -> Any:
+def straight_through_nf4(array: jax.Array, block_size: int = 64, axis: int = -1) -> ArrayNF4:
     """`ArrayNF4.quantize(array, block_size, axis=axis)` made dense, with the gradient of the identity."""
     return ArrayNF4.quantize(array, block_size, axis=axis)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
+from jax.typing import DTypeLike
 
 from eformer.jaximus import register
 
-from ._leafwise import ALL, LeafwiseArray
+from ._leafwise import ALL, LeafwiseArray, Moved
 from ._matmul._operand import Leaves
 
 
@@ -25,10 +25,10 @@ def gather(
     *,
     dimension_numbers: lax.GatherDimensionNumbers,
     slice_sizes: Sequence[int],
-    mode: Any,
-    fill_value: Any,
+    mode: lax.GatherScatterMode,
+    fill_value: float | None,
     **params: object,
-) -> Any:
+) -> Moved | jax.Array:
     """Decode the rows that are asked for and no others, as in an embedding; keep whole matrices, as of experts."""
     q = q._single()
     numbers = dimension_numbers
@@ -96,7 +96,7 @@ def _nan_outside(q: LeafwiseArray, leaves: Leaves, inside: jax.Array, axes: Sequ
     return {n: mask(leaf, fills[n]) if n in fills else leaf for n, leaf in leaves.items()} if fills else None
 
 
-def _fill_value(dtype: Any) -> Any:
+def _fill_value(dtype: DTypeLike) -> float:
     """What JAX fills out-of-bounds elements with."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.nan

@@ -17,7 +17,9 @@ from eformer.jaximus import implicit, is_implicit, materialize
 from ._leafwise import LeafwiseArray
 
 Operation = Callable[..., Any]  # of operands, dense or quantized, and parameters
-Run = Callable[[Operation, Primitive, tuple[Any, ...], dict[str, Any]], Any]
+Operands = tuple[Any, ...]
+Params = dict[str, Any]
+Run = Callable[[Operation, Primitive, Operands, Params], Any]
 
 
 def handler(name: str, module: str, operation: Operation, arguments: str, run: Run) -> Operation:
@@ -40,23 +42,23 @@ def integer_pow(x: Any, y: Any = 2) -> Any:
     return lax.integer_pow(x, y) if isinstance(y, int) else lax.pow(x, jnp.asarray(y))
 
 
-def on_dense(operation: Operation, primitive: Primitive, operands: tuple[Any, ...], params: dict[str, Any]) -> Any:
+def on_dense(operation: Operation, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """on dense arrays."""
     return _call(operation, primitive, *materialize((operands, params)))
 
 
-def by_rule(operation: Operation, primitive: Primitive, operands: tuple[Any, ...], params: dict[str, Any]) -> Any:
+def by_rule(operation: Operation, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """as `implicit` runs it."""
     return implicit(functools.partial(_call, operation, primitive))(operands, params)
 
 
-def moved(operation: Operation, primitive: Primitive, operands: tuple[Any, ...], params: dict[str, Any]) -> Any:
+def moved(operation: Operation, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """in the operand's format: exact by a rule, else requantized."""
     operand, out = operands[0], by_rule(operation, primitive, operands, params)
     return operand.requantized(out) if isinstance(operand, LeafwiseArray) and not is_implicit(out) else out
 
 
-def _call(operation: Operation, primitive: Primitive, operands: tuple[Any, ...], params: dict[str, Any]) -> Any:
+def _call(operation: Operation, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """The function of `jax.lax`; or its primitive, if the parameters are those that JAX binds it with."""
     try:
         inspect.signature(operation).bind(*operands, **params)

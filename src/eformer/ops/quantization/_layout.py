@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NotImplementedType
 from typing import Any
 
 from jax.extend.core import Primitive
@@ -16,7 +17,7 @@ from ._base import QuantizedArray
 @register("sharding_constraint")
 def sharding_constraint(
     primitive: Primitive, q: QuantizedArray, *, sharding: object, layout: object = None, **params: object
-) -> Any:
+) -> QuantizedArray | NotImplementedType:
     del primitive, params
     return q.with_sharding(sharding) if isinstance(sharding, NamedSharding) and layout is None else NotImplemented
 
@@ -24,7 +25,7 @@ def sharding_constraint(
 @register("reshard")
 def reshard(
     primitive: Primitive, q: QuantizedArray, *, dst_sharding: object, concrete_mesh: Mesh | None, **params: object
-) -> Any:
+) -> QuantizedArray | NotImplementedType:
     del primitive, params
     if not isinstance(dst_sharding, NamedSharding):
         return NotImplemented

@@ -10,6 +10,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import NotImplementedType
 from typing import Any, ClassVar, Self
 
 import jax
@@ -51,6 +52,15 @@ class LeafwiseArray(MatmulOperand):
     @abc.abstractmethod
     def _rebuilt(self, leaves: Leaves, shape: tuple[int, ...], moved: Mapping[int, int] | None = None) -> Self:
         """This array with other leaves and another shape; `moved` says where its axes went, if any did."""
+
+    def _mapped_to(
+        self,
+        function: Callable[[str, jax.Array], jax.Array],
+        shape: tuple[int, ...],
+        moved: Mapping[int, int] | None = None,
+    ) -> Self:
+        """`_rebuilt` from `function(name, leaf)` of each leaf."""
+        return self._rebuilt({name: function(name, leaf) for name, leaf in self.named_leaves().items()}, shape, moved)
 
     def _check_shapes(self) -> None:
         """Each leaf has the array's axes, and along each an entry per grain; or one for all, if it is a scale."""
@@ -109,7 +119,7 @@ class LeafwiseArray(MatmulOperand):
         """The grain of each leaf along `axis`."""
         size = self.shape[axis]
 
-        def grain(name: str, leaf: Any) -> Grain:
+        def grain(name: str, leaf: jax.Array) -> Grain:
             given = self._grain(name, axis)
             return ALL if leaf.shape[axis] == 1 and -(-size // max(given, 1)) != 1 else given
 
@@ -145,7 +155,7 @@ class LeafwiseArray(MatmulOperand):
         lengths = {leaf.shape[:1] for leaf in jtu.tree_leaves(self)}
         return self.ndim > 0 and not self._is_blocked(0) and lengths == {self.shape[:1]}
 
-    def _vmap_error(self, leaf: Any, axis: int) -> str | None:
+    def _vmap_error(self, leaf: jax.Array, axis: int) -> str | None:
         packed = getattr(self, "axis", None)  # counted from the end
         codes = getattr(self, self.code_fields[0])
         if not isinstance(packed, int) or axis <= leaf.ndim + packed or leaf.ndim < getattr(codes, "ndim", 0):
@@ -168,7 +178,7 @@ class LeafwiseArray(MatmulOperand):
                 return None
         return self._mapped(lambda _, leaf: PartitionSpec(*self._leaf_entries(leaf, entries)))
 
-    def _leaf_entries(self, leaf: Any, entries: Sequence[Entry]) -> list[Entry]:
+    def _leaf_entries(self, leaf: jax.Array, entries: Sequence[Entry]) -> list[Entry]:
         return [None if leaf.shape[a] == 1 and self.shape[a] != 1 else e for a, e in enumerate(entries)]
 
     def _mapped(self, function: Callable[[str, Any], Any]) -> Self:
@@ -178,7 +188,7 @@ class LeafwiseArray(MatmulOperand):
         return jtu.tree_unflatten(jtu.tree_structure(self), results)
 
     def _leaf_shardings(self, sharding: NamedSharding) -> Self:
-        def place(name: str, leaf: Any) -> NamedSharding:
+        def place(name: str, leaf: jax.Array) -> NamedSharding:
             if name not in self.code_fields + self.scale_fields:
                 return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
             entries = self._leaf_entries(leaf, [*sharding.spec])
@@ -202,8 +212,7 @@ class LeafwiseArray(MatmulOperand):
                 return leaf
             return lax.slice_in_dim(leaf, start // grain, -(-(start + size) // grain), axis=axis)
 
-        leaves = {name: part(name, leaf) for name, leaf in single.named_leaves().items()}
-        return single._rebuilt(leaves, replaced(self.shape, axis, size))
+        return single._mapped_to(part, replaced(self.shape, axis, size))
 
     def tiles(self, axis: int, size: int) -> Self:
         """All whole parts of `size` elements along `axis`, with their leaves stacked along a new first axis.
@@ -229,6 +238,9 @@ class LeafwiseArray(MatmulOperand):
         return math.lcm(*(max(grain, 1) for grain in self._single().grains(axis % self.ndim).values()))
 
 
+Moved = LeafwiseArray | NotImplementedType  # what a rule gives
+
+
 def replaced(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
     return (*shape[:axis], size, *shape[axis + 1 :])
 
@@ -236,10 +248,9 @@ def replaced(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
 @register("transpose")
 def transpose(primitive: Primitive, q: LeafwiseArray, *, permutation: Sequence[int], **params: object) -> LeafwiseArray:
     origin, q = q, q._single()
-    leaves = {n: primitive.bind(leaf, permutation=permutation, **params) for n, leaf in q.named_leaves().items()}
-    moved = {old: new for new, old in enumerate(permutation)}
-    result = q._rebuilt(leaves, tuple(q.shape[old] for old in permutation), moved)
-    if isinstance(leaves[q.code_fields[0]], Tracer):
+    shape, moved = tuple(q.shape[old] for old in permutation), {old: new for new, old in enumerate(permutation)}
+    result = q._mapped_to(lambda _, leaf: primitive.bind(leaf, permutation=permutation, **params), shape, moved)
+    if isinstance(getattr(result, q.code_fields[0]), Tracer):
         object.__setattr__(result, "_moved_from", (origin, tuple(permutation)))
     return result
 
@@ -253,14 +264,14 @@ class Transposition:
 
 
 @register("reshape")
-def reshape(primitive: Primitive, q: LeafwiseArray, *, new_sizes: Sequence[int], **params: object) -> Any:
+def reshape(primitive: Primitive, q: LeafwiseArray, *, new_sizes: Sequence[int], **params: object) -> Moved:
     del primitive
     if any(value is not None for value in params.values()):  # a permutation, or a sharding asked for
         return NotImplemented
     return reshaped(q, new_sizes)
 
 
-def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> LeafwiseArray:
+def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> Moved:
     """The array with its leaves reshaped; NotImplemented if that would move elements out of their blocks.
 
     Axes with blocks may be split and merged where blocks stay whole: along the last axis of those that are merged.

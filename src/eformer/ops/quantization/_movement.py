@@ -7,18 +7,21 @@ that axis (`spread`), as long as the scale stays smaller than the array. Everyth
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import NotImplementedType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
+from jax.typing import ArrayLike, DTypeLike
 
 from eformer.jaximus import register
 
-from ._leafwise import ALL, LeafwiseArray, replaced
+from ._leafwise import ALL, LeafwiseArray, Moved, replaced
 from ._matmul._operand import Leaves
 
 
@@ -30,40 +33,33 @@ def broadcast_in_dim(
     shape: Sequence[int],
     broadcast_dimensions: Sequence[int],
     **params: object,
-) -> Any:
+) -> Moved:
     if not q.ndim or any(value is not None for value in params.values()):  # a scalar; a sharding asked for
         return NotImplemented
     q = q._single()
     moved = dict(enumerate(broadcast_dimensions))
     if any(q.shape[old] != shape[new] and q._is_blocked(old) for old, new in moved.items()):
         return NotImplemented
-    came_from = {new: old for old, new in moved.items()}
 
-    def target(name: str, leaf: jax.Array) -> tuple[int, ...]:
-        def length(new: int) -> int:
-            old = came_from.get(new)
-            if old is None:  # a new axis: only the codes need be repeated
-                return shape[new] if name in q.code_fields else 1
-            return leaf.shape[old] if q.shape[old] == shape[new] or name not in q.code_fields else shape[new]
+    def broadcast(name: str, leaf: jax.Array) -> jax.Array:
+        lengths = [*shape] if name in q.code_fields else [1] * len(shape)  # only the codes need be repeated
+        for old, new in moved.items():
+            if q.shape[old] == shape[new] or name not in q.code_fields:
+                lengths[new] = leaf.shape[old]
+        return primitive.bind(leaf, shape=tuple(lengths), broadcast_dimensions=tuple(broadcast_dimensions), **params)
 
-        return tuple(map(length, range(len(shape))))
-
-    leaves = {
-        name: primitive.bind(leaf, shape=target(name, leaf), broadcast_dimensions=tuple(broadcast_dimensions), **params)
-        for name, leaf in q.named_leaves().items()
-    }
-    return q._rebuilt(leaves, tuple(shape), moved)
+    return q._mapped_to(broadcast, tuple(shape), moved)
 
 
 @register("squeeze")
-def squeeze(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int], **params: object) -> Any:
+def squeeze(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int], **params: object) -> Moved:
     q = q._single()
     gone = {axis % q.ndim for axis in dimensions}
     kept = [axis for axis in range(q.ndim) if axis not in gone]
     if any(q._grain(name, axis) > 1 for axis in gone for name in q.named_leaves()):
         return NotImplemented
-    leaves = {n: primitive.bind(leaf, dimensions=dimensions, **params) for n, leaf in q.named_leaves().items()}
-    return q._rebuilt(leaves, tuple(q.shape[axis] for axis in kept), {old: new for new, old in enumerate(kept)})
+    shape, moved = tuple(q.shape[axis] for axis in kept), {old: new for new, old in enumerate(kept)}
+    return q._mapped_to(lambda _, leaf: primitive.bind(leaf, dimensions=dimensions, **params), shape, moved)
 
 
 @register("slice")
@@ -75,7 +71,7 @@ def slice_rule(
     limit_indices: Sequence[int],
     strides: Sequence[int] | None,
     **params: object,
-) -> Any:
+) -> Moved:
     q = q._single()
     strides = strides or (1,) * q.ndim
     bounds = list(zip(start_indices, limit_indices, strides, strict=True))
@@ -93,11 +89,13 @@ def slice_rule(
         return primitive.bind(leaf, start_indices=starts, limit_indices=limits, strides=steps, **params)
 
     shape = tuple(-(-(limit - start) // stride) for start, limit, stride in bounds)
-    return q._rebuilt({n: part(n, leaf) for n, leaf in q.named_leaves().items()}, shape)
+    return q._mapped_to(part, shape)
 
 
 @register("split")
-def split(primitive: Primitive, q: LeafwiseArray, *, sizes: Sequence[int], axis: int, **params: object) -> Any:
+def split(
+    primitive: Primitive, q: LeafwiseArray, *, sizes: Sequence[int], axis: int, **params: object
+) -> list[Moved] | NotImplementedType:
     del primitive, params
     q = q._single()
     starts = [int(start) for start in itertools.accumulate(sizes, initial=0)]
@@ -107,7 +105,7 @@ def split(primitive: Primitive, q: LeafwiseArray, *, sizes: Sequence[int], axis:
 
 
 @register("unstack")
-def unstack(primitive: Primitive, q: LeafwiseArray, *, axis: int, **params: object) -> Any:
+def unstack(primitive: Primitive, q: LeafwiseArray, *, axis: int, **params: object) -> list[Moved] | NotImplementedType:
     del primitive, params
     q = q._single()
     if q.block(axis) > 1:
@@ -116,16 +114,16 @@ def unstack(primitive: Primitive, q: LeafwiseArray, *, axis: int, **params: obje
 
 
 @register("rev")
-def rev(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int], **params: object) -> Any:
+def rev(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int], **params: object) -> Moved:
     q = q._single()
     if any(q.block(axis) > 1 for axis in dimensions):
         return NotImplemented
-    leaves = {n: primitive.bind(leaf, dimensions=tuple(dimensions), **params) for n, leaf in q.named_leaves().items()}
-    return q._rebuilt(leaves, q.shape)  # a length of 1 is its own reverse
+    # A leaf of length 1 is its own reverse.
+    return q._mapped_to(lambda _, leaf: primitive.bind(leaf, dimensions=tuple(dimensions), **params), q.shape)
 
 
 @register("tile")
-def tile(primitive: Primitive, q: LeafwiseArray, *, reps: Sequence[int], **params: object) -> Any:
+def tile(primitive: Primitive, q: LeafwiseArray, *, reps: Sequence[int], **params: object) -> Moved:
     q = q._single()
     if any(count != 1 and q.shape[axis] % q.alignment(axis) for axis, count in enumerate(reps)):
         return NotImplemented
@@ -135,7 +133,7 @@ def tile(primitive: Primitive, q: LeafwiseArray, *, reps: Sequence[int], **param
         return primitive.bind(leaf, reps=counts, **params)
 
     shape = tuple(n * count for n, count in zip(q.shape, reps, strict=True))
-    return q._rebuilt({n: tiled(n, leaf) for n, leaf in q.named_leaves().items()}, shape)
+    return q._mapped_to(tiled, shape)
 
 
 # --- several arrays ---
@@ -146,47 +144,41 @@ def _alike(arrays: Sequence[LeafwiseArray], axes: Sequence[int]) -> list[Leaves]
 
     None if the arrays can't be brought to this form.
     """
-    first = arrays[0]
-    found: list[Leaves] = []
-    for q in arrays:
-        leaves = q.spread(dict.fromkeys(q.named_leaves(), axes))
-        if leaves is None or type(q) is not type(first) or _unlike(q) != _unlike(first):
-            return None
-        found.append(leaves)
+    found = [q.spread(dict.fromkeys(q.named_leaves(), axes)) for q in arrays]
 
-    def lengths(leaves: Leaves) -> Any:
-        return {n: [d for axis, d in enumerate(leaf.shape) if axis not in axes] for n, leaf in leaves.items()}
+    def described(q: LeafwiseArray, leaves: Leaves | None) -> list[object]:
+        lengths = {n: [d for a, d in enumerate(leaf.shape) if a not in axes] for n, leaf in (leaves or {}).items()}
+        return [type(q), lengths, *(getattr(q, name) for name in q._static_fields if name != "padding")]
 
-    return found if all(lengths(leaves) == lengths(found[0]) for leaves in found) else None
+    first, *others = map(described, arrays, found)
+    complete = [leaves for leaves in found if leaves is not None]
+    return complete if len(complete) == len(found) and all(each == first for each in others) else None
 
 
-def _unlike(q: LeafwiseArray) -> tuple[Any, ...]:
-    """The static fields that must agree for arrays to be joined: all but how much padding there is."""
-    return tuple(getattr(q, name) for name in q._static_fields if name != "padding")
+def _bound(bind: Callable[..., jax.Array], leaves: Sequence[Leaves]) -> Leaves:
+    """`bind` of the leaves of several arrays, name by name."""
+    return {name: bind(*(each[name] for each in leaves)) for name in leaves[0]}
 
 
 @register("concatenate")
-def concatenate(primitive: Primitive, *operands: LeafwiseArray, dimension: int, **params: object) -> Any:
+def concatenate(primitive: Primitive, *operands: LeafwiseArray, dimension: int, **params: object) -> Moved:
     arrays = [q._single() for q in operands]
     leaves = _alike(arrays, (dimension,))
     if leaves is None or any(q.shape[dimension] % q.block(dimension) for q in arrays[:-1]):
         return NotImplemented
-    joined = {
-        name: primitive.bind(*(each[name] for each in leaves), dimension=dimension, **params) for name in leaves[0]
-    }
+    joined = _bound(functools.partial(primitive.bind, dimension=dimension, **params), leaves)
     first, total = arrays[0], sum(q.shape[dimension] for q in arrays)
     return first._rebuilt(joined, replaced(first.shape, dimension, total))
 
 
 @register("stack")
-def stack(primitive: Primitive, *operands: LeafwiseArray, axis: int, **params: object) -> Any:
+def stack(primitive: Primitive, *operands: LeafwiseArray, axis: int, **params: object) -> Moved:
     arrays = [q._single() for q in operands]
     leaves = _alike(arrays, ())
     if leaves is None:
         return NotImplemented
-    joined = {name: primitive.bind(*(each[name] for each in leaves), axis=axis, **params) for name in leaves[0]}
-    first = arrays[0]
-    return first._rebuilt(joined, *inserted(first, axis, len(arrays)))
+    joined = _bound(functools.partial(primitive.bind, axis=axis, **params), leaves)
+    return arrays[0]._rebuilt(joined, *inserted(arrays[0], axis, len(arrays)))
 
 
 def inserted(q: LeafwiseArray, axis: int, size: int) -> tuple[tuple[int, ...], dict[int, int]]:
@@ -195,21 +187,19 @@ def inserted(q: LeafwiseArray, axis: int, size: int) -> tuple[tuple[int, ...], d
 
 
 @register("select_n")
-def select_n(primitive: Primitive, which: jax.Array, *cases: LeafwiseArray, **params: object) -> Any:
+def select_n(primitive: Primitive, which: jax.Array, *cases: LeafwiseArray, **params: object) -> Moved:
     """Select whole arrays; select by element only if every leaf has an entry for each element."""
     arrays = [q._single() for q in cases]
-    leaves = _alike(arrays, ())
-    first = arrays[0]
+    leaves, first = _alike(arrays, ()), arrays[0]
     if leaves is None or (which.ndim and any(leaf.shape != first.shape for leaf in leaves[0].values())):
         return NotImplemented
-    chosen = {name: primitive.bind(which, *(each[name] for each in leaves), **params) for name in leaves[0]}
-    return first._rebuilt(chosen, first.shape)
+    return first._rebuilt(_bound(functools.partial(primitive.bind, which, **params), leaves), first.shape)
 
 
 # --- where the place is known only when the program runs ---
 
 
-def _clipped(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
+def _clipped(starts: Sequence[ArrayLike], shape: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
     """The starts as JAX clips them at the end of the array; clipped per leaf, they could differ."""
     return [jnp.clip(start, 0, d - n) for start, d, n in zip(starts, shape, sizes, strict=True)]
 
@@ -217,7 +207,7 @@ def _clipped(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) 
 @register("dynamic_slice")
 def dynamic_slice(
     primitive: Primitive, q: LeafwiseArray, *starts: Any, slice_sizes: Sequence[int], **params: object
-) -> Any:
+) -> Moved | jax.Array:
     """Slice the leaves; along blocks, in whose middle a slice may start, decode just the blocks that hold it."""
     q = q._single()
     clipped = _clipped(starts, q.shape, slice_sizes)
@@ -237,7 +227,7 @@ def dynamic_slice(
         lengths = [d if g == ALL else n // g for d, n, g in zip(leaf.shape, sizes, grains, strict=True)]
         return primitive.bind(leaf, *first, slice_sizes=tuple(lengths), **params)
 
-    found = q._rebuilt({n: part(n, leaf) for n, leaf in q.named_leaves().items()}, tuple(sizes))
+    found = q._mapped_to(part, tuple(sizes))
     if tuple(sizes) == tuple(slice_sizes) and max(at, default=1) == 1:
         return found
     within = [start - first for start, first in zip(clipped, firsts, strict=True)]
@@ -247,7 +237,7 @@ def dynamic_slice(
 @register("dynamic_update_slice")
 def dynamic_update_slice(
     primitive: Primitive, q: LeafwiseArray, update: LeafwiseArray, *starts: Any, **params: object
-) -> Any:
+) -> Moved:
     q, update = q._single(), update._single()
     partial = [axis for axis in range(q.ndim) if q.shape[axis] != update.shape[axis]]
     leaves = _alike([q, update], partial)
@@ -255,12 +245,18 @@ def dynamic_update_slice(
         return NotImplemented
     clipped = _clipped(starts, q.shape, update.shape)
     firsts = [start if axis in partial else jnp.zeros_like(start) for axis, start in enumerate(clipped)]
-    updated = {name: primitive.bind(leaves[0][name], leaves[1][name], *firsts, **params) for name in leaves[0]}
-    return q._rebuilt(updated, q.shape)
+    return q._rebuilt(_bound(lambda old, new: primitive.bind(old, new, *firsts, **params), leaves), q.shape)
 
 
 @register("pad")
-def pad(primitive: Primitive, q: LeafwiseArray, value: jax.Array, *, padding_config: Any, **params: object) -> Any:
+def pad(
+    primitive: Primitive,
+    q: LeafwiseArray,
+    value: jax.Array,
+    *,
+    padding_config: Sequence[Sequence[int]],
+    **params: object,
+) -> Moved:
     """Pad codes with the code of 1 and scales with the value, which is known only when the program runs."""
     q = q._single().with_scale()
     longer = [axis for axis, amounts in enumerate(padding_config) if max(amounts) > 0]
@@ -283,8 +279,8 @@ def pad(primitive: Primitive, q: LeafwiseArray, value: jax.Array, *, padding_con
 
 @register("convert_element_type")
 def convert_element_type(
-    primitive: Primitive, q: LeafwiseArray, *, new_dtype: Any, weak_type: bool = False, **params: object
-) -> Any:
+    primitive: Primitive, q: LeafwiseArray, *, new_dtype: DTypeLike, weak_type: bool = False, **params: object
+) -> Moved:
     """Change the dtype on record alone: the array is rounded to it when it is decoded."""
     del primitive, params
     if weak_type or not jnp.issubdtype(new_dtype, jnp.floating):
@@ -292,9 +288,9 @@ def convert_element_type(
     return q.with_dtype(new_dtype)
 
 
-def holds(wide: Any, narrow: Any) -> bool:
+def holds(wide: DTypeLike, narrow: DTypeLike) -> bool:
     """Whether each number of the floating point dtype `narrow` is one of `wide`."""
     if not jnp.issubdtype(narrow, jnp.floating):
         return False
-    wide, narrow = jnp.finfo(wide), jnp.finfo(narrow)
-    return wide.nexp >= narrow.nexp and wide.nmant >= narrow.nmant
+    outer, inner = jnp.finfo(wide), jnp.finfo(narrow)
+    return outer.nexp >= inner.nexp and outer.nmant >= inner.nmant

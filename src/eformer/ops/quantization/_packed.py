@@ -37,7 +37,7 @@ class PackedArray(LeafwiseArray):
     axis: int = aux_field(default=-1, kw_only=True)
     padding: int = aux_field(default=0, kw_only=True)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         if "values_per_byte" in vars(cls):
             counts = cls.values_per_byte
             cls.code_fields = tuple(counts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from ._input import checked_array
 MAX_K = 16  # the table of `2**k` sums of a block outgrows every cache soon after
 
 
-def check_k(name: str, k: Any) -> None:
+def check_k(name: str, k: object) -> None:
     if not isinstance(k, int) or isinstance(k, bool):
         raise TypeError(f"`{name}` must be an int, got {type(k).__name__} {k!r}")
     if not 1 <= k <= MAX_K:

@@ -11,23 +11,23 @@ to zero, while an element of INT8 is up to 127 times as large; where `scale * x`
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
+from jax.typing import DTypeLike
 
 from eformer.jaximus import register
 
-from ._leafwise import LeafwiseArray
+from ._leafwise import LeafwiseArray, Moved
 from ._movement import broadcast_in_dim, holds
 
 
 @register("mul")
 @register("div")
-def scale_by(primitive: Primitive, q: LeafwiseArray, x: jax.Array, **params: object) -> Any:
+def scale_by(primitive: Primitive, q: LeafwiseArray, x: jax.Array, **params: object) -> Moved:
     """Scale by a number, or by an array that is constant along the axes where scales have blocks."""
     shape = np.broadcast_shapes(q.shape, x.shape)
     if shape != q.shape and q.ndim == len(shape):
@@ -40,11 +40,13 @@ def scale_by(primitive: Primitive, q: LeafwiseArray, x: jax.Array, **params: obj
 
 
 @register("neg")
-def negate(primitive: Primitive, q: LeafwiseArray, **params: object) -> Any:
+def negate(primitive: Primitive, q: LeafwiseArray, **params: object) -> Moved:
     return _with_scales(q, [], q.dtype, lambda leaf: primitive.bind(leaf, **params))
 
 
-def _with_scales(q: LeafwiseArray, axes: list[int], dtype: Any, function: Callable[[jax.Array], jax.Array]) -> Any:
+def _with_scales(
+    q: LeafwiseArray, axes: list[int], dtype: DTypeLike, function: Callable[[jax.Array], jax.Array]
+) -> Moved:
     """`q` with `function` applied to its scales, repeated along `axes` before; it computes with numbers of `dtype`."""
     q = q._single().with_scale()
     scales = q.scale_fields

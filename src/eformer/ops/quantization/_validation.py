@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from eformer.jaximus import is_implicit
 
@@ -18,14 +19,14 @@ MAX_LENGTH = 2**31 - 1  # of a block; kernels count in 64 bits, which hold every
 
 COUNTS = {1: "one", 2: "two", 4: "four", 8: "eight"}  # in words, of codes in a byte
 
-Static = Callable[[str, Any], None]  # raises unless the field of that name may have that value
+Static = Callable[[str, object], None]  # raises unless the field of that name may have that value
 
 
 class Leaf(NamedTuple):
     """A leaf that is an array of one of these dtypes; `words` says it to a reader."""
 
     words: str
-    dtypes: tuple[Any, ...]
+    dtypes: tuple[DTypeLike, ...]
     optional: bool = False
 
 
@@ -40,7 +41,7 @@ Rules = Mapping[str, Leaf | Part | Static]
 FLOATS = (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16)
 
 
-def check_fields(array: Any, rules: Rules) -> None:
+def check_fields(array: object, rules: Rules) -> None:
     """A TypeError or ValueError unless each field holds what its rule says."""
     for name, rule in rules.items():
         value = getattr(array, name)
@@ -64,21 +65,21 @@ def _check_leaf(owner: str, name: str, value: Any, rule: Leaf) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_one_of(dtype: Any, dtypes: tuple[Any, ...]) -> bool:
+def _is_one_of(dtype: DTypeLike, dtypes: tuple[DTypeLike, ...]) -> bool:
     return any(jnp.issubdtype(dtype, each) for each in dtypes)
 
 
-def an_int(name: str, value: Any) -> None:
+def an_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"`{name}` must be an int, got {type(value).__name__} {value!r}")
 
 
-def a_bool(name: str, value: Any) -> None:
+def a_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {value!r}")
 
 
-def ints_or_none(name: str, value: Any) -> None:
+def ints_or_none(name: str, value: object) -> None:
     if value is not None and not isinstance(value, (int, np.integer, list, tuple)):
         raise TypeError(f"`{name}` must be an int or a tuple of ints, got {value!r}")
     for each in value if isinstance(value, (list, tuple)) else ():
@@ -101,7 +102,7 @@ def a_block_size(per_byte: int) -> Static:
     return check
 
 
-def int8_or_none(name: str, value: Any) -> None:
+def int8_or_none(name: str, value: object) -> None:
     if value is not None and (not isinstance(value, str) or value != "int8"):
         raise ValueError(f"`{name}` must be None or 'int8', got {value!r}")
 

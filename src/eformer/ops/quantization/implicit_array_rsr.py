@@ -25,7 +25,8 @@ Array([ 1., -2.,  1.], dtype=float32)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from types import NotImplementedType
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,6 @@ from jax.typing import DTypeLike
 from eformer.jaximus import aux_field, register
 
 from . import _rsr_codes as rsr
-from . import _rsr_matmul as _rsr_matmul  # registers rules
 from ._input import as_floats, without_loss
 from ._registry import register_array_type
 from ._rsr_operator import RSROperator
@@ -259,8 +259,8 @@ class RSROperatorTernary(RSROperator):
 
 @register("convert_element_type")
 def convert_element_type(
-    primitive: Primitive, q: RSROperator, *, new_dtype: DTypeLike, weak_type: bool = False, **params: Any
-) -> Any:
+    primitive: Primitive, q: RSROperator, *, new_dtype: DTypeLike, weak_type: bool = False, **params: object
+) -> RSROperator | NotImplementedType:
     """Change the dtype on record alone: every dtype has the values of the matrix, but for -1 without a sign."""
     del primitive
     kinds = (jnp.inexact, jnp.signedinteger if isinstance(q, RSROperatorTernary) else jnp.integer)
