@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -13,8 +14,7 @@ from eformer.jaximus import register
 from ._leafwise import ALL, LeafwiseArray, Moved, replaced
 from ._movement import inserted
 
-AxisName = Hashable  # a name, or several
-Groups = Sequence[Sequence[int]] | None
+Names = Hashable  # a name, or several
 _TYPED = {"all_gather": "varying", "all_gather_invariant": "invarying"}  # whether devices may differ in the result
 
 
@@ -23,13 +23,11 @@ def _gathered(
     q: LeafwiseArray,
     *,
     all_gather_dimension: int,
-    axis_name: AxisName,
+    axis_name: Names,
     tiled: bool,
-    axis_index_groups: Groups = None,
-    **params: object,
+    **params: Any,
 ) -> Moved:
-    del params
-    q, axis, groups = q._single(), all_gather_dimension, axis_index_groups
+    q, axis, groups = q._single(), all_gather_dimension, params.get("axis_index_groups")
     count = _group_size(axis_name, groups)
     gather = {"axis": axis, "tiled": tiled, "axis_index_groups": groups, "to": _TYPED[primitive.name]}
     if not tiled:
@@ -47,17 +45,10 @@ for _name in _TYPED:
 
 @register("all_to_all")
 def all_to_all(
-    primitive: Primitive,
-    q: LeafwiseArray,
-    *,
-    axis_name: AxisName,
-    split_axis: int,
-    concat_axis: int,
-    axis_index_groups: Groups = None,
-    **params: object,
+    primitive: Primitive, q: LeafwiseArray, *, axis_name: Names, split_axis: int, concat_axis: int, **params: Any
 ) -> Moved:
-    del primitive, params
-    q, groups = q._single(), axis_index_groups
+    del primitive
+    q, groups = q._single(), params.get("axis_index_groups")
     count = _group_size(axis_name, groups)
     length = q.shape[split_axis] // count
     parts = _joinable(q, concat_axis, axis_name)
@@ -76,11 +67,11 @@ def all_to_all(
     return q._rebuilt({name: moved(name, *part) for name, part in parts.items()}, shape)
 
 
-def _group_size(axis_name: AxisName, groups: Groups) -> int:
+def _group_size(axis_name: Names, groups: Sequence[Sequence[int]] | None) -> int:
     return lax.axis_size(axis_name) if groups is None else len(groups[0])
 
 
-def _joinable(q: LeafwiseArray, axis: int, axis_name: AxisName) -> dict[str, tuple[jax.Array, bool]] | None:
+def _joinable(q: LeafwiseArray, axis: int, axis_name: Names) -> dict[str, tuple[jax.Array, bool]] | None:
     """The leaves that devices can join along `axis`, each with whether all devices share its one entry.
 
     None where a block would be cut, or a leaf become as large as the array.
@@ -92,7 +83,7 @@ def _joinable(q: LeafwiseArray, axis: int, axis_name: AxisName) -> dict[str, tup
     return None if leaves is None else {name: (leaf, shared[name]) for name, leaf in leaves.items()}
 
 
-def _is_shared(q: LeafwiseArray, name: str, axis_name: AxisName) -> bool:
+def _is_shared(q: LeafwiseArray, name: str, axis_name: Names) -> bool:
     """Whether the devices along `axis_name` are known to have the same leaf, as each has the one scale of an axis.
 
     JAX knows which arrays differ, unless `shard_map` is told not to check (`check_vma=False`): then not even codes do.

@@ -28,6 +28,8 @@ from ._matmul._operand import Grain, Leaves, MatmulOperand
 from ._sharding import Entry, sharding_of, shards
 
 ALL: Grain = 0
+AxisMap = Mapping[int, int]  # where axes go
+OfLeaf = Callable[[str, jax.Array], jax.Array]  # of its name and itself
 
 
 class LeafwiseArray(MatmulOperand):
@@ -50,15 +52,10 @@ class LeafwiseArray(MatmulOperand):
         """How many elements along the non-negative `axis` an entry of the leaf covers, unless it is broadcast."""
 
     @abc.abstractmethod
-    def _rebuilt(self, leaves: Leaves, shape: tuple[int, ...], moved: Mapping[int, int] | None = None) -> Self:
+    def _rebuilt(self, leaves: Leaves, shape: tuple[int, ...], moved: AxisMap | None = None) -> Self:
         """This array with other leaves and another shape; `moved` says where its axes went, if any did."""
 
-    def _mapped_to(
-        self,
-        function: Callable[[str, jax.Array], jax.Array],
-        shape: tuple[int, ...],
-        moved: Mapping[int, int] | None = None,
-    ) -> Self:
+    def _mapped_to(self, function: OfLeaf, shape: tuple[int, ...], moved: AxisMap | None = None) -> Self:
         """`_rebuilt` from `function(name, leaf)` of each leaf."""
         return self._rebuilt({name: function(name, leaf) for name, leaf in self.named_leaves().items()}, shape, moved)
 

@@ -12,15 +12,18 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from eformer.jaximus import aux_field
 from eformer.kernels import Matrix, reference
 
 from ._input import checked_array, normalized_axes, without_loss
-from ._leafwise import LeafwiseArray
+from ._leafwise import AxisMap, LeafwiseArray
 from ._matmul._operand import Grain, Leaves
 from ._sharding import laid_out
 from ._validation import COUNTS, FLOATS, Leaf, Rules, a_block_size, an_int, check_fields
+
+Encode = Callable[[jax.Array, int], Leaves]  # of an array and the axis to pack along
 
 
 class PackedArray(LeafwiseArray):
@@ -66,27 +69,30 @@ class PackedArray(LeafwiseArray):
         super()._settle(shape)
 
     def _check_shapes(self) -> None:
-        name, count, leaves = self.code_fields[0], self._first_count, self.named_leaves()
-        ndim = leaves[name].ndim
-        packed = f"{name} {leaves[name].shape} packs {COUNTS[count]} values a byte along `axis={self.axis}`"
+        count, ndim = self._first_count, self._codes()[0].ndim
         if not 0 <= self.padding < count or (ndim and not (-ndim <= self.axis < 0 <= min(self.shape))):
             allowed = "1 for an odd length, else 0" if count == 2 else f"from 0 to {count - 1}"
             raise ValueError(
-                f"{packed} with `padding={self.padding}`: that is no array. `axis` is counted from the end, and "
+                f"{self._in_words()} with `padding={self.padding}`: that is no array. `axis` is counted from the end, and "
                 f"`padding` is {allowed}"
             )
         try:
             super()._check_shapes()
         except ValueError as error:
-            blocks = f" of blocks of {self._block}" if self._block > 1 else ""
-            others = "".join(f", {n} {leaf.shape}{blocks}" for n, leaf in leaves.items() if n in self.scale_fields)
             raise ValueError(
-                f"{packed}{others}: that is no array of shape {self.shape}. {error}. Axes that `vmap` or `scan` takes "
-                f"off the leaves must be in front of that axis"
+                f"{self._in_words()}: that is no array of shape {self.shape}. {error}. Axes that `vmap` or `scan` "
+                f"takes off the leaves must be in front of that axis"
             ) from None
 
+    def _in_words(self) -> str:
+        shapes = {name: leaf.shape for name, leaf in self.named_leaves().items()}
+        blocks = f" of blocks of {self._block}" if self._block > 1 else ""
+        scales = "".join(f", {name} {shapes[name]}{blocks}" for name in self.scale_fields if name in shapes)
+        first, count = self.code_fields[0], COUNTS[self._first_count]
+        return f"{first} {shapes[first]} packs {count} values a byte along `axis={self.axis}`{scales}"
+
     @classmethod
-    def _encoded(cls, x: jax.Array, axis: int, encode: Callable[[jax.Array, int], Leaves], **fields: Any) -> Self:
+    def _encoded(cls, x: jax.Array, axis: int, encode: Encode, **fields: Any) -> Self:
         """The array with the leaves `encode(x, axis)`, which gets at least one axis, and with the other `fields`."""
 
         def make(x: jax.Array) -> Self:
@@ -100,13 +106,7 @@ class PackedArray(LeafwiseArray):
 
     @classmethod
     def _quantized(
-        cls,
-        name: str,
-        array: Any,
-        axis: int,
-        encode: Callable[[jax.Array, int], Leaves],
-        exact_up_to: int = 0,
-        **fields: Any,
+        cls, name: str, array: ArrayLike, axis: int, encode: Encode, exact_up_to: int = 0, **fields: Any
     ) -> Self:
         """`array` by `encode`, along one axis of it; integers must be held exactly, as those `exact_up_to` always are.
 
@@ -201,7 +201,7 @@ class PackedArray(LeafwiseArray):
             return 1
         return self.values_per_byte.get(name) or self._block
 
-    def _rebuilt(self, leaves: Leaves, shape: tuple[int, ...], moved: Mapping[int, int] | None = None) -> Self:
+    def _rebuilt(self, leaves: Leaves, shape: tuple[int, ...], moved: AxisMap | None = None) -> Self:
         axis = -1 if not self.ndim else self.axis if moved is None else moved[self.axis % self.ndim] - len(shape)
         packed = leaves[self.code_fields[0]].shape
         padding = packed[axis] * self._first_count - shape[axis] if shape else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import jax
@@ -14,7 +14,7 @@ from eformer.jaximus import aux_field
 from eformer.kernels import Matrix, reference
 
 from ._input import checked_array, normalized_axes, without_loss
-from ._leafwise import LeafwiseArray
+from ._leafwise import AxisMap, LeafwiseArray
 from ._matmul._operand import Leaves
 from ._registry import register_format
 from ._sharding import ShardingType, laid_out
@@ -129,7 +129,7 @@ class Array8B(LeafwiseArray):
         del name, axis
         return 1
 
-    def _rebuilt(self, leaves: Leaves, shape: tuple[int, ...], moved: Mapping[int, int] | None = None) -> Self:
+    def _rebuilt(self, leaves: Leaves, shape: tuple[int, ...], moved: AxisMap | None = None) -> Self:
         ndim, moved = len(shape), dict(enumerate(range(self.ndim))) if moved is None else moved
         axes = {moved[a % self.ndim] for a in self.axis or () if a % self.ndim in moved}
         axis = tuple(a - ndim for a in axes if leaves["scale"].shape[a] == 1)  # the others now have scales of their own
