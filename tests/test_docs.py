@@ -87,6 +87,13 @@ def test_make_targets_exist(page: Path):
     assert named <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
+def test_the_map_names_files_that_exist():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"\w+\.(?:py|h|cc)\b", page.partition("## Where things are")[2].partition("## Glossary")[0]))
+    assert len(named) > 30
+    assert named <= {path.name for folder in ("src", "csrc") for path in (ROOT / folder).rglob("*.*")}
+
+
 @pytest.mark.parametrize("form", formats(), ids=lambda form: form.name)
 def test_the_readme_lists_every_format(form):
     row = rf'^\| `"{re.escape(form.name)}"` \| `{form.array_type.__name__}` \|'
