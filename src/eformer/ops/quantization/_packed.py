@@ -73,8 +73,8 @@ class PackedArray(LeafwiseArray):
         if not 0 <= self.padding < count or (ndim and not (-ndim <= self.axis < 0 <= min(self.shape))):
             allowed = "1 for an odd length, else 0" if count == 2 else f"from 0 to {count - 1}"
             raise ValueError(
-                f"{self._in_words()} with `padding={self.padding}`: that is no array. `axis` is counted from the end, and "
-                f"`padding` is {allowed}"
+                f"{self._in_words()} with `padding={self.padding}`: that is no array. `axis` is counted from the end, "
+                f"and `padding` is {allowed}"
             )
         try:
             super()._check_shapes()
