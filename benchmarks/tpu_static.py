@@ -99,7 +99,7 @@ def arguments(weight: str, contracted_axis: int, m: int) -> tuple[Any, Any]:
 
 def kernel_cycles(weight: str, contracted_axis: int, m: int, chip: str) -> int:
     def product(x: jax.Array, q: Any) -> jax.Array:
-        matrix = jax.tree.map(lambda leaf: leaf[None], q).stored_matrix()
+        matrix = jax.tree.map(lambda leaf: leaf[None], q)._stored_matrix()
         return tpu.matmul(x[None], matrix, contracted_axis, sublanes=permutes_sublanes(chip))
 
     return scheduled(product, TOPOLOGIES[chip], *arguments(weight, contracted_axis, m))

@@ -203,7 +203,7 @@ def test_quantizing_in_parts_never_holds_the_whole(form):
     sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"= \w+\[([\d,]+)\]", program)]
     assert max(sizes) <= w.size // 4
     assert set(kinds(program)) <= {"all-reduce"}
-    codes, *_ = WEIGHTS[form](w).named_leaves().values()  # made without `jit`
+    codes, *_ = WEIGHTS[form](w)._named_leaves().values()  # made without `jit`
     assert codes.addressable_shards[0].data.size == codes.size // 4
 
 

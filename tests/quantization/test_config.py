@@ -199,7 +199,7 @@ def toy_format():
     """Half precision as a format: one class and one registration."""
 
     class Half(LeafwiseArray):
-        code_fields = ("weight",)
+        _code_fields = ("weight",)
         weight: jax.Array
 
         @property

@@ -90,5 +90,5 @@ def test_another_dtype_is_no_way_around():
 def test_moving_what_was_exact_requantizes_it(getkey):
     del getkey
     q = quantize(jnp.asarray(RAMP), dtype="int8")
-    moved = q.requantized(jnp.asarray(RAMP).reshape(2, 100))
+    moved = q._requantized(jnp.asarray(RAMP).reshape(2, 100))
     assert (moved.shape, moved.dtype) == ((2, 100), jnp.int32)

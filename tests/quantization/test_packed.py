@@ -26,9 +26,9 @@ pytestmark = pytest.mark.usefixtures("compile_quickly", "planes")
 class Planes(PackedArray):
     """`decode() == (code - 4) * scale of its block`."""
 
-    values_per_byte: ClassVar = {"low": 4, "high": 8}
-    scale_fields = ("scale",)
-    unit_codes: ClassVar = {"low": 0x55, "high": 0xFF}
+    _values_per_byte: ClassVar = {"low": 4, "high": 8}
+    _scale_fields = ("scale",)
+    _unit_codes: ClassVar = {"low": 0x55, "high": 0xFF}
 
     low: jax.Array
     high: jax.Array

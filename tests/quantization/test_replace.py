@@ -73,7 +73,7 @@ def test_a_moved_array_keeps_what_it_was_told(case, move):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_array_quantized_as_another_is_told_the_same(case):
     q = dataclasses.replace(example(case)[0], use_kernel=False, activation_dtype="int8", dtype=jnp.bfloat16)
-    again = q.requantized(q.materialize())
+    again = q._requantized(q.materialize())
     assert (again.use_kernel, again.activation_dtype, again.dtype) == (False, "int8", jnp.bfloat16)
 
 

@@ -17,9 +17,9 @@ import numpy as np
 from jax import tree_util as jtu
 
 from eformer.jaximus import is_implicit
-from eformer.ops.quantization import QuantizedArray
+from eformer.ops.quantization import QuantizedArray, check_codes, recode
 
-from ._describe import FORMAT_ERRORS, check_decoding, code_version, describe, format_name
+from ._describe import FORMAT_ERRORS, check_decoding, describe, format_name
 from ._error import CheckpointError
 from ._header import Json, Tensor, dtype_name
 
@@ -78,7 +78,7 @@ class Entry(abc.ABC):
         """`make()`, of NumPy arrays; a CheckpointError if that fails, or if the codes are none of its format."""
         try:
             made = make()
-            made.check_values()
+            check_codes(made)
         except FORMAT_ERRORS as error:
             raise self.wrong(str(error)[:300]) from None
         return made
@@ -118,7 +118,7 @@ class QuantizedEntry(Entry):
     def host(self) -> QuantizedArray:
         leaves = [tensor.view().astype(dtype_here(tensor), copy=False) for tensor in self.tensors]
         made = self.checked(lambda: jtu.tree_unflatten(jtu.tree_structure(self._like), leaves))
-        return made if self._codes == code_version(type(made)) else made.recoded(self._codes)
+        return recode(made, self._codes)
 
 
 # --- to be written ---

@@ -11,7 +11,7 @@ import numpy as np
 from jax import tree_util as jtu
 
 from eformer.kernels.reference import NF4_CODES, dynamic_map
-from eformer.ops.quantization import Array8B, ArrayNF4, QuantizedArray
+from eformer.ops.quantization import Array8B, ArrayNF4, QuantizedArray, array_from_fields
 
 from ._arrays import Dense, Item, Part, Record, record_of
 from ._bitsandbytes import (
@@ -82,7 +82,9 @@ def _nf4_like(weight: FourBit) -> ArrayNF4 | None:
     if kept:
         leaves["nested"] = jax.ShapeDtypeStruct((-(-weight.blocks // NESTED_BLOCK),), np.float32)
         leaves["offset"] = jax.ShapeDtypeStruct((), np.float32)
-    return ArrayNF4.of_fields({**leaves, "block_size": block, "axis": -1, "padding": row % 2, "dtype": weight.dtype})
+    return array_from_fields(
+        ArrayNF4, {**leaves, "block_size": block, "axis": -1, "padding": row % 2, "dtype": weight.dtype}
+    )
 
 
 def _nf4_decode(weight: FourBit, like: ArrayNF4) -> ArrayNF4:
@@ -173,7 +175,7 @@ def _int8_like(weight: EightBit) -> Array8B:
         "scale": jax.ShapeDtypeStruct((rows, 1), jnp.float32),
         "weight": jax.ShapeDtypeStruct((rows, columns), jnp.int8),
     }
-    return Array8B.of_fields({**leaves, "axis": (-1,), "dtype": weight.dtype})
+    return array_from_fields(Array8B, {**leaves, "axis": (-1,), "dtype": weight.dtype})
 
 
 def _int8_decode(weight: EightBit, like: Array8B) -> Array8B:

@@ -20,7 +20,15 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from eformer.jaximus import ImplicitArray
-from eformer.ops.quantization import QuantizedArray, array_types, formats
+from eformer.ops.quantization import (
+    QuantizedArray,
+    array_from_fields,
+    array_types,
+    check_array,
+    code_version,
+    declares_leaves,
+    formats,
+)
 
 from ._error import CheckpointError
 from ._header import BY_NUMPY_NAME, Json, checked_shape
@@ -74,13 +82,9 @@ def describe(name: str, q: ImplicitArray) -> tuple[dict[str, Json], list[str]]:
         elif value is not None:
             leaves[field.name] = tensor
             tensors.append(tensor)
-    version = code_version(cls)
+    version = code_version(array_types()[cls.__name__])
     codes: dict[str, Json] = {} if version == 1 else {"codes": version}
     return {"class": cls.__name__, **codes, "static": static, "leaves": leaves}, tensors
-
-
-def code_version(cls: type) -> int:
-    return getattr(cls, "code_version", 1)
 
 
 def rebuild(described: Json, leaf: Callable[[str], jax.ShapeDtypeStruct], depth: int = 0) -> QuantizedArray:
@@ -106,7 +110,7 @@ def rebuild(described: Json, leaf: Callable[[str], jax.ShapeDtypeStruct], depth:
     for name, value in leaves.items():
         values[name] = leaf(value) if isinstance(value, str) else rebuild(value, leaf, depth + 1)
     try:
-        made = cls.of_fields(values)
+        made = array_from_fields(cls, values)
         shape = checked_shape(list(made.shape))
     except FORMAT_ERRORS as error:
         raise CheckpointError(f"that is no {cls.__name__}: {str(error)[:300]}") from None
@@ -149,24 +153,19 @@ def check_decoding(q: QuantizedArray) -> None:
     The rules of a class decide if they cover all its leaves; else decoding is traced.
     """
     try:
-        q.check()
+        check_array(q)
     except FORMAT_ERRORS as error:
         raise CheckpointError(f"that is no {type(q).__name__}: {str(error)[:300]}") from None
     _check_trial(q)
 
 
 def _check_trial(q: QuantizedArray) -> None:
-    if _rules_cover(type(q)):
+    if declares_leaves(type(q)):
         return
     leaves, treedef = jtu.tree_flatten(q)
     problem = _problem(treedef, tuple((np.shape(leaf), np.dtype(leaf.dtype)) for leaf in leaves))
     if problem is not None:
         raise CheckpointError(problem)
-
-
-@functools.cache
-def _rules_cover(cls: type[QuantizedArray]) -> bool:
-    return all(field.name in cls.rules for field in dataclasses.fields(cls) if not _is_static(field))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -19,10 +18,6 @@ from eformer.kernels.reference import cast
 
 from ._notebook import array_html
 from ._sharding import ShardingType, checked_sharding, is_explicit, named_sharding, place
-from ._sharding import asked_of as asked_of
-from ._sharding import sharding_of as sharding_of
-from ._sharding import shards as shards
-from ._sharding import typed_as as typed_as
 from ._validation import Rules, a_bool, a_number_type, check_fields, int8_or_none
 
 
@@ -30,34 +25,23 @@ class QuantizedArray(ImplicitArray):
     """An implicit array whose leaves are codes and scales.
 
     `materialize() == decode()` rounded to `dtype`. `use_kernel=False` makes its matmuls decode the whole array first.
-    `rules` says what each field may hold; a class has the rules of its bases too.
+    `_rules` says what each field may hold; a class has the rules of its bases too.
     """
 
-    rules: ClassVar[Rules] = {"use_kernel": a_bool, "activation_dtype": int8_or_none, "dtype": a_number_type}
+    _rules: ClassVar[Rules] = {"use_kernel": a_bool, "activation_dtype": int8_or_none, "dtype": a_number_type}
+
+    _code_version: ClassVar[int] = 1  # of what the codes stand for, in checkpoints
 
     use_kernel: bool = aux_field(default=True, kw_only=True)
     activation_dtype: str | None = aux_field(default=None, kw_only=True)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        cls.rules = {name: rule for base in reversed(cls.__mro__) for name, rule in vars(base).get("rules", {}).items()}
+        cls._rules = {
+            name: rule for base in reversed(cls.__mro__) for name, rule in vars(base).get("_rules", {}).items()
+        }
 
     _repr_html_ = array_html
-
-    @classmethod
-    def of_fields(cls, values: Mapping[str, Any]) -> Self:
-        """Build an array from its fields, as a file has them; a field that is not named has its default.
-
-        Fields that the constructor refuses raise here too.
-        """
-        made = object.__new__(cls)
-        for field in dataclasses.fields(cls):
-            value = values.get(field.name, field.default)
-            if value is dataclasses.MISSING or (field.name == "dtype" and value is None):
-                raise TypeError(f"{cls.__name__} needs `{field.name}`")
-            vars(made)[field.name] = value
-        made._settle(None)
-        return made
 
     def __post_init__(self) -> None:
         """Complete the fields that a constructor was given, before they are checked."""
@@ -80,20 +64,19 @@ class QuantizedArray(ImplicitArray):
         return copy
 
     def _settle(self, shape: Sequence[int] | None) -> None:
-        check_fields(self, self.rules)
+        check_fields(self, self._rules)
         super()._settle(shape)
-        self._check_shapes()
-
-    def check(self) -> None:
-        """Raise a TypeError or ValueError unless the leaves make one array: trees can be restructured."""
-        check_fields(self, self.rules)
         self._check_shapes()
 
     def _check_shapes(self) -> None:
         """Raise a ValueError unless the shapes of the leaves, whose dtypes are right, make one array together."""
 
-    def check_values(self) -> None:
+    def _check_codes(self) -> None:
         """Raise a ValueError if leaves, which are NumPy arrays, hold codes that the format does not have."""
+
+    def _recoded(self, version: int) -> Self:
+        """This array, read from codes of an earlier version, in codes of today's."""
+        raise ValueError(f"codes of {type(self).__name__} have version {self._code_version}, not {version}")
 
     @abc.abstractmethod
     def decode(self) -> jax.Array:
@@ -122,15 +105,15 @@ class QuantizedArray(ImplicitArray):
 
     def materialize(self) -> jax.Array:
         """The dense array, sharded as the leaves are."""
-        return self.decoded()
+        return self._decoded()
 
-    def decoded(self) -> jax.Array:
+    def _decoded(self) -> jax.Array:
         """`materialize()` without counting as a dense copy, for the part of an array that an operation needs."""
         sharding = self.sharding
         if is_explicit(sharding):
-            decode: Any = jax.sharding.auto_axes(_decoded, out_sharding=sharding)
+            decode: Any = jax.sharding.auto_axes(_as_dense, out_sharding=sharding)
             return decode(self)
-        dense = _decoded(self)
+        dense = _as_dense(self)
         return dense if sharding is None else jax.device_put(dense, sharding)
 
     def with_dtype(self, dtype: DTypeLike) -> Self:
@@ -189,5 +172,5 @@ class QuantizedArray(ImplicitArray):
 
 
 @jax.jit  # one program: a product and a sum that are compiled together round once, so they must be everywhere
-def _decoded(q: QuantizedArray) -> jax.Array:
+def _as_dense(q: QuantizedArray) -> jax.Array:
     return cast(q.decode(), q.dtype)

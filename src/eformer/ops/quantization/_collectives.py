@@ -52,12 +52,12 @@ def all_to_all(
     count = _group_size(axis_name, groups)
     length = q.shape[split_axis] // count
     parts = _joinable(q, concat_axis, axis_name)
-    if parts is None or length % q.block(split_axis):
+    if parts is None or length % q._block(split_axis):
         return NotImplemented
 
     def moved(name: str, leaf: jax.Array, shared: bool) -> jax.Array:
         over = {"axis_index_groups": groups, "tiled": True}
-        if q.grains(split_axis)[name] == ALL and leaf.shape[split_axis] == 1:  # one entry for all parts
+        if q._grains(split_axis)[name] == ALL and leaf.shape[split_axis] == 1:  # one entry for all parts
             return leaf if shared else lax.all_gather(leaf, axis_name, axis=concat_axis, **over)
         parts = lax.all_to_all(leaf, axis_name, split_axis, concat_axis, **over)
         return lax.slice_in_dim(parts, 0, 1, axis=concat_axis) if shared else parts  # all the same
@@ -76,10 +76,10 @@ def _joinable(q: LeafwiseArray, axis: int, axis_name: Names) -> dict[str, tuple[
 
     None where a block would be cut, or a leaf become as large as the array.
     """
-    if q.shape[axis] % q.block(axis):
+    if q.shape[axis] % q._block(axis):
         return None
-    shared = {n: q.grains(axis)[n] == ALL and _is_shared(q, n, axis_name) for n in q.named_leaves()}
-    leaves = q.spread({name: () if one else (axis,) for name, one in shared.items()})
+    shared = {n: q._grains(axis)[n] == ALL and _is_shared(q, n, axis_name) for n in q._named_leaves()}
+    leaves = q._spread({name: () if one else (axis,) for name, one in shared.items()})
     return None if leaves is None else {name: (leaf, shared[name]) for name, leaf in leaves.items()}
 
 
@@ -89,5 +89,5 @@ def _is_shared(q: LeafwiseArray, name: str, axis_name: Names) -> bool:
     JAX knows which arrays differ, unless `shard_map` is told not to check (`check_vma=False`): then not even codes do.
     """
     axes = {*axis_name} if isinstance(axis_name, (tuple, list)) else {axis_name}
-    varying = {each: jax.typeof(leaf).mat.varying for each, leaf in q.named_leaves().items()}
-    return axes <= varying[q.code_fields[0]] and not axes & varying[name]
+    varying = {each: jax.typeof(leaf).mat.varying for each, leaf in q._named_leaves().items()}
+    return axes <= varying[q._code_fields[0]] and not axes & varying[name]

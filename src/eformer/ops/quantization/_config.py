@@ -64,7 +64,7 @@ class QuantizationConfig:
         form = find_format(format_name(dtype, format, QuantizationType.NF4))
         name = QuantizationType(form.name) if form.name in set(QuantizationType) else form.name
         block_size = form.options.get("block_size", type(self).block_size) if block_size is None else block_size
-        check = form.array_type.rules.get("block_size", an_int)
+        check = form.array_type._rules.get("block_size", an_int)
         if callable(check):
             check("block_size", block_size)
         a_bool("simulate", simulate)

@@ -35,12 +35,12 @@ def gather(
     indexed = numbers.start_index_map
     batched = numbers.operand_batching_dims
     for axis, size in enumerate(slice_sizes):
-        in_blocks = any(q._grain(name, axis) > 1 for name in q.named_leaves())
+        in_blocks = any(q._grain(name, axis) > 1 for name in q._named_leaves())
         if in_blocks and (axis in indexed or axis in batched or size != q.shape[axis]):
             return NotImplemented
         if in_blocks and axis in numbers.collapsed_slice_dims:
             return NotImplemented
-        if axis in batched and ALL in q.grains(axis).values():
+        if axis in batched and ALL in q._grains(axis).values():
             return NotImplemented
         if axis not in indexed and axis not in batched and size != q.shape[axis]:
             return NotImplemented
@@ -52,7 +52,7 @@ def gather(
     inner_mode = lax.GatherScatterMode.CLIP if fills else mode
 
     def part(name: str, leaf: jax.Array) -> jax.Array:
-        grains = [q.grains(axis)[name] for axis in range(q.ndim)]
+        grains = [q._grains(axis)[name] for axis in range(q.ndim)]
         sizes = [n if grain == 1 else d for grain, n, d in zip(grains, slice_sizes, leaf.shape, strict=True)]
         # A leaf that is broadcast along an indexed axis has its only entry at 0.
         at = indices * beside_indices([grains[axis] != ALL for axis in indexed])
@@ -60,7 +60,7 @@ def gather(
             leaf, at, dimension_numbers=numbers, slice_sizes=tuple(sizes), mode=inner_mode, fill_value=None, **params
         )
 
-    leaves = {name: part(name, leaf) for name, leaf in q.named_leaves().items()}
+    leaves = {name: part(name, leaf) for name, leaf in q._named_leaves().items()}
     offset_axes = [a for a in range(q.ndim) if a not in numbers.collapsed_slice_dims and a not in batched]
     moved = dict(zip(offset_axes, numbers.offset_dims, strict=True))
     rank = len(numbers.offset_dims) + indices.ndim - 1
@@ -75,7 +75,7 @@ def gather(
         filled = leaves if inside is None else _nan_outside(q, leaves, inside, batch_axes)
         if filled is not None:
             return q._rebuilt(filled, shape, moved)
-    dense = q._rebuilt(leaves, shape, moved).decoded()
+    dense = q._rebuilt(leaves, shape, moved)._decoded()
     if inside is None:
         return dense
     inside = lax.broadcast_in_dim(inside, shape, batch_axes)
@@ -88,7 +88,7 @@ def _nan_outside(q: LeafwiseArray, leaves: Leaves, inside: jax.Array, axes: Sequ
     if not jnp.issubdtype(q.dtype, jnp.floating):
         return None
     scales = [name for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    fills = dict.fromkeys(scales, jnp.nan) if scales else q.nan_codes
+    fills = dict.fromkeys(scales, jnp.nan) if scales else q._nan_codes
 
     def mask(leaf: jax.Array, fill: float) -> jax.Array:
         return jnp.where(lax.broadcast_in_dim(inside, leaf.shape, axes), leaf, jnp.asarray(fill, leaf.dtype))

@@ -55,7 +55,7 @@ def by_rule(operation: Operation, primitive: Primitive, operands: Operands, para
 def moved(operation: Operation, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """in the operand's format: exact by a rule, else requantized."""
     operand, out = operands[0], by_rule(operation, primitive, operands, params)
-    return operand.requantized(out) if isinstance(operand, LeafwiseArray) and not is_implicit(out) else out
+    return operand._requantized(out) if isinstance(operand, LeafwiseArray) and not is_implicit(out) else out
 
 
 def _call(operation: Operation, primitive: Primitive, operands: Operands, params: Params) -> Any:

@@ -35,14 +35,14 @@ OfLeaf = Callable[[str, jax.Array], jax.Array]  # of its name and itself
 class LeafwiseArray(MatmulOperand):
     """A quantized array whose leaves have the array's rank.
 
-    `code_fields` and `scale_fields` name them. Codes have entries for every element; scales may have length 1 along an
-    axis, and `decode()` is linear in them. Other leaves, if there are any, are gone after `_single()`.
+    `_code_fields` and `_scale_fields` name them. Codes have entries for every element; scales may have length 1 along
+    an axis, and `decode()` is linear in them. Other leaves, if there are any, are gone after `_single()`.
     """
 
-    code_fields: ClassVar[tuple[str, ...]]
-    scale_fields: ClassVar[tuple[str, ...]] = ()
-    nan_codes: ClassVar[Mapping[str, int]] = {}  # entries of the code leaves that decode to NaN, if there are any
-    unit_codes: ClassVar[Mapping[str, int]] = {}  # entries of the code leaves that decode to their scale, if any
+    _code_fields: ClassVar[tuple[str, ...]]
+    _scale_fields: ClassVar[tuple[str, ...]] = ()
+    _nan_codes: ClassVar[Mapping[str, int]] = {}  # entries of the code leaves that decode to NaN, if there are any
+    _unit_codes: ClassVar[Mapping[str, int]] = {}  # entries of the code leaves that decode to their scale, if any
 
     # While a function is traced: the array that this one is the transpose of, and the permutation.
     _moved_from: ClassVar[tuple[LeafwiseArray, tuple[int, ...]] | None] = None
@@ -57,13 +57,13 @@ class LeafwiseArray(MatmulOperand):
 
     def _mapped_to(self, function: OfLeaf, shape: tuple[int, ...], moved: AxisMap | None = None) -> Self:
         """`_rebuilt` from `function(name, leaf)` of each leaf."""
-        return self._rebuilt({name: function(name, leaf) for name, leaf in self.named_leaves().items()}, shape, moved)
+        return self._rebuilt({name: function(name, leaf) for name, leaf in self._named_leaves().items()}, shape, moved)
 
     def _check_shapes(self) -> None:
         """Each leaf has the array's axes, and along each an entry per grain; or one for all, if it is a scale."""
-        shape, first = self.shape, self.code_fields[0]
-        for name, leaf in self.named_leaves().items():
-            is_code = name in self.code_fields
+        shape, first = self.shape, self._code_fields[0]
+        for name, leaf in self._named_leaves().items():
+            is_code = name in self._code_fields
             if len(leaf.shape) != len(shape):
                 raise ValueError(f"{name} {leaf.shape} must have the {len(shape)} axes of {first} {shape}")
             for axis, (found, size) in enumerate(zip(leaf.shape, shape, strict=True)):
@@ -74,7 +74,7 @@ class LeafwiseArray(MatmulOperand):
                         f"axis {axis} it must have {entries} entries{'' if is_code else ' or 1'}"
                     )
 
-    def factors(self) -> tuple[jax.Array, jax.Array | None]:
+    def _factors(self) -> tuple[jax.Array, jax.Array | None]:
         """`values` and `scale`, of this array's rank, with `values * scale == decode()`; a scale of None is 1."""
         return self.decode(), None
 
@@ -88,7 +88,7 @@ class LeafwiseArray(MatmulOperand):
     def _encoded_again(self, array: jax.Array) -> LeafwiseArray:
         """`array`, floating point of any shape, in this format along its default axes."""
 
-    def requantized(self, array: jax.Array) -> LeafwiseArray:
+    def _requantized(self, array: jax.Array) -> LeafwiseArray:
         """`array`, of any shape, quantized as this array is."""
         switches = {"use_kernel": self.use_kernel, "activation_dtype": self.activation_dtype}
         return self._encoded_again(as_floats(array))._replaced(dtype=self.dtype, **switches)
@@ -100,19 +100,19 @@ class LeafwiseArray(MatmulOperand):
     def _divisible(self) -> Self:
         return self._single()
 
-    def of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
+    def _of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
         del grains  # they are what they were, unless blocks can be cut
         return self._mapped(lambda name, _: leaves[name])
 
-    def leaf_axes(self) -> dict[str, tuple[tuple[int, Grain], ...]]:
-        grains = [self.grains(axis) for axis in range(self.ndim)]
-        return {name: tuple((axis, each[name]) for axis, each in enumerate(grains)) for name in self.named_leaves()}
+    def _leaf_axes(self) -> dict[str, tuple[tuple[int, Grain], ...]]:
+        grains = [self._grains(axis) for axis in range(self.ndim)]
+        return {name: tuple((axis, each[name]) for axis, each in enumerate(grains)) for name in self._named_leaves()}
 
-    def named_leaves(self) -> Leaves:
-        found = {name: getattr(self, name) for name in (*self.code_fields, *self.scale_fields)}
+    def _named_leaves(self) -> Leaves:
+        found = {name: getattr(self, name) for name in (*self._code_fields, *self._scale_fields)}
         return {name: leaf for name, leaf in found.items() if leaf is not None}
 
-    def grains(self, axis: int) -> dict[str, Grain]:
+    def _grains(self, axis: int) -> dict[str, Grain]:
         """The grain of each leaf along `axis`."""
         size = self.shape[axis]
 
@@ -120,16 +120,16 @@ class LeafwiseArray(MatmulOperand):
             given = self._grain(name, axis)
             return ALL if leaf.shape[axis] == 1 and -(-size // max(given, 1)) != 1 else given
 
-        return {name: grain(name, leaf) for name, leaf in self.named_leaves().items()}
+        return {name: grain(name, leaf) for name, leaf in self._named_leaves().items()}
 
-    def spread(self, axes: Mapping[str, Iterable[int]]) -> Leaves | None:
+    def _spread(self, axes: Mapping[str, Iterable[int]]) -> Leaves | None:
         """The leaves, each repeated along its `axes` where it was broadcast.
 
         None if a leaf would get an entry for each element of the array: it would be as large as the dense array.
         """
-        leaves = self.named_leaves()
+        leaves = self._named_leaves()
         for name, wanted in axes.items():
-            grains = {axis: self.grains(axis)[name] for axis in range(self.ndim)}
+            grains = {axis: self._grains(axis)[name] for axis in range(self.ndim)}
             missing = {axis: self._grain(name, axis) for axis in wanted if grains[axis] == ALL}
             if missing and {*(grains | missing).values()} == {1}:
                 return None
@@ -137,16 +137,16 @@ class LeafwiseArray(MatmulOperand):
             leaves[name] = jnp.broadcast_to(leaves[name], lengths) if missing else leaves[name]
         return leaves
 
-    def with_scale(self) -> Self:
+    def _with_scale(self) -> Self:
         """An equal array that has a leaf for its scale."""
         return self
 
-    def block(self, axis: int) -> int:
+    def _block(self, axis: int) -> int:
         """How many elements along `axis` share whole entries of every leaf, if none is broadcast; 1 without blocks."""
-        return math.lcm(*(self._grain(name, axis) for name in self.named_leaves()))
+        return math.lcm(*(self._grain(name, axis) for name in self._named_leaves()))
 
     def _is_blocked(self, axis: int) -> bool:
-        return any(grain > 1 for grain in self.grains(axis).values())
+        return any(grain > 1 for grain in self._grains(axis).values())
 
     def is_stacked(self) -> bool:
         lengths = {leaf.shape[:1] for leaf in jtu.tree_leaves(self)}
@@ -154,7 +154,7 @@ class LeafwiseArray(MatmulOperand):
 
     def _vmap_error(self, leaf: jax.Array, axis: int) -> str | None:
         packed = getattr(self, "axis", None)  # counted from the end
-        codes = getattr(self, self.code_fields[0])
+        codes = getattr(self, self._code_fields[0])
         if not isinstance(packed, int) or axis <= leaf.ndim + packed or leaf.ndim < getattr(codes, "ndim", 0):
             return None  # a leaf of fewer axes has none that is packed
         return (
@@ -171,7 +171,7 @@ class LeafwiseArray(MatmulOperand):
         for axis, entry in enumerate(entries):
             # Inside `shard_map` a device sees its own part only, so the part must hold whole entries of every leaf.
             part = self.shape[axis] // (shards(mesh, entry) if not mesh.empty else 1)
-            if entry is not None and (mesh.empty or any(g > 1 and part % g for g in self.grains(axis).values())):
+            if entry is not None and (mesh.empty or any(g > 1 and part % g for g in self._grains(axis).values())):
                 return None
         return self._mapped(lambda _, leaf: PartitionSpec(*self._leaf_entries(leaf, entries)))
 
@@ -186,7 +186,7 @@ class LeafwiseArray(MatmulOperand):
 
     def _leaf_shardings(self, sharding: NamedSharding) -> Self:
         def place(name: str, leaf: jax.Array) -> NamedSharding:
-            if name not in self.code_fields + self.scale_fields:
+            if name not in self._code_fields + self._scale_fields:
                 return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
             entries = self._leaf_entries(leaf, [*sharding.spec])
             fits = [e if leaf.shape[a] % shards(sharding.mesh, e) == 0 else None for a, e in enumerate(entries)]
@@ -196,12 +196,12 @@ class LeafwiseArray(MatmulOperand):
 
     @property
     def sharding(self) -> NamedSharding | None:
-        return sharding_of(getattr(self, self.code_fields[0]))  # the codes have an entry for every element
+        return sharding_of(getattr(self, self._code_fields[0]))  # the codes have an entry for every element
 
-    def sliced(self, start: int, size: int, axis: int) -> Self:
+    def _sliced(self, start: int, size: int, axis: int) -> Self:
         """The part of `size` elements from `start` along `axis`, where every leaf can be cut."""
         single = self._single()
-        grains = single.grains(axis)
+        grains = single._grains(axis)
 
         def part(name: str, leaf: jax.Array) -> jax.Array:
             grain = grains[name]
@@ -211,15 +211,15 @@ class LeafwiseArray(MatmulOperand):
 
         return single._mapped_to(part, replaced(self.shape, axis, size))
 
-    def tiles(self, axis: int, size: int) -> Self:
+    def _tiles(self, axis: int, size: int) -> Self:
         """All whole parts of `size` elements along `axis`, with their leaves stacked along a new first axis.
 
         To scan over: the slices of this tree, not the tree, are arrays. `size` is where every leaf can be cut.
         """
         count = self.shape[axis] // size
-        whole = self.sliced(0, count * size, axis) if self.shape[axis] % size else self._single()
-        first = self.sliced(0, size, axis)  # knows the static fields of a part
-        grains = whole.grains(axis)
+        whole = self._sliced(0, count * size, axis) if self.shape[axis] % size else self._single()
+        first = self._sliced(0, size, axis)  # knows the static fields of a part
+        grains = whole._grains(axis)
 
         def stack(name: str, leaf: jax.Array) -> jax.Array:
             if grains[name] == ALL:
@@ -230,9 +230,9 @@ class LeafwiseArray(MatmulOperand):
         stacked = whole._mapped(stack)
         return jtu.tree_unflatten(jtu.tree_structure(first), jtu.tree_leaves(stacked))
 
-    def alignment(self, axis: int) -> int:
+    def _alignment(self, axis: int) -> int:
         """Positions along `axis` at which every leaf can be cut."""
-        return math.lcm(*(max(grain, 1) for grain in self._single().grains(axis % self.ndim).values()))
+        return math.lcm(*(max(grain, 1) for grain in self._single()._grains(axis % self.ndim).values()))
 
 
 Moved = LeafwiseArray | NotImplementedType  # what a rule gives
@@ -247,7 +247,7 @@ def transpose(primitive: Primitive, q: LeafwiseArray, *, permutation: Sequence[i
     origin, q = q, q._single()
     shape, moved = tuple(q.shape[old] for old in permutation), {old: new for new, old in enumerate(permutation)}
     result = q._mapped_to(lambda _, leaf: primitive.bind(leaf, permutation=permutation, **params), shape, moved)
-    if isinstance(getattr(result, q.code_fields[0]), Tracer):
+    if isinstance(getattr(result, q._code_fields[0]), Tracer):
         object.__setattr__(result, "_moved_from", (origin, tuple(permutation)))
     return result
 
@@ -277,27 +277,27 @@ def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> Moved:
     if 0 in q.shape or math.prod(q.shape) != math.prod(new_sizes):
         return NotImplemented
     moved: dict[int, int] = {}
-    sizes: dict[str, list[int]] = {name: [] for name in q.named_leaves()}
-    merged: dict[str, list[int]] = {name: [] for name in q.named_leaves()}  # axes along which entries are needed
+    sizes: dict[str, list[int]] = {name: [] for name in q._named_leaves()}
+    merged: dict[str, list[int]] = {name: [] for name in q._named_leaves()}  # axes along which entries are needed
     for olds, news in _groups(q.shape, new_sizes):
         kept = len(olds) == len(news) == 1
-        blocked = [] if kept else [old for old in olds if q.block(old) > 1]
+        blocked = [] if kept else [old for old in olds if q._block(old) > 1]
         if blocked and not _keeps_blocks(q, olds, [new_sizes[new] for new in news]):
             return NotImplemented
         moved.update(zip(olds, news, strict=False))
         moved.update({old: new for old in blocked for new in news[-1:]})
-        for name, leaf in q.named_leaves().items():
+        for name, leaf in q._named_leaves().items():
             lengths = [new_sizes[new] for new in news]
             if kept:
                 lengths = [leaf.shape[olds[0]]]
-            elif {q.grains(old)[name] for old in olds} == {ALL}:
+            elif {q._grains(old)[name] for old in olds} == {ALL}:
                 lengths = [1] * len(news)
             else:
                 merged[name] += olds
                 if blocked:
                     lengths[-1] //= q._grain(name, blocked[0])
             sizes[name] += lengths
-    leaves = q.spread(merged)
+    leaves = q._spread(merged)
     if leaves is None:
         return NotImplemented
     return q._rebuilt({n: lax.reshape(leaf, sizes[n]) for n, leaf in leaves.items()}, tuple(new_sizes), moved)
@@ -306,8 +306,8 @@ def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> Moved:
 def _keeps_blocks(q: LeafwiseArray, olds: Sequence[int], new_sizes: Sequence[int]) -> bool:
     """Whether only the last of the axes has blocks, and the last of the new ones takes them over whole."""
     *others, last = olds
-    fits = all(size % q.block(last) == 0 for size in (q.shape[last], *new_sizes[-1:]))
-    return len(new_sizes) > 0 and fits and all(q.block(axis) == 1 for axis in others)
+    fits = all(size % q._block(last) == 0 for size in (q.shape[last], *new_sizes[-1:]))
+    return len(new_sizes) > 0 and fits and all(q._block(axis) == 1 for axis in others)
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:

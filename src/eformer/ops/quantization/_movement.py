@@ -2,7 +2,7 @@
 
 Along each axis a leaf has one entry per element, per block, or for the whole axis (see `_leafwise`). A rule cuts and
 joins leaves between blocks. To join arrays along an axis that a scale covers whole, it first repeats the scale along
-that axis (`spread`), as long as the scale stays smaller than the array. Everything else is declined.
+that axis (`_spread`), as long as the scale stays smaller than the array. Everything else is declined.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def broadcast_in_dim(
         return NotImplemented
 
     def broadcast(name: str, leaf: jax.Array) -> jax.Array:
-        lengths = [*shape] if name in q.code_fields else [1] * len(shape)  # only the codes need be repeated
+        lengths = [*shape] if name in q._code_fields else [1] * len(shape)  # only the codes need be repeated
         for old, new in moved.items():
-            if q.shape[old] == shape[new] or name not in q.code_fields:
+            if q.shape[old] == shape[new] or name not in q._code_fields:
                 lengths[new] = leaf.shape[old]
         return primitive.bind(leaf, shape=tuple(lengths), broadcast_dimensions=tuple(broadcast_dimensions), **params)
 
@@ -56,7 +56,7 @@ def squeeze(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int]
     q = q._single()
     gone = {axis % q.ndim for axis in dimensions}
     kept = [axis for axis in range(q.ndim) if axis not in gone]
-    if any(q._grain(name, axis) > 1 for axis in gone for name in q.named_leaves()):
+    if any(q._grain(name, axis) > 1 for axis in gone for name in q._named_leaves()):
         return NotImplemented
     shape, moved = tuple(q.shape[axis] for axis in kept), {old: new for new, old in enumerate(kept)}
     return q._mapped_to(lambda _, leaf: primitive.bind(leaf, dimensions=dimensions, **params), shape, moved)
@@ -76,14 +76,14 @@ def slice_rule(
     strides = strides or (1,) * q.ndim
     bounds = list(zip(start_indices, limit_indices, strides, strict=True))
     for axis, (start, limit, stride) in enumerate(bounds):
-        at = q.alignment(axis)
+        at = q._alignment(axis)
         if at > 1 and (start % at or stride != 1 or (limit % at and limit != q.shape[axis])):
             return NotImplemented
 
     def part(name: str, leaf: jax.Array) -> jax.Array:
         ranges = [
             (0, 1, 1) if grain == ALL else (start // grain, -(-limit // grain), stride)
-            for grain, (start, limit, stride) in zip((q.grains(a)[name] for a in range(q.ndim)), bounds, strict=True)
+            for grain, (start, limit, stride) in zip((q._grains(a)[name] for a in range(q.ndim)), bounds, strict=True)
         ]
         starts, limits, steps = zip(*ranges, strict=True) if ranges else ((), (), ())
         return primitive.bind(leaf, start_indices=starts, limit_indices=limits, strides=steps, **params)
@@ -99,24 +99,24 @@ def split(
     del primitive, params
     q = q._single()
     starts = [int(start) for start in itertools.accumulate(sizes, initial=0)]
-    if any(start % q.alignment(axis) for start in starts[:-1]):
+    if any(start % q._alignment(axis) for start in starts[:-1]):
         return NotImplemented
-    return [q.sliced(start, int(size), axis) for start, size in zip(starts, sizes, strict=False)]
+    return [q._sliced(start, int(size), axis) for start, size in zip(starts, sizes, strict=False)]
 
 
 @register("unstack")
 def unstack(primitive: Primitive, q: LeafwiseArray, *, axis: int, **params: object) -> list[Moved] | NotImplementedType:
     del primitive, params
     q = q._single()
-    if q.block(axis) > 1:
+    if q._block(axis) > 1:
         return NotImplemented
-    return [squeeze(lax.squeeze_p, q.sliced(i, 1, axis), dimensions=(axis,)) for i in range(q.shape[axis])]
+    return [squeeze(lax.squeeze_p, q._sliced(i, 1, axis), dimensions=(axis,)) for i in range(q.shape[axis])]
 
 
 @register("rev")
 def rev(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int], **params: object) -> Moved:
     q = q._single()
-    if any(q.block(axis) > 1 for axis in dimensions):
+    if any(q._block(axis) > 1 for axis in dimensions):
         return NotImplemented
     # A leaf of length 1 is its own reverse.
     return q._mapped_to(lambda _, leaf: primitive.bind(leaf, dimensions=tuple(dimensions), **params), q.shape)
@@ -125,11 +125,11 @@ def rev(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int], **
 @register("tile")
 def tile(primitive: Primitive, q: LeafwiseArray, *, reps: Sequence[int], **params: object) -> Moved:
     q = q._single()
-    if any(count != 1 and q.shape[axis] % q.alignment(axis) for axis, count in enumerate(reps)):
+    if any(count != 1 and q.shape[axis] % q._alignment(axis) for axis, count in enumerate(reps)):
         return NotImplemented
 
     def tiled(name: str, leaf: jax.Array) -> jax.Array:
-        counts = tuple(1 if q.grains(axis)[name] == ALL else count for axis, count in enumerate(reps))
+        counts = tuple(1 if q._grains(axis)[name] == ALL else count for axis, count in enumerate(reps))
         return primitive.bind(leaf, reps=counts, **params)
 
     shape = tuple(n * count for n, count in zip(q.shape, reps, strict=True))
@@ -144,7 +144,7 @@ def _alike(arrays: Sequence[LeafwiseArray], axes: Sequence[int]) -> list[Leaves]
 
     None if the arrays can't be brought to this form.
     """
-    found = [q.spread(dict.fromkeys(q.named_leaves(), axes)) for q in arrays]
+    found = [q._spread(dict.fromkeys(q._named_leaves(), axes)) for q in arrays]
 
     def described(q: LeafwiseArray, leaves: Leaves | None) -> list[object]:
         lengths = {n: [d for a, d in enumerate(leaf.shape) if a not in axes] for n, leaf in (leaves or {}).items()}
@@ -164,7 +164,7 @@ def _bound(bind: Callable[..., jax.Array], leaves: Sequence[Leaves]) -> Leaves:
 def concatenate(primitive: Primitive, *operands: LeafwiseArray, dimension: int, **params: object) -> Moved:
     arrays = [q._single() for q in operands]
     leaves = _alike(arrays, (dimension,))
-    if leaves is None or any(q.shape[dimension] % q.block(dimension) for q in arrays[:-1]):
+    if leaves is None or any(q.shape[dimension] % q._block(dimension) for q in arrays[:-1]):
         return NotImplemented
     joined = _bound(functools.partial(primitive.bind, dimension=dimension, **params), leaves)
     first, total = arrays[0], sum(q.shape[dimension] for q in arrays)
@@ -211,7 +211,7 @@ def dynamic_slice(
     """Slice the leaves; along blocks, in whose middle a slice may start, decode just the blocks that hold it."""
     q = q._single()
     clipped = _clipped(starts, q.shape, slice_sizes)
-    at = [q.alignment(axis) if size != q.shape[axis] else 1 for axis, size in enumerate(slice_sizes)]
+    at = [q._alignment(axis) if size != q.shape[axis] else 1 for axis, size in enumerate(slice_sizes)]
     # The most blocks that `n` neighbouring elements can touch, wherever they begin.
     sizes = [n if b == 1 else (1 + -(-(n - 1) // b)) * b for n, b in zip(slice_sizes, at, strict=True)]
     if any(n > d or (b > 1 and d % b) for n, d, b in zip(sizes, q.shape, at, strict=True)):
@@ -222,7 +222,7 @@ def dynamic_slice(
     ]
 
     def part(name: str, leaf: jax.Array) -> jax.Array:
-        grains = [q.grains(axis)[name] if sizes[axis] != q.shape[axis] else ALL for axis in range(q.ndim)]
+        grains = [q._grains(axis)[name] if sizes[axis] != q.shape[axis] else ALL for axis in range(q.ndim)]
         first = [jnp.zeros_like(s) if g == ALL else s // g for s, g in zip(firsts, grains, strict=True)]
         lengths = [d if g == ALL else n // g for d, n, g in zip(leaf.shape, sizes, grains, strict=True)]
         return primitive.bind(leaf, *first, slice_sizes=tuple(lengths), **params)
@@ -231,7 +231,7 @@ def dynamic_slice(
     if tuple(sizes) == tuple(slice_sizes) and max(at, default=1) == 1:
         return found
     within = [start - first for start, first in zip(clipped, firsts, strict=True)]
-    return primitive.bind(found.decoded(), *within, slice_sizes=slice_sizes, **params)
+    return primitive.bind(found._decoded(), *within, slice_sizes=slice_sizes, **params)
 
 
 @register("dynamic_update_slice")
@@ -241,7 +241,7 @@ def dynamic_update_slice(
     q, update = q._single(), update._single()
     partial = [axis for axis in range(q.ndim) if q.shape[axis] != update.shape[axis]]
     leaves = _alike([q, update], partial)
-    if leaves is None or any(q.block(axis) > 1 for axis in partial):
+    if leaves is None or any(q._block(axis) > 1 for axis in partial):
         return NotImplemented
     clipped = _clipped(starts, q.shape, update.shape)
     firsts = [start if axis in partial else jnp.zeros_like(start) for axis, start in enumerate(clipped)]
@@ -258,18 +258,18 @@ def pad(
     **params: object,
 ) -> Moved:
     """Pad codes with the code of 1 and scales with the value, which is known only when the program runs."""
-    q = q._single().with_scale()
+    q = q._single()._with_scale()
     longer = [axis for axis, amounts in enumerate(padding_config) if max(amounts) > 0]
-    if not q.unit_codes or any(q.block(axis) > 1 for axis, amounts in enumerate(padding_config) if any(amounts)):
+    if not q._unit_codes or any(q._block(axis) > 1 for axis, amounts in enumerate(padding_config) if any(amounts)):
         return NotImplemented
-    leaves = q.spread(dict.fromkeys(q.named_leaves(), longer))
-    if leaves is None or not all(holds(leaves[name].dtype, value.dtype) for name in q.scale_fields):
+    leaves = q._spread(dict.fromkeys(q._named_leaves(), longer))
+    if leaves is None or not all(holds(leaves[name].dtype, value.dtype) for name in q._scale_fields):
         return NotImplemented
 
     def padded(name: str, leaf: jax.Array) -> jax.Array:
         kept = [leaf.shape[axis] == 1 and q.shape[axis] != 1 for axis in range(q.ndim)]
         amounts = [(0, 0, 0) if k else tuple(amount) for k, amount in zip(kept, padding_config, strict=True)]
-        filling = jnp.asarray(q.unit_codes.get(name, value)).astype(leaf.dtype)
+        filling = jnp.asarray(q._unit_codes.get(name, value)).astype(leaf.dtype)
         return primitive.bind(leaf, filling, padding_config=tuple(amounts), **params)
 
     pairs = zip(q.shape, padding_config, strict=True)

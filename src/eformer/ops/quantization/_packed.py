@@ -1,7 +1,7 @@
 """`PackedArray`: formats that put several codes into a byte along one axis, with a scale per block or without blocks.
 
-A format says what is particular to it: its fields, `values_per_byte` of each leaf of codes, `scale_fields`, what codes
-stand for (`_values`), how they are found (an encoder for `_quantized`) and how far off they are (`_step_bound`).
+A format says what is particular to it: its fields, the `_values_per_byte` of each leaf of codes, its `_scale_fields`,
+what codes stand for (`_values`), how to find them (an encoder for `_quantized`) and their error (`_step_bound`).
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ Encode = Callable[[jax.Array, int], Leaves]  # of an array and the axis to pack 
 class PackedArray(LeafwiseArray):
     """A quantized array whose codes are packed along `axis`, counted from the end.
 
-    `values_per_byte` says how many values each leaf of codes has in a byte; a format of 3 bits has a leaf of 2-bit
+    `_values_per_byte` says how many values each leaf of codes has in a byte; a format of 3 bits has a leaf of 2-bit
     codes and one of 1-bit codes. A format with a field `block_size` has a scale per block of that many elements along
     `axis`. `padding` is how many values the last byte of the first code leaf has beyond the array's length.
     """
 
-    values_per_byte: ClassVar[Mapping[str, int]] = {}
-    rules: ClassVar[Rules] = {"axis": an_int, "padding": an_int}
+    _values_per_byte: ClassVar[Mapping[str, int]] = {}
+    _rules: ClassVar[Rules] = {"axis": an_int, "padding": an_int}
 
     axis: int = aux_field(default=-1, kw_only=True)
     padding: int = aux_field(default=0, kw_only=True)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        if "values_per_byte" in vars(cls):
-            counts = cls.values_per_byte
-            cls.code_fields = tuple(counts)
+        if "_values_per_byte" in vars(cls):
+            counts = cls._values_per_byte
+            cls._code_fields = tuple(counts)
             codes = {name: Leaf(f"uint8, {COUNTS[n]} codes a byte", (jnp.uint8,)) for name, n in counts.items()}
-            scales = {name: Leaf("floating point", FLOATS) for name in cls.scale_fields}
+            scales = {name: Leaf("floating point", FLOATS) for name in cls._scale_fields}
             blocks = {"block_size": a_block_size(max(counts.values()))} if hasattr(cls, "block_size") else {}
-            cls.rules = {**codes, **scales, **blocks, **vars(cls).get("rules", {})}
+            cls._rules = {**codes, **scales, **blocks, **vars(cls).get("_rules", {})}
         super().__init_subclass__(**kwargs)
 
     @abc.abstractmethod
@@ -55,7 +55,7 @@ class PackedArray(LeafwiseArray):
         """What the codes, leaves of at least one axis, stand for before their scale: `length` floats along `axis`."""
 
     def __post_init__(self) -> None:
-        check_fields(self, self.rules)
+        check_fields(self, self._rules)
         codes = self._codes()[0]
         if codes.ndim:
             vars(self)["axis"] = normalized_axes(self.axis, codes.ndim)[0]
@@ -85,10 +85,10 @@ class PackedArray(LeafwiseArray):
             ) from None
 
     def _in_words(self) -> str:
-        shapes = {name: leaf.shape for name, leaf in self.named_leaves().items()}
-        blocks = f" of blocks of {self._block}" if self._block > 1 else ""
-        scales = "".join(f", {name} {shapes[name]}{blocks}" for name in self.scale_fields if name in shapes)
-        first, count = self.code_fields[0], COUNTS[self._first_count]
+        shapes = {name: leaf.shape for name, leaf in self._named_leaves().items()}
+        blocks = f" of blocks of {self._per_scale}" if self._per_scale > 1 else ""
+        scales = "".join(f", {name} {shapes[name]}{blocks}" for name in self._scale_fields if name in shapes)
+        first, count = self._code_fields[0], COUNTS[self._first_count]
         return f"{first} {shapes[first]} packs {count} values a byte along `axis={self.axis}`{scales}"
 
     @classmethod
@@ -97,9 +97,9 @@ class PackedArray(LeafwiseArray):
 
         def make(x: jax.Array) -> Self:
             leaves = encode(x if x.ndim else x[None], axis)
-            own = (*cls.code_fields, *cls.scale_fields)
+            own = (*cls._code_fields, *cls._scale_fields)
             leaves = leaves if x.ndim else {n: leaf.reshape(()) if n in own else leaf for n, leaf in leaves.items()}
-            padding = -x.shape[axis] % next(iter(cls.values_per_byte.values())) if x.ndim else 0
+            padding = -x.shape[axis] % next(iter(cls._values_per_byte.values())) if x.ndim else 0
             return cls(**leaves, axis=axis, padding=padding, **{"dtype": x.dtype, **fields})
 
         return laid_out(make, x)
@@ -113,7 +113,7 @@ class PackedArray(LeafwiseArray):
         The format's `name` is for the error that says so.
         """
         for field, value in fields.items():
-            rule = cls.rules[field]
+            rule = cls._rules[field]
             if callable(rule):
                 rule(field, value)
         x = checked_array(array)
@@ -124,7 +124,7 @@ class PackedArray(LeafwiseArray):
 
     def _encoded_again(self, array: jax.Array) -> LeafwiseArray:
         made_by: Any = type(self)  # each format has a `quantize` with its own options
-        return made_by.quantize(array, **{"block_size": self._block} if self._block > 1 else {})
+        return made_by.quantize(array, **{"block_size": self._per_scale} if self._per_scale > 1 else {})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -135,31 +135,33 @@ class PackedArray(LeafwiseArray):
         return (*shape[:axis], shape[axis] * self._first_count - self.padding, *shape[axis + 1 :])
 
     def _codes(self) -> list[jax.Array]:
-        return [getattr(self, name) for name in self.code_fields]
+        return [getattr(self, name) for name in self._code_fields]
 
     @property
     def _first_count(self) -> int:
-        return self.values_per_byte[self.code_fields[0]]
+        return self._values_per_byte[self._code_fields[0]]
 
     @property
-    def _block(self) -> int:
+    def _per_scale(self) -> int:
         """How many elements along `axis` share a scale."""
         return getattr(self, "block_size", 1)
 
     def _scale(self) -> jax.Array | None:
         """The scales as floats of the array's rank; None where every scale is 1."""
-        return getattr(self, self.scale_fields[0]) if self.scale_fields else None
+        return getattr(self, self._scale_fields[0]) if self._scale_fields else None
 
     def _scaled(self, values: jax.Array, scale: jax.Array) -> jax.Array:
         """`values`, of this array's shape, times the scales of their blocks."""
-        if not self.ndim or self._block == 1:
+        if not self.ndim or self._per_scale == 1:
             return values.astype(scale.dtype) * scale
-        block = min(self._block, max(self.shape[self.axis], 1))  # blocks are filled up, and a file chooses their length
+        block = min(
+            self._per_scale, max(self.shape[self.axis], 1)
+        )  # blocks are filled up, and a file chooses their length
         return reference.scale_blocks(values, scale, block, self.axis)
 
     def _unscaled(self) -> jax.Array:
         self._check_shapes()  # a tree may have been restructured since it was constructed
-        codes = dict(zip(self.code_fields, self._codes(), strict=True))
+        codes = dict(zip(self._code_fields, self._codes(), strict=True))
         if not self.ndim:
             return self._values({name: leaf[None] for name, leaf in codes.items()}, 0, 1)[0]
         return self._values(codes, self.axis, self.shape[self.axis])
@@ -168,18 +170,18 @@ class PackedArray(LeafwiseArray):
         values, scale = self._unscaled(), self._scale()
         return values if scale is None else self._scaled(values, scale)
 
-    def factors(self) -> tuple[jax.Array, jax.Array | None]:
-        return (self._unscaled(), self._scale()) if self._block == 1 else super().factors()
+    def _factors(self) -> tuple[jax.Array, jax.Array | None]:
+        return (self._unscaled(), self._scale()) if self._per_scale == 1 else super()._factors()
 
-    def fits_kernels(self) -> bool:
-        scales = [getattr(self, name) for name in self.scale_fields]
+    def _fits_kernels(self) -> bool:
+        scales = [getattr(self, name) for name in self._scale_fields]
         single = all(scale is None or scale.dtype == jnp.float32 for scale in scales)
-        return self.kernel_format is not None and self.axis >= -2 and single
+        return self._kernel_format is not None and self.axis >= -2 and single
 
-    def stored_matrix(self) -> Matrix:
+    def _stored_matrix(self) -> Matrix:
         (_, rows, cols), codes = self.shape, tuple(self._codes())
         return Matrix(
-            self.kernel_format or "", codes, self._stored_scales(), rows, cols, self.axis + 2, max(self._block, 2)
+            self._kernel_format or "", codes, self._stored_scales(), rows, cols, self.axis + 2, max(self._per_scale, 2)
         )
 
     def _stored_scales(self) -> tuple[jax.Array, ...]:
@@ -187,23 +189,23 @@ class PackedArray(LeafwiseArray):
         scale = self._scale()
         if scale is None:
             return ()
-        entries = [-(-n // self._grain(self.scale_fields[0], axis)) for axis, n in enumerate(self.shape)]
-        return (scale if self._block == 1 else jnp.broadcast_to(scale, entries),)
+        entries = [-(-n // self._grain(self._scale_fields[0], axis)) for axis, n in enumerate(self.shape)]
+        return (scale if self._per_scale == 1 else jnp.broadcast_to(scale, entries),)
 
-    def of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
-        part = super().of_parts(leaves, grains)
-        block = grains[self.scale_fields[0]][self.axis] if self._block > 1 else 0
+    def _of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
+        part = super()._of_parts(leaves, grains)
+        block = grains[self._scale_fields[0]][self.axis] if self._per_scale > 1 else 0
         return part._replaced(block_size=block) if block else part  # less than it was where a part cuts a block
 
     def _grain(self, name: str, axis: int) -> int:
         ndim = self._codes()[0].ndim
         if not ndim or axis != self.axis % ndim:
             return 1
-        return self.values_per_byte.get(name) or self._block
+        return self._values_per_byte.get(name) or self._per_scale
 
     def _rebuilt(self, leaves: Leaves, shape: tuple[int, ...], moved: AxisMap | None = None) -> Self:
         axis = -1 if not self.ndim else self.axis if moved is None else moved[self.axis % self.ndim] - len(shape)
-        packed = leaves[self.code_fields[0]].shape
+        packed = leaves[self._code_fields[0]].shape
         padding = packed[axis] * self._first_count - shape[axis] if shape else 0
         return self._replaced(**leaves, axis=axis, padding=padding)
 

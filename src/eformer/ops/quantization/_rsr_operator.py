@@ -27,6 +27,7 @@ from ._matmul._lowering import matmul_on_cpu
 from ._matmul._operand import Grain, Leaves, MatmulOperand
 from ._matmul._primitive import matmul_in_xla, matmul_stacks, note_partly_manual
 from ._sharding import asked_of, is_explicit, sharding_of, shards, typed_as
+from ._stored import check_array
 
 if TYPE_CHECKING:
     from .implicit_array_rsr import RSROperatorBinary
@@ -45,10 +46,10 @@ class RSROperator(MatmulOperand):
     def decode(self) -> jax.Array:
         return functools.reduce(jnp.subtract, (binary.decode() for binary in self._binaries()))
 
-    def codes_and_k(self) -> tuple[tuple[jax.Array, ...], int]:
+    def _codes_and_k(self) -> tuple[tuple[jax.Array, ...], int]:
         """The codes of the binary matrices and their `k`, checked: leaves also come from functions over trees."""
-        self.check()
-        return tuple(self.named_leaves().values()), self._binaries()[0].k
+        check_array(self)
+        return tuple(self._named_leaves().values()), self._binaries()[0].k
 
     def dot(self, v: ArrayLike | ImplicitArray) -> Any:
         """`v @ A` for `v` of shape (..., n), without `A`: note the order, which is not that of `jax.Array.dot`.
@@ -71,17 +72,17 @@ class RSROperator(MatmulOperand):
     def is_stacked(self) -> bool:
         return self.ndim > 2
 
-    def named_leaves(self) -> Leaves:
+    def _named_leaves(self) -> Leaves:
         return {f"codes{i}": binary.codes for i, binary in enumerate(self._binaries())}
 
-    def leaf_axes(self) -> dict[str, tuple[tuple[int, Grain], ...]]:
+    def _leaf_axes(self) -> dict[str, tuple[tuple[int, Grain], ...]]:
         stack = tuple((axis, 1) for axis in range(self.ndim - 2))
         return {
             name: (*stack, (self.ndim - 1, binary.k), (self.ndim - 2, 1))
-            for name, binary in zip(self.named_leaves(), self._binaries(), strict=True)
+            for name, binary in zip(self._named_leaves(), self._binaries(), strict=True)
         }
 
-    def of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
+    def _of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
         del grains  # no part cuts a code
         return self._with_leaves(list(leaves.values()))
 
@@ -160,7 +161,7 @@ def _matmul(x: jax.Array, q: RSROperator, dtype: np.dtype) -> jax.Array:
 def _(q: RSROperator, x: jax.Array, contracted_axis: int) -> jax.Array | None:
     if contracted_axis != 0 or x.dtype != jnp.float32 or not cpu.is_available():
         return None
-    return cpu.segment_matmul(x, *q.codes_and_k())[..., : q.shape[-1]]
+    return cpu.segment_matmul(x, *q._codes_and_k())[..., : q.shape[-1]]
 
 
 @matmul_in_xla.register
@@ -175,7 +176,7 @@ def _(q: RSROperator, x: jax.Array, contracted_axis: int, *, in_tiles: bool = Tr
 def _matmul_of_stack(q: RSROperator, x: jax.Array) -> jax.Array:
     """`x` (count, ..., n) @ `q` (count, n, m), in the dtype of `x`."""
     count, *free, n = x.shape
-    rows, (codes, k) = x.reshape(count, math.prod(free), n), q.codes_and_k()
+    rows, (codes, k) = x.reshape(count, math.prod(free), n), q._codes_and_k()
     out = _segment_matmul(rows[0], tuple(c[0] for c in codes), k) if count == 1 else _segment_matmul(rows, codes, k)
     return out[..., : q.shape[-1]].reshape(count, *free, q.shape[-1])
 

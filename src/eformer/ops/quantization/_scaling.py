@@ -48,10 +48,10 @@ def _with_scales(
     q: LeafwiseArray, axes: list[int], dtype: DTypeLike, function: Callable[[jax.Array], jax.Array]
 ) -> Moved:
     """`q` with `function` applied to its scales, repeated along `axes` before; it computes with numbers of `dtype`."""
-    q = q._single().with_scale()
-    scales = q.scale_fields
+    q = q._single()._with_scale()
+    scales = q._scale_fields
     blocks = any(q._grain(name, axis) > 1 for name in scales for axis in axes)
-    leaves = q.spread(dict.fromkeys(scales, axes))
+    leaves = q._spread(dict.fromkeys(scales, axes))
     if not scales or blocks or leaves is None or not jnp.issubdtype(q.dtype, jnp.floating):
         return NotImplemented
     if not all(holds(leaves[name].dtype, dtype) for name in scales):

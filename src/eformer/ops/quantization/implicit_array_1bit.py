@@ -35,13 +35,13 @@ class Array1B(PackedArray):
     through the ternary rule of `quantize(array, dtype="ternary")`. The documentation's own example does the latter.
     """
 
-    values_per_byte: ClassVar = {"weight": 4}
-    scale_fields = ("scale",)
-    kernel_format = "ternary"
-    nan_codes: ClassVar = {"weight": 0xAA}
-    unit_codes: ClassVar = {"weight": 0xFF}
-    rules: ClassVar[Rules] = {"scale": Leaf("floating point", FLOATS, optional=True)}
-    code_version: ClassVar[int] = 2  # of what the two bits stand for, in checkpoints
+    _values_per_byte: ClassVar = {"weight": 4}
+    _scale_fields = ("scale",)
+    _kernel_format = "ternary"
+    _nan_codes: ClassVar = {"weight": 0xAA}
+    _unit_codes: ClassVar = {"weight": 0xFF}
+    _rules: ClassVar[Rules] = {"scale": Leaf("floating point", FLOATS, optional=True)}
+    _code_version: ClassVar[int] = 2  # of what the two bits stand for, in checkpoints
 
     weight: jax.Array
     scale: jax.Array | None = dataclasses.field(default=None, kw_only=True)
@@ -95,18 +95,16 @@ class Array1B(PackedArray):
     def _encoded_again(self, array: jax.Array) -> Array1B:
         return quantize_ternary(array, scale=None if self.scale is None else "tensor")
 
-    def recoded(self, version: int) -> Self:
-        """This array, read from codes of version 1, in which 0, 1 and 2 were -1, 0 and 1, and 3 was NaN."""
-        if version != 1:
-            raise ValueError(f"ternary codes have version 1 or {self.code_version}, not {version}")
-        return self._replaced(weight=self.weight ^ np.uint8(0x55))
+    def _recoded(self, version: int) -> Self:
+        """In version 1, the codes 0, 1 and 2 were -1, 0 and 1, and 3 was NaN."""
+        return self._replaced(weight=self.weight ^ np.uint8(0x55)) if version == 1 else super()._recoded(version)
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
         # Nothing is known of what made the values but their sign: an element became 0, or the scale with its sign.
         x, scale = jnp.abs(original.astype(jnp.float32)), jnp.float32(1) if self.scale is None else jnp.abs(self.scale)
         return jnp.maximum(x, jnp.abs(x - scale))
 
-    def with_scale(self) -> Self:
+    def _with_scale(self) -> Self:
         if self.scale is not None:
             return self
         return self._replaced(scale=jnp.ones((1,) * self.ndim, jnp.float32))

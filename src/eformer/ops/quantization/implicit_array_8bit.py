@@ -35,11 +35,11 @@ class Array8B(LeafwiseArray):
     ((32, 256), 33280)
     """
 
-    code_fields = ("weight",)
-    scale_fields = ("scale",)
-    kernel_format = "int8"
-    unit_codes: ClassVar = {"weight": 1}
-    rules: ClassVar[Rules] = {
+    _code_fields = ("weight",)
+    _scale_fields = ("scale",)
+    _kernel_format = "int8"
+    _unit_codes: ClassVar = {"weight": 1}
+    _rules: ClassVar[Rules] = {
         "weight": Leaf("int8", (jnp.int8,)),
         "scale": Leaf("floating point, a scale per slice", FLOATS),
         "axis": ints_or_none,
@@ -65,7 +65,7 @@ class Array8B(LeafwiseArray):
         self._construct(shape, sharding, scale=scale, weight=weight, axis=axis, **switches)
 
     def __post_init__(self) -> None:
-        check_fields(self, self.rules)
+        check_fields(self, self._rules)
         super()._check_shapes()
         ndim, axis = self.weight.ndim, self.axis
         if axis is None:
@@ -110,13 +110,13 @@ class Array8B(LeafwiseArray):
     def decode(self) -> jax.Array:
         return reference.decode_int8(self.weight, self.scale)
 
-    def factors(self) -> tuple[jax.Array, jax.Array]:
+    def _factors(self) -> tuple[jax.Array, jax.Array]:
         return self.weight, self.scale
 
-    def fits_kernels(self) -> bool:
+    def _fits_kernels(self) -> bool:
         return self.scale.dtype == jnp.float32 and self.weight.dtype == jnp.int8
 
-    def stored_matrix(self) -> Matrix:
+    def _stored_matrix(self) -> Matrix:
         return Matrix("int8", (self.weight,), (self.scale,), *self.shape[1:])
 
     def _encoded_again(self, array: jax.Array) -> Array8B:

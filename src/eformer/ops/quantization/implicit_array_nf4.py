@@ -47,11 +47,11 @@ class ArrayNF4(PackedArray):
     ((32, 256), 4.5)
     """
 
-    values_per_byte: ClassVar = {"packed": 2}
-    scale_fields = ("absmax",)
-    kernel_format = "nf4"
-    unit_codes: ClassVar = {"packed": 0xFF}  # the last code is 1, in both halves of a byte
-    rules: ClassVar[Rules] = {
+    _values_per_byte: ClassVar = {"packed": 2}
+    _scale_fields = ("absmax",)
+    _kernel_format = "nf4"
+    _unit_codes: ClassVar = {"packed": 0xFF}  # the last code is 1, in both halves of a byte
+    _rules: ClassVar[Rules] = {
         "absmax": Leaf("floating point, or with `nested` uint8", (*FLOATS, jnp.uint8)),
         "nested": Leaf("float32 or float64", (jnp.float32, jnp.float64), optional=True),
         "offset": Leaf("float32 or float64", (jnp.float32, jnp.float64), optional=True),
@@ -146,9 +146,9 @@ class ArrayNF4(PackedArray):
             return self.absmax
         return _decode_absmax(self.absmax, self.nested, self.offset)
 
-    def fits_kernels(self) -> bool:
+    def _fits_kernels(self) -> bool:
         if self.nested is None or self.offset is None:
-            return super().fits_kernels()
+            return super()._fits_kernels()
         is_single = self.nested.dtype == self.offset.dtype == jnp.float32
         return self.axis >= -2 and is_single and self.offset.ndim == self.ndim - 2  # else a stack of vectors
 

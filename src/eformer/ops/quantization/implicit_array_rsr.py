@@ -41,6 +41,7 @@ from ._input import as_floats, without_loss
 from ._registry import register_array_type
 from ._rsr_operator import RSROperator
 from ._sharding import laid_out
+from ._stored import check_array
 from ._validation import Leaf, Part, Rules, a_number_type, an_int, check_fields
 
 
@@ -64,7 +65,7 @@ class RSROperatorBinary(RSROperator):
     Array([[6, 9]], dtype=uint8)
     """
 
-    rules: ClassVar[Rules] = {
+    _rules: ClassVar[Rules] = {
         "codes": Leaf("uint8, or from `k=9` on uint16", (jnp.uint8, jnp.uint16)),
         "k": rsr.check_k,
         "padding": an_int,
@@ -115,7 +116,7 @@ class RSROperatorBinary(RSROperator):
         if self.padding and not self.codes.shape[-2]:
             raise ValueError(f"`padding={self.padding}` columns of no block: a matrix without columns has `padding=0`")
 
-    def check_values(self) -> None:
+    def _check_codes(self) -> None:
         largest = int(np.max(self.codes, initial=0))
         if largest >= 2**self.k:
             raise ValueError(f"codes for `k={self.k}` are from 0 to {2**self.k - 1}, and there is a {largest}")
@@ -192,19 +193,19 @@ class RSROperatorTernary(RSROperator):
            [1., 0., 0.]], dtype=float32)
     """
 
-    rules: ClassVar[Rules] = {"rsr_b1": Part(RSROperatorBinary), "rsr_b2": Part(RSROperatorBinary)}
+    _rules: ClassVar[Rules] = {"rsr_b1": Part(RSROperatorBinary), "rsr_b2": Part(RSROperatorBinary)}
 
     rsr_b1: RSROperatorBinary
     rsr_b2: RSROperatorBinary
 
     def __post_init__(self) -> None:
-        check_fields(self, self.rules)
+        check_fields(self, self._rules)
         if self.dtype is None:
             vars(self)["dtype"] = self.rsr_b1.dtype
 
     def _check_shapes(self) -> None:
         for binary in self._binaries():
-            binary.check()
+            check_array(binary)
         first, second = ((b.shape, b.k) for b in self._binaries())
         if first != second:
             raise ValueError(
@@ -214,9 +215,9 @@ class RSROperatorTernary(RSROperator):
         if jnp.issubdtype(self.dtype, jnp.unsignedinteger):
             raise ValueError(f"`dtype={self.dtype}` can't hold -1; a signed or floating point dtype can")
 
-    def check_values(self) -> None:
+    def _check_codes(self) -> None:
         for binary in self._binaries():
-            binary.check_values()
+            binary._check_codes()
 
     @classmethod
     def from_matrix(cls, A: jax.Array, k: int = 8) -> Self:

@@ -15,8 +15,8 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from eformer.jaximus import register
-from eformer.ops.quantization._base import asked_of
 from eformer.ops.quantization._leafwise import LeafwiseArray
+from eformer.ops.quantization._sharding import asked_of
 
 from ._primitive import Precision
 from ._rule import has_explicit_sharding, matmul
@@ -80,7 +80,7 @@ def conv_general_dilated(
     if patches <= max(MAX_GROWTH * image, rhs.size):
         pieces = lax.concatenate([at(position) for position in positions], x.ndim)
         out = contract(lax.reshape(pieces, (*pieces.shape[: x.ndim], *window)), rhs, dtype=dtype)
-    elif len(positions) > MAX_POSITIONS or any(rhs.alignment(axis) > 1 for axis in window_axes):
+    elif len(positions) > MAX_POSITIONS or any(rhs._alignment(axis) > 1 for axis in window_axes):
         return NotImplemented
     else:
         single = rhs._single()
@@ -89,7 +89,7 @@ def conv_general_dilated(
         def term(position: Sequence[int]) -> jax.Array:
             part = single
             for axis, offset in zip(window_axes, position, strict=True):
-                part = part.sliced(offset, 1, axis)
+                part = part._sliced(offset, 1, axis)
             return contract(at(position), part, dtype=sums)
 
         out = functools.reduce(lax.add, map(term, positions)).astype(dtype)

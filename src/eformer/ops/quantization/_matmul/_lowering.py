@@ -49,7 +49,7 @@ def _device_kind(ctx: mlir.LoweringRuleContext) -> str | None:
 @functools.singledispatch
 def matmul_on_cpu(q: MatmulOperand, x: jax.Array, contracted_axis: int) -> jax.Array | None:
     """x (count, rows, k) times q by the native core, in float32; None where it can't. A format may register its own."""
-    if not q.fits_kernels() or not cpu.supports(matrix := q.stored_matrix()):
+    if not q._fits_kernels() or not cpu.supports(matrix := q._stored_matrix()):
         return None
     rounding = {"round_x": q.activation_dtype == "int8", "round_values": q.dtype == jnp.bfloat16}
     return cpu.matmul(x, matrix, contracted_axis, **rounding)
@@ -59,9 +59,9 @@ def matmul_on_accelerator(
     q: MatmulOperand, x: jax.Array, contracted_axis: int, device: pallas.Device
 ) -> jax.Array | None:
     """x (count, rows, k) times q by a Pallas kernel, in float32; None where it can't, or where XLA is faster."""
-    if not q.fits_kernels():
+    if not q._fits_kernels():
         return None
-    return pallas.matmul(x, q.stored_matrix(), contracted_axis, device, round_x=q.activation_dtype == "int8")
+    return pallas.matmul(x, q._stored_matrix(), contracted_axis, device, round_x=q.activation_dtype == "int8")
 
 
 def _by_kernel(kernel: Kernel, x: jax.Array, *leaves: jax.Array, static: Static) -> jax.Array:
@@ -88,7 +88,7 @@ def _over_devices(x: jax.Array, *leaves: jax.Array, static: Static, devices: Seq
     rows = tuple(Dim(f"row{i}") for i in range(x.ndim - 2))
     dims = {
         name: tuple(Dim(axes[axis] if grain else None, grain) for axis, grain in grains)
-        for name, grains in q.leaf_axes().items()
+        for name, grains in q._leaf_axes().items()
     }
     sizes = {**dict(zip(axes, q.shape, strict=True)), **{f"row{i}": n for i, n in enumerate(x.shape[1:-1])}}
     problem = Problem(
@@ -99,11 +99,11 @@ def _over_devices(x: jax.Array, *leaves: jax.Array, static: Static, devices: Seq
     )
 
     def local(x: jax.Array, leaves: Sequence[jax.Array], grains: Sequence[tuple[int, ...]]) -> jax.Array:
-        part = q.of_parts(dict(zip(dims, leaves, strict=True)), dict(zip(dims, grains, strict=True)))
+        part = q._of_parts(dict(zip(dims, leaves, strict=True)), dict(zip(dims, grains, strict=True)))
         return matmul_stacks(x, part, contracted_axis, dtype)
 
     identity = f"quantized_matmul {jtu.tree_structure(q)} {contracted_axis} {dtype}"
-    return partitioned(problem, local, identity, x, [q.named_leaves()[name] for name in dims], devices=devices)
+    return partitioned(problem, local, identity, x, [q._named_leaves()[name] for name in dims], devices=devices)
 
 
 def _lower(alone: Callable[..., jax.Array], ctx: mlir.LoweringRuleContext, *operands: Any, static: Static) -> Any:

@@ -21,28 +21,28 @@ class MatmulOperand(QuantizedArray):
     One entry of a leaf covers a fixed number of elements along that axis, the grain.
     """
 
-    kernel_format: ClassVar[str | None] = None  # the name that kernels know the format by, if there are any
+    _kernel_format: ClassVar[str | None] = None  # the name that kernels know the format by, if there are any
 
     @abc.abstractmethod
-    def named_leaves(self) -> Leaves:
+    def _named_leaves(self) -> Leaves:
         """The leaves that follow the array's axes, the codes first."""
 
     @abc.abstractmethod
-    def leaf_axes(self) -> dict[str, tuple[tuple[int, Grain], ...]]:
+    def _leaf_axes(self) -> dict[str, tuple[tuple[int, Grain], ...]]:
         """The array axis and the grain of every dimension of every leaf; a grain of 0 is a broadcast length of 1."""
 
     @abc.abstractmethod
-    def of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
+    def _of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
         """The shard of this array that has these shards of the leaves, whose grains may be smaller than before."""
 
     def _divisible(self) -> Self:
-        """An equal array that has only `named_leaves`, computed without communication between devices."""
+        """An equal array that has only `_named_leaves`, computed without communication between devices."""
         return self
 
-    def fits_kernels(self) -> bool:
+    def _fits_kernels(self) -> bool:
         """Whether kernels can read this array, a matrix or a stack of matrices, as it is stored."""
         return False
 
-    def stored_matrix(self) -> Matrix:
+    def _stored_matrix(self) -> Matrix:
         """This array (count, rows, cols), whose leaves all have the first axis, as kernels read it."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel that reads a stored matrix")

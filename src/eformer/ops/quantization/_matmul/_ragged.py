@@ -20,8 +20,8 @@ from jax.interpreters import batching, mlir
 from jax.typing import DTypeLike
 
 from eformer.jaximus import register
-from eformer.ops.quantization._base import asked_of
 from eformer.ops.quantization._leafwise import LeafwiseArray, transpose
+from eformer.ops.quantization._sharding import asked_of
 
 from ._primitive import Precision, Static, matmul_primitive, varying_alike
 from ._rule import as_stack, contraction_of, matmul, result_dtype, with_count

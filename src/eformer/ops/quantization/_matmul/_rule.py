@@ -17,8 +17,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from eformer.jaximus import materialize, note_materialized, register, unobserved
 from eformer.kernels import cpu
-from eformer.ops.quantization._base import asked_of, typed_as
 from eformer.ops.quantization._leafwise import LeafwiseArray, reshaped
+from eformer.ops.quantization._sharding import asked_of, typed_as
 
 from ._primitive import Precision, matmul_stacks, note_partly_manual
 from ._tiles import AsDense, Axes, Contraction, Numbers, map_tiles, matmul_in_tiles
@@ -111,13 +111,13 @@ def _matmul_of_two(
     """The matmul of two quantized arrays: tiles of `lhs` are decoded, and `rhs` stays quantized."""
     (l_summed, _), (l_batch, _) = numbers
     free = [axis for axis in range(lhs.ndim) if axis not in l_summed and axis not in l_batch]
-    axis = next((axis for axis in free if lhs.shape[axis] > lhs.alignment(axis)), None)
+    axis = next((axis for axis in free if lhs.shape[axis] > lhs._alignment(axis)), None)
     if axis is None or not (lhs.use_kernel and lhs.size):
         note_materialized(lhs, "it has no axis that can be cut into tiles, and the other operand is quantized too")
-        return matmul(lhs.decoded(), rhs, numbers, dtype, precision)
+        return matmul(lhs._decoded(), rhs, numbers, dtype, precision)
 
     def of_tile(_: ArrayLike, tile: LeafwiseArray) -> jax.Array:
-        return matmul(tile.decoded(), rhs, numbers, dtype, precision)
+        return matmul(tile._decoded(), rhs, numbers, dtype, precision)
 
     return map_tiles(of_tile, lhs, axis, len(l_batch) + free.index(axis))
 
@@ -181,9 +181,9 @@ def _exact_kernels(x: np.dtype, q: np.dtype, out: np.dtype, precision: Precision
 
 
 def _by_kernel(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: np.dtype) -> jax.Array:
-    in_core = cpu.is_available() and q.kernel_format in cpu.formats()
+    in_core = cpu.is_available() and q._kernel_format in cpu.formats()
     stack = as_stack(q, contraction) if in_core or jax.default_backend() != "cpu" else None
-    if stack is None or not stack[0].fits_kernels():
+    if stack is None or not stack[0]._fits_kernels():
         return matmul_in_tiles(x, q, contraction, dtype)
     note_partly_manual(q)
     out = _matmul_of_stack(x, *stack, contraction, dtype)
@@ -203,7 +203,7 @@ def as_stack(q: LeafwiseArray, contraction: Contraction) -> tuple[LeafwiseArray,
         return None
     if q.ndim == 2:
         return q, contracted_axis
-    if any(q.alignment(axis) > 1 for axis in batch):
+    if any(q._alignment(axis) > 1 for axis in batch):
         return None
     shape = tuple(math.prod(q.shape[a] for a in group) for group in groups)
     q = q if q.shape == shape else reshaped(q, shape)

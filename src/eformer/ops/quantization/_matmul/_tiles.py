@@ -98,13 +98,13 @@ def _tiling(q: LeafwiseArray, contraction: Contraction) -> tuple[int, int] | Non
     if not q.size:
         return None
     for axis in sorted(range(q.ndim), key=lambda axis: axis in contraction.q_batch):
-        if q.shape[axis] > q.alignment(axis):
+        if q.shape[axis] > q._alignment(axis):
             return axis, _tile(q, axis)
     return None
 
 
 def _tile(q: LeafwiseArray, axis: int) -> int:
-    step, size = q.alignment(axis), q.shape[axis]
+    step, size = q._alignment(axis), q.shape[axis]
     most = max(step, min(TILE_ELEMENTS * size // q.size, size // MIN_TILES) // step * step)
     # A tile that divides the length leaves no shorter one to slice off. Less than half of the most would be too small.
     even = (tile for tile in range(most, most // 2, -step) if size % tile == 0)
@@ -117,9 +117,9 @@ def map_tiles(
     """`function(start, tile)` of each tile of `q` along `axis`, joined along `out_axis`."""
     tile = _tile(q, axis)
     count, rest = divmod(q.shape[axis], tile)
-    parts = lax.map(lambda each: function(*each), (jnp.arange(count) * tile, q.tiles(axis, tile)))
+    parts = lax.map(lambda each: function(*each), (jnp.arange(count) * tile, q._tiles(axis, tile)))
     joined = lax.collapse(jnp.moveaxis(parts, 0, out_axis), out_axis, out_axis + 2)
-    last = [function(count * tile, q.sliced(count * tile, rest, axis))] if rest else []
+    last = [function(count * tile, q._sliced(count * tile, rest, axis))] if rest else []
     return jnp.concatenate([joined, *last], out_axis)
 
 
@@ -147,11 +147,11 @@ def _tiled(
         if axis not in contraction.q_summed:
             return map_tiles(functools.partial(part, x), q, axis, contraction.in_result()[axis])
         count, rest = divmod(q.shape[axis], tile)
-        first = jax.eval_shape(part, x, 0, q.sliced(0, tile, axis))
+        first = jax.eval_shape(part, x, 0, q._sliced(0, tile, axis))
         zeros, *_ = varying_alike([jnp.zeros(first.shape, first.dtype), x, *jax.tree.leaves(q)])
-        tiles = (jnp.arange(count) * tile, q.tiles(axis, tile))
+        tiles = (jnp.arange(count) * tile, q._tiles(axis, tile))
         total, _ = lax.scan(lambda total, tile: (total + part(x, *tile), None), zeros, tiles)
-        return total + part(x, count * tile, q.sliced(count * tile, rest, axis)) if rest else total
+        return total + part(x, count * tile, q._sliced(count * tile, rest, axis)) if rest else total
 
     # Compilers of other devices fuse the decoding into the matmul by themselves.
     return lax.platform_dependent(x, q, cpu=on_cpu, default=lambda x, q: _whole(x, q, contraction, as_dense))
@@ -168,7 +168,7 @@ def _decode_and_matmul(
     if as_dense is not None:
         dense = cast(q.decode(), q.dtype)
         return lax.dot_general(x, dense, contraction.numbers, as_dense.precision, preferred_element_type=as_dense.sums)
-    values, scale = q.factors()
+    values, scale = q._factors()
     summed, scale_of_result = set(contraction.q_summed), None
     if scale is not None:
         varies = {a for a in range(q.ndim) if scale.shape[a] != 1}
