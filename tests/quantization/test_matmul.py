@@ -39,6 +39,7 @@ from .cases import (
     primitives,
 )
 
+needs_core = pytest.mark.skipif(not cpu.is_available(), reason="installed without the native core")
 # Formats that kernels read differently: binary is stored as ternary is, and small blocks show what large ones would.
 WEIGHTS = [
     Case.of("int8"),
@@ -273,6 +274,16 @@ def test_default_precision_of_a_block_of_code(precision):
     assert_product(out, x, dense)
 
 
+@needs_core
+@pytest.mark.parametrize("swapped", [False, True])
+def test_an_algorithm_in_parts_runs_the_kernel(swapped):
+    q, dense = example(Case.of("int8"), (10, 6))
+    x, algorithm = normal((5, 10), seed=1), lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float32)
+    run = functools.partial(dot, numbers=numbers_of("kn", "mk") if swapped else numbers_of("mk", "kn"))
+    out = run(*((q, x) if swapped else (x, q)), precision=algorithm)
+    assert_product(out.T if swapped else out, x, dense)
+
+
 def test_other_algorithms_are_those_of_the_dense_matmul():
     """In tiles: each has the numbers that are asked for."""
     q, dense = example(Case.of("int8"), (1024, 6))
@@ -488,9 +499,6 @@ def test_a_matmul_of_one_row_never_holds_the_dense_weight(form, function, core):
     with cpu.use_core(core):
         assert temporary_bytes(function, x, q) < 2 * TILE_BYTES
         assert explain(matmul)(x, q).dense_bytes == 0
-
-
-needs_core = pytest.mark.skipif(not cpu.is_available(), reason="installed without the native core")
 
 
 @needs_core

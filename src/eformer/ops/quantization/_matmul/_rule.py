@@ -76,7 +76,7 @@ def has_explicit_sharding(*operands: Either) -> bool:
 
 def result_dtype(lhs: np.dtype, rhs: np.dtype, precision: Precision = None) -> np.dtype:
     """The dtype that `lax.dot_general` gives by default for operands of these dtypes."""
-    if lhs == rhs and (precision is None or type(precision) is tuple):
+    if lhs == rhs and (precision is None or isinstance(precision, tuple)):
         return lhs
     structs = [jax.ShapeDtypeStruct((), dtype) for dtype in (lhs, rhs)]
     return jax.eval_shape(lambda x, y: lax.dot_general(x, y, (((), ()), ((), ())), precision), *structs).dtype
@@ -91,7 +91,8 @@ def matmul(lhs: Either, rhs: Either, numbers: Numbers, dtype: np.dtype, precisio
         return _matmul(lhs, rhs, contraction_of(numbers, lhs.ndim, rhs.ndim), dtype, precision)
     assert isinstance(lhs, LeafwiseArray)
     contraction = contraction_of(((r_summed, l_summed), (r_batch, l_batch)), rhs.ndim, lhs.ndim)
-    precision = (precision[1], precision[0]) if type(precision) is tuple else precision
+    if isinstance(precision, tuple) and not isinstance(precision, lax.DotAlgorithm):
+        precision = (precision[1], precision[0])
     out = _matmul(rhs, lhs, contraction, dtype, precision)
     batch, free = len(r_batch), len(contraction.x_free)
     return jnp.moveaxis(out, range(batch, batch + free), range(out.ndim - free, out.ndim))
@@ -175,7 +176,7 @@ def _exact_kernels(x: np.dtype, q: np.dtype, out: np.dtype, precision: Precision
     """
     if q not in _HALF_OR_SINGLE or out not in _HALF_OR_SINGLE or not (x in _HALF_OR_SINGLE or x.kind in "iub"):
         return "none"
-    if type(precision) is tuple:
+    if isinstance(precision, tuple):
         return "all" if all(each in (None, lax.Precision.DEFAULT) for each in precision) else "cpu"
     return "all" if precision in (None, _PRESETS.DEFAULT) else "cpu" if precision == _PRESETS.F32_F32_F32 else "none"
 

@@ -63,7 +63,7 @@ class AsDense(NamedTuple):
     @property
     def sums(self) -> np.dtype:
         """The dtype in which tiles are added up: half precision would round each time."""
-        algorithm = self.precision is not None and type(self.precision) is not tuple
+        algorithm = not (self.precision is None or isinstance(self.precision, tuple))
         return self.dtype if algorithm or self.dtype not in (jnp.bfloat16, jnp.float16) else FLOAT32
 
 
