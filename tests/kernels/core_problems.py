@@ -188,7 +188,7 @@ def expected(call: Call, sets: tuple[str, ...]) -> Expected | None:
         if call.target == "eformer_decode":
             right = call.result.shape == values.shape and call.result.dtype == np.float32
             return Expected(values, np.zeros(1), exact=True) if right else None
-        return _expected_product(call, factors, scale, values)
+        return _expected_matmul(call, factors, scale, values)
 
 
 def _expected_segments(call: Call) -> Expected | None:
@@ -276,7 +276,7 @@ def _checked_scales(
     return np.repeat(found, min(block, max(length, 1)), axis=axis + 1)[:, : extents[0], : extents[1]].astype(np.float64)
 
 
-def _expected_product(call: Call, factors: np.ndarray, scale: np.ndarray, values: np.ndarray) -> Expected | None:
+def _expected_matmul(call: Call, factors: np.ndarray, scale: np.ndarray, values: np.ndarray) -> Expected | None:
     a, x, y = call.attributes, call.args[0], call.result
     count, rows, cols = values.shape
     depth, width = (rows, cols) if a["contracted_axis"] == 0 else (cols, rows)

@@ -1,6 +1,6 @@
 """Checkpoints that are well formed and lie, multiplied by the core: in a process of its own, which must not end early.
 
-Prints a line of JSON for each: the error that it raised, or whether the product is that of the decoded array.
+Prints a line of JSON for each: the error that it raised, or whether the matmul is that of the decoded array.
 """
 
 from __future__ import annotations

@@ -40,19 +40,19 @@ def normal(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def product(x: Any, values: Any, contracted_axis: int) -> np.ndarray:
+def dense_matmul(x: Any, values: Any, contracted_axis: int) -> np.ndarray:
     values = np.asarray(values, np.float64)
     with np.errstate(invalid="ignore"):  # infinity times zero
         return np.asarray(x, np.float64) @ (values if contracted_axis == 0 else values.swapaxes(1, 2))
 
 
-def assert_product(out: Any, x: Any, values: Any, contracted_axis: int) -> None:
-    """Sums of k float32 products, in whatever order, and scaled once: off by at most k + 2 roundings of their terms."""
-    bound = product(np.abs(np.asarray(x, np.float64)), np.abs(values), contracted_axis)
+def assert_matmul(out: Any, x: Any, values: Any, contracted_axis: int) -> None:
+    """Sums of k float32 terms, in whatever order, and scaled once: off by at most k + 2 roundings of their terms."""
+    bound = dense_matmul(np.abs(np.asarray(x, np.float64)), np.abs(values), contracted_axis)
     roundings = (x.shape[-1] + 2) * np.finfo(np.float32).eps
     assert out.dtype == jnp.float32
     np.testing.assert_array_less(
-        np.abs(np.asarray(out) - product(x, values, contracted_axis)), bound * roundings + 1e-30
+        np.abs(np.asarray(out) - dense_matmul(x, values, contracted_axis)), bound * roundings + 1e-30
     )
 
 
@@ -71,7 +71,7 @@ def example(name: str, shape: tuple[int, ...]) -> tuple[Matrix, np.ndarray]:
 
 
 @every_case
-def test_products_and_values(name, shape, instructions):
+def test_matmuls_and_values(name, shape, instructions):
     """With both orientations, and with numbers of rows that take each of the kernels."""
     matrix, values = example(name, shape)
     xs = [normal((shape[0], sum(ROWS), shape[1 + axis]), seed=1) for axis in (0, 1)]
@@ -80,14 +80,14 @@ def test_products_and_values(name, shape, instructions):
     def run(codes: Any, scales: Any, xs: Any) -> Any:
         m = replace(matrix, codes=codes, scales=scales)
         parts = [jnp.split(x, np.cumsum(ROWS)[:-1], axis=1) for x in xs]
-        products = [jnp.concatenate([cpu.matmul(part, m, axis) for part in parts[axis]], 1) for axis in (0, 1)]
-        return products, cpu.decode(m)
+        results = [jnp.concatenate([cpu.matmul(part, m, axis) for part in parts[axis]], 1) for axis in (0, 1)]
+        return results, cpu.decode(m)
 
     with cpu.instruction_set(instructions):
-        products, decoded = run(matrix.codes, matrix.scales, xs)
+        results, decoded = run(matrix.codes, matrix.scales, xs)
     np.testing.assert_array_equal(decoded, values)
-    assert_product(products[0], xs[0], values, 0)
-    assert_product(products[1], xs[1], values, 1)
+    assert_matmul(results[0], xs[0], values, 0)
+    assert_matmul(results[1], xs[1], values, 1)
 
 
 # How far one of the values that are multiplied can be from the one that the format stores, per scale.
@@ -98,7 +98,7 @@ ROUNDED |= {"nf4 64 along 1": 0.5 / 127, "nf4 6 along 1": 0.5 / 127}
 @pytest.mark.parametrize("instructions", [name for name in SETS if name != "portable"])
 @pytest.mark.parametrize("shape", [(2, 70, 33), (1, 530, 200), (1, 3, 5), (1, 259, 4105)], ids=str)
 @pytest.mark.parametrize("name", ROUNDED)
-def test_products_with_rounded_x(name, shape, instructions):
+def test_matmuls_with_rounded_x(name, shape, instructions):
     """A row of x, times the scales that go with it, is off by at most half of a 127th of its largest."""
     matrix, values = example(name, shape)
     x = normal((shape[0], 1, shape[1]), seed=1)
@@ -110,7 +110,7 @@ def test_products_with_rounded_x(name, shape, instructions):
     if ROUNDED[name]:
         scales = np.repeat(np.asarray(matrix.scales[0]), matrix.block_size, axis=1)[:, : shape[1]]
         bound = bound + ROUNDED[name] * (np.abs(x) + largest / 254) @ scales
-    exact = product(x, values, 0)
+    exact = dense_matmul(x, values, 0)
     error, bound = np.abs(out - exact), bound * (1 + 1e-5) + 1e-30
     np.testing.assert_array_less(error, bound)
     assert error.max() > 1e-4 * np.abs(exact).max() or shape[1] < 8  # it was rounded
@@ -123,7 +123,7 @@ def test_special_numbers_are_not_rounded(special):
     x[0, 0, 5] = special
     out = cpu.matmul(jnp.asarray(x), matrix, 0, round_x=True)
     np.testing.assert_array_equal(out, cpu.matmul(jnp.asarray(x), matrix, 0))
-    np.testing.assert_array_equal(np.isnan(out), np.isnan(product(x, values, 0)))
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(dense_matmul(x, values, 0)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
@@ -132,7 +132,7 @@ def test_half_precision(rows, dtype):
     matrix = nf4(jnp.asarray(normal((1, 96, 40))), 1, 64)
     # Normal numbers, the smallest that there are, and none.
     x = np.concatenate([normal((1, rows, 94)), np.full((1, rows, 1), 6e-8), np.zeros((1, rows, 1))], 2).astype(dtype)
-    assert_product(cpu.matmul(jnp.asarray(x), matrix, 0), x.astype(np.float32), np.asarray(oracle(matrix)), 0)
+    assert_matmul(cpu.matmul(jnp.asarray(x), matrix, 0), x.astype(np.float32), np.asarray(oracle(matrix)), 0)
 
 
 # Less than a tile of rows, several tiles, and more rows than are taken at a time.
@@ -148,8 +148,8 @@ def test_bfloat16_by_values_rounded_to_it(name, rows):
         x = x.astype(np.float32)
         integers = matrix.format != "nf4" and all(scale.shape[1 + axis] == 1 for scale in matrix.scales)
         rounding = (x.shape[-1] + 2) * np.finfo(np.float32).eps + (0 if integers else 2.0**-8)
-        error = np.abs(out - product(x, values, axis))
-        np.testing.assert_array_less(error, rounding * product(np.abs(x), np.abs(values), axis) + 1e-30)
+        error = np.abs(out - dense_matmul(x, values, axis))
+        np.testing.assert_array_less(error, rounding * dense_matmul(np.abs(x), np.abs(values), axis) + 1e-30)
 
 
 @pytest.mark.parametrize("special", [np.nan, np.inf], ids=str)
@@ -163,7 +163,7 @@ def test_special_numbers_in_bfloat16(name, special):
         scales[0] = scales[0].at[1, 0, 0].set(special)
         values = np.asarray(oracle(replace(matrix, scales=tuple(scales))))
     out = cpu.matmul(jnp.asarray(x, jnp.bfloat16), replace(matrix, scales=tuple(scales)), 0, round_values=True)
-    np.testing.assert_array_equal(np.isfinite(out), np.isfinite(product(x, values, 0)))
+    np.testing.assert_array_equal(np.isfinite(out), np.isfinite(dense_matmul(x, values, 0)))
 
 
 BESIDE = pytest.mark.parametrize("name", ["int8 per row", "nf4 64 along 1", "nf4 20 along 2", "ternary along 2"])
@@ -178,7 +178,7 @@ def test_a_row_of_x_beside_more_of_them(rows, name, contracted_axis):
     matrix, values = example(name, (1, 530, 200))
     x = normal((1, 250, values.shape[1 + contracted_axis]), seed=1)
     few, many = (np.asarray(cpu.matmul(jnp.asarray(x[:, :m]), matrix, contracted_axis)) for m in (rows, 250))
-    terms = product(np.abs(x[:, :rows]), np.abs(values), contracted_axis)
+    terms = dense_matmul(np.abs(x[:, :rows]), np.abs(values), contracted_axis)
     bound = 2 * (x.shape[-1] + 2) * np.finfo(np.float32).eps * terms
     np.testing.assert_array_less(np.abs(few.astype(np.float64) - many[:, :rows]), bound + 1e-30)
 
@@ -200,7 +200,7 @@ WAYS = [(axis, rows) for axis in (0, 1) for rows in (1, 2)]  # each orientation,
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def products_of(name: str, codes: Any, scales: Any, xs: Any) -> Any:
+def matmuls_of(name: str, codes: Any, scales: Any, xs: Any) -> Any:
     matrix = replace(example(name, SPECIAL)[0], codes=codes, scales=scales)
     return [cpu.matmul(xs[axis][:, :rows], matrix, axis) for axis, rows in WAYS]
 
@@ -212,9 +212,9 @@ def test_special_numbers_in_x(name, special):
     xs = [normal((1, 2, SPECIAL[1 + axis]), seed=1) for axis in (0, 1)]
     for x in xs:
         x[0, 0, 3] = special
-    outs = products_of(name, matrix.codes, matrix.scales, xs)
+    outs = matmuls_of(name, matrix.codes, matrix.scales, xs)
     for (axis, rows), out in zip(WAYS, outs, strict=True):
-        expected = product(xs[axis][:, :rows], values, axis)
+        expected = dense_matmul(xs[axis][:, :rows], values, axis)
         finite = np.isfinite(expected)
         np.testing.assert_array_equal(np.where(finite, 0, out), np.where(finite, 0, expected))
         assert np.isfinite(out[0, 1:]).all()
@@ -238,9 +238,9 @@ def test_special_numbers_in_scales(name, special):
     scales[at] = scales[at].at[(0,) * scales[at].ndim].set(special)
     values = jax.jit(lambda codes, scales: oracle(replace(matrix, codes=codes, scales=scales)))(matrix.codes, scales)
     xs = [normal((1, 2, SPECIAL[1 + axis]), seed=1) for axis in (0, 1)]
-    outs = products_of(name, matrix.codes, tuple(scales), xs)
+    outs = matmuls_of(name, matrix.codes, tuple(scales), xs)
     for (axis, rows), out in zip(WAYS, outs, strict=True):
-        expected = product(xs[axis][:, :rows], values, axis)
+        expected = dense_matmul(xs[axis][:, :rows], values, axis)
         np.testing.assert_array_equal(np.isfinite(out), np.isfinite(expected))
 
 
@@ -255,7 +255,7 @@ def test_a_ternary_code_of_nan(rows, contracted_axis, instructions):
     with cpu.instruction_set(instructions):
         exact, rounded = (cpu.matmul(jnp.asarray(x), matrix, contracted_axis, round_x=r) for r in (False, True))
     for out in (exact, rounded):
-        np.testing.assert_array_equal(np.isnan(out), np.isnan(product(x, w, contracted_axis)))
+        np.testing.assert_array_equal(np.isnan(out), np.isnan(dense_matmul(x, w, contracted_axis)))
 
 
 @pytest.mark.parametrize(("shape", "rows"), [((1, 0, 5), 2), ((1, 5, 0), 2), ((1, 8, 8), 0), ((0, 8, 8), 3)], ids=str)
@@ -303,7 +303,7 @@ def test_a_block_longer_than_its_axis_ends_with_it(block_size, contracted_axis):
     values = np.asarray(oracle(GOOD))
     x = normal((1, 1, (64, 8)[contracted_axis]), seed=1)
     out = cpu.matmul(jnp.asarray(x), replace(GOOD, block_size=block_size), contracted_axis)
-    assert_product(out, x, values, contracted_axis)
+    assert_matmul(out, x, values, contracted_axis)
 
 
 def test_a_format_without_a_header_is_not_supported():
@@ -336,13 +336,13 @@ def test_segments(k, rows, signs):
     x = normal((2, rows, 40), seed=1)
     lies = tuple(c | ((1 << 8 * c.dtype.itemsize) - 2**k) for c in codes)  # bits beyond `k` do not count
     out = cpu.segment_matmul(jnp.asarray(x), lies, k)
-    assert_product(
+    assert_matmul(
         out, np.concatenate([x] * signs, -1), np.concatenate(bits, 1) * np.repeat([1, -1], 40)[: signs * 40, None], 0
     )
     assert out.shape == (2, rows, 3 * k)
     x[1, 0, 7] = np.inf
     out = cpu.segment_matmul(jnp.asarray(x), tuple(codes), k)
-    dense = product(x, values, 0)
+    dense = dense_matmul(x, values, 0)
     assert np.all(np.isnan(out) | (np.asarray(out) == dense) | np.isfinite(dense))
     assert not np.any(np.isfinite(out) & ~np.isfinite(dense))
 
