@@ -43,7 +43,7 @@ TERNARY_CODES = np.array([0, -1, np.nan, 1], np.float32)
 
 
 def _boundaries(codes: np.ndarray) -> np.ndarray:
-    """Per pair of neighbours the largest float32 that is nearest to the lower code; an exact tie is the lower's."""
+    """For each pair of neighbouring codes, the largest float32 that rounds to the lower one; so do exact ties."""
     middle = (codes[1:].astype(np.float64) + codes[:-1].astype(np.float64)) / 2
     rounded = middle.astype(np.float32)
     return np.where(rounded > middle, np.nextafter(rounded, np.float32(-np.inf)), rounded)
@@ -57,15 +57,15 @@ def compute_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """`x` as `dtype`; to an integer, the nearest."""
+    """`x` as `dtype`; casts to integers round to the nearest."""
     return jnp.round(x).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else x.astype(dtype)
 
 
 def absmax(x: jax.Array, axis: Sequence[int]) -> jax.Array:
-    """The largest magnitude over `axis`, which stays with length 1; 0 of nothing, infinity if there is a NaN."""
+    """The largest magnitude over `axis`, kept with length 1; 0 for an empty axis, infinity if there is a NaN."""
     x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
     peak = jnp.max(jnp.abs(x), axis=tuple(axis), keepdims=True, initial=0)
-    # XLA:CPU's maximum drops NaN (JAX 0.10.2 and 0.12), and is slow if each is looked at; a sum of zeros is neither.
+    # XLA:CPU's maximum drops NaN (JAX 0.10.2 and 0.12), and testing each element is slow; a sum of zeros does neither.
     zero = jnp.sum(x - x, axis=tuple(axis), keepdims=True)
     return jnp.where(jnp.isnan(zero), jnp.inf, peak).astype(compute_dtype(x.dtype))
 
@@ -76,15 +76,15 @@ def _divide(x: jax.Array, by: jax.Array) -> jax.Array:
 
 
 def _finite(peak: jax.Array) -> jax.Array:
-    """A slice that has an infinity or a NaN has no scale: NaN."""
+    """NaN in place of infinity: a slice with an infinity or a NaN has no scale."""
     return jnp.where(jnp.isinf(peak), jnp.nan, peak)
 
 
 def _mean_of_magnitudes(x: jax.Array, axis: Sequence[int], count: jax.Array | int) -> jax.Array:
-    """The sum of `x`, none of it negative, over `axis`, which stays, by `count`: the same in whatever order.
+    """The sum of non-negative `x` over `axis`, kept with length 1, by `count`; equal in every order of summation.
 
-    So an array that is spread over devices has the scale it would have on one. Each element is taken to 24 bits of the
-    largest; their digits, as many bits as can't overflow, are summed as integers.
+    So a sharded array has the scale that it would have on one device. Each element is rounded to 24 bits of the largest
+    one, and groups of these bits, small enough not to overflow, are summed as integers.
     """
     peak = absmax(x, axis)
     whole = jnp.round(_divide(x.astype(peak.dtype), jnp.where(peak == 0, 1, peak)) * 2.0**24).astype(jnp.int32)
@@ -178,7 +178,7 @@ def decode_nf4(packed: jax.Array, absmax: jax.Array, block_size: int, axis: int,
 
 
 def unpack_nf4(packed: jax.Array, axis: int, length: int) -> jax.Array:
-    """float32 values in [-1, 1]: what the codes stand for."""
+    """float32 values in [-1, 1] that the codes stand for."""
     axis = axis % packed.ndim
     codes = merge(jnp.stack([packed >> 4, packed & 15], axis + 1), axis, length)
     return jnp.asarray(NF4_CODES)[codes]
@@ -217,36 +217,36 @@ def encode_dynamic(x: jax.Array, block_size: int = 256) -> tuple[jax.Array, jax.
 
 def decode_dynamic(codes: jax.Array, nested: jax.Array, offset: jax.Array, block_size: int = 256) -> jax.Array:
     values = split(jnp.asarray(dynamic_map())[codes], -1, block_size)
-    product = _rounded_product(values, nested[..., None])
-    return merge(product, codes.ndim - 1, codes.shape[-1]) + offset[..., None]
+    scaled = _scaled(values, nested[..., None])
+    return merge(scaled, codes.ndim - 1, codes.shape[-1]) + offset[..., None]
 
 
 def decode_dynamic_matrix(codes: jax.Array, nested: jax.Array, offset: jax.Array, block_size: int = 256) -> jax.Array:
-    """`decode_dynamic` of codes (..., rows, cols) taken as one row after the other, without moving any.
+    """`decode_dynamic` of codes (..., rows, cols) in row order, by index and without a reshape.
 
-    So that devices which have parts of the matrix, and all scales, need not exchange them.
+    Devices that hold a part of the codes and all scales need not exchange codes.
     """
     rows, cols = (lax.broadcasted_iota(jnp.int32, codes.shape[-2:], axis) for axis in (0, 1))
     scale = jnp.take(nested, (rows * codes.shape[-1] + cols) // block_size, axis=-1)
-    return _rounded_product(jnp.asarray(dynamic_map())[codes], scale) + offset[..., None, None]
+    return _scaled(jnp.asarray(dynamic_map())[codes], scale) + offset[..., None, None]
 
 
-def _rounded_product(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """The product, rounded before something is added to it.
+def _scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
+    """`values * scale`, rounded before anything is added.
 
-    For the last bit: some programs multiply and add in one instruction that rounds once, and some do not. No such
-    instruction fits with integers in between; what is added to them is 0, or changes the digits of a NaN.
+    Some programs multiply and add in one instruction that rounds once, which would change the last bit. An integer
+    operation in between prevents that; it adds 0, or changes the payload of a NaN.
     """
-    product = values * scale
-    integer = jnp.dtype(f"int{8 * product.dtype.itemsize}")
+    scaled = values * scale
+    integer = jnp.dtype(f"int{8 * scaled.dtype.itemsize}")
     zero = jnp.isnan(scale).astype(integer)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(product, integer) + zero, product.dtype)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(scaled, integer) + zero, scaled.dtype)
 
 
 def pack_ternary(values: jax.Array, axis: int) -> jax.Array:
     """{0, -1, 1} as two bits 0, 1, 3, and NaN as 2 (`TERNARY_CODES`), four along `axis` to a byte, the first lowest.
 
-    Other values are rounded and clipped. The last byte is filled up with zeros; what it holds there is never read.
+    Other values are rounded and clipped. Zeros fill the last byte; this padding is never decoded.
     """
     shifted = jnp.clip(jnp.round(values), -1, 1) + 1
     return pack(jnp.where(jnp.isnan(shifted), 3, shifted).astype(jnp.uint8) ^ 1, 4, axis)
@@ -274,7 +274,7 @@ def unpack(packed: jax.Array, per_byte: int, axis: int, length: int) -> jax.Arra
 
 
 def signs(x: jax.Array) -> jax.Array:
-    """-1 or 1, which 0 becomes too; NaN stays."""
+    """-1 or 1; 0 becomes 1, and NaN stays NaN."""
     found = jnp.sign(x)
     return jnp.where(found == 0, 1, found)
 
