@@ -1,4 +1,4 @@
-"""A chart of speeds: a column for each number of rows, a bar for each contender; readable on light and dark pages."""
+"""A bar chart of speeds, with a column per number of rows of x; it suits light and dark pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ text { font: 12px system-ui, sans-serif; fill: #1f2328 } .ours { fill: #0969da }
 
 
 def bars(lines: Sequence[Line], rows: Sequence[int], title: str, machine: str) -> str:
-    """Every column has a scale of its own; the fastest of each group in it is bold, and a thin line marks 1."""
+    """The chart as SVG. Every column has its own scale, the fastest of each group is bold, and a thin line marks 1."""
     groups = list(dict.fromkeys(group for group, *_ in lines))
     width = LABELS + len(rows) * (COLUMN + GAP)
     parts = [

@@ -1,9 +1,9 @@
-"""Quantizing and loading checkpoints on disk: how much memory at most, and how long beside a plain copy of the file.
+"""Peak memory and time of quantizing and loading a checkpoint on disk, beside a plain copy of the file.
 
 python benchmarks/checkpoint.py                 # a file of 4 GB, made in a temporary folder and removed
 pip install bitsandbytes torch                  # then its speed is measured too
 
-Each step is a process of its own; its memory is VmHWM, the most that was resident at once, libraries and all.
+Each step runs in a process of its own. Its memory is VmHWM, the peak of resident memory, libraries included.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 
 import numpy as np
 
-MATRIX = (4096, 14336)  # of a model of 8 billion parameters: its largest but for the embedding
+MATRIX = (4096, 14336)  # the largest of a model of 8 billion parameters, except the embedding
 GIGA = 1e9
 
-# Goals: the memory of quantizing 4 GB, and its speed beside a copy, or bitsandbytes' own speed if that is less.
+# Goals: memory for quantizing 4 GB; speed relative to a copy, or to bitsandbytes if that is slower.
 MOST_MEMORY = 1.5e9
 LEAST_SPEED = 0.5
 
 
 def make(path: Path, gigabytes: float, dtype: str) -> None:
-    """A checkpoint of matrices of random numbers, the same one over and over: what matters is their size."""
+    """Write a checkpoint that repeats one random matrix: only the size matters."""
     from eformer.checkpoint import save
 
     width = 2 if dtype == "bfloat16" else 4
@@ -45,7 +45,7 @@ def make(path: Path, gigabytes: float, dtype: str) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Read and write in pieces, to the disk: no reflink, which would copy nothing."""
+    """Copy the bytes to the disk in pieces; a reflink would copy nothing."""
     with open(source, "rb") as original, open(target, "wb") as copied:
         shutil.copyfileobj(original, copied, 1 << 24)
         copied.flush()
@@ -60,7 +60,7 @@ def quantize(source: Path, target: Path) -> None:
 
 
 def quantize_with_bitsandbytes(source: Path, target: Path) -> None:
-    """One matrix, of which the time of all is reckoned."""
+    """Quantize one matrix; the time for all is extrapolated from it."""
     import torch  # pyright: ignore[reportMissingImports]  # optional
     from bitsandbytes import functional  # pyright: ignore[reportMissingImports]  # optional
 
@@ -69,7 +69,7 @@ def quantize_with_bitsandbytes(source: Path, target: Path) -> None:
 
 
 def load(source: Path, target: Path) -> None:
-    """All weights, and the first result that needs them: a product with each."""
+    """Load all weights and multiply once with each."""
     import jax
     import jax.numpy as jnp
 
@@ -78,12 +78,12 @@ def load(source: Path, target: Path) -> None:
     del target
     weights = load(source, flat=True)
     x = jnp.ones((1, MATRIX[0]), jnp.float32)
-    product = jax.jit(lambda x, w: x @ w.astype(x.dtype))
-    jax.block_until_ready([product(x, w) for w in weights.values()])
+    matmul = jax.jit(lambda x, w: x @ w.astype(x.dtype))
+    jax.block_until_ready([matmul(x, w) for w in weights.values()])
 
 
 def first(source: Path, target: Path) -> None:
-    """The first array only."""
+    """Load the first array only."""
     import jax
 
     from eformer.checkpoint import open_checkpoint
@@ -99,13 +99,13 @@ STEPS: dict[str, Callable[[Path, Path], None]] = {
 
 
 def peak() -> int:
-    """The most memory this process has had, in bytes."""
+    """Peak memory of this process, in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
 
 def run(step: str, source: Path, target: Path) -> tuple[float, int]:
-    """Seconds without imports, and bytes, of a step in a process of its own."""
+    """Seconds, without imports, and peak bytes of a step in a process of its own."""
     command = [sys.executable, __file__, "--step", step, str(source), str(target)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     answer = json.loads(done.stdout.splitlines()[-1])

@@ -1,7 +1,7 @@
-"""The same product in several libraries, each called as its users call it at its best.
+"""The same matmul in several libraries, each called in the fastest way that its documentation gives.
 
-Every function here takes the weights (K, N) and x (M, K) in float32, and yields what its library has for them. The
-libraries are imported where they are used, since none has to be there.
+Every function takes the weights (K, N) and x (M, K) in float32, and yields the matmuls that its library has for them.
+Libraries are imported inside the functions, since any of them may be missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eformer.jaximus import materialize
 from eformer.kernels.reference import NF4_CODES
 from eformer.ops.quantization import quantize
 
-GROUP = 64  # weights that share a scale, wherever a library lets us choose
+GROUP = 64  # weights per scale, where a library lets us choose
 DENSE, INT8, BITS4, BITS2 = "dense", "8 bits", "4 bits", "2 bits"
 
 
@@ -42,7 +42,7 @@ class Product(NamedTuple):
     library: str
     weight: str  # how it is stored
     group: str  # what it is compared with
-    activations: str  # "float32", or what x may be rounded to before it is multiplied
+    activations: str  # "float32", or the dtype that x may be rounded to
     nbytes: int  # of one weight
     contender: Contender
     decoded: Callable[[], Any]  # the first weight of the ring as a dense matrix (K, N)
@@ -52,7 +52,7 @@ class Product(NamedTuple):
         return f"{self.library}: {self.weight}, {self.activations} x"
 
 
-Products = Iterator[Callable[[], Product]]  # made one by one, so that one that fails is one that is missing
+Products = Iterator[Callable[[], Product]]  # made one at a time, so that a failure leaves out only one
 
 
 def as_numpy(array: Any) -> np.ndarray:
@@ -93,7 +93,7 @@ def with_jax(problem: Problem) -> Products:
     for weight in formats:
         yield functools.partial(make, weight, "float32")
         yield functools.partial(make, weight, "bfloat16")
-        if weight and len(problem.x) == 1:  # for more rows it is the same as float32
+        if weight and len(problem.x) == 1:  # with more rows it is not rounded
             yield functools.partial(make, weight, "int8")
 
 
@@ -163,7 +163,7 @@ def with_torch(problem: Problem) -> Products:
 
     yield functools.partial(dense, "float32")
     yield functools.partial(dense, "bfloat16")
-    # In float32 these two kernels take seconds for 512 rows without AVX-512.
+    # Without AVX-512, these two kernels take seconds for 512 rows of float32.
     yield functools.partial(int8, "bfloat16")
     yield functools.partial(int4, "bfloat16")
 
@@ -234,7 +234,7 @@ def with_torchao(problem: Problem) -> Products:
         def decoded() -> Any:
             if group == INT8:
                 return distinct[0].dequantize().T
-            # It only multiplies: the rows of the identity are exact in any dtype.
+            # It offers no dequantize: multiply with the identity, which is exact in any dtype.
             dense = linear(torch.eye(problem.shape[0], dtype=x.dtype), distinct[0])
             off = float((dense.T - weights[0]).norm() / weights[0].norm())
             if not off < 0.15:  # 4 bits are off by 0.09
@@ -255,7 +255,7 @@ def with_torchao(problem: Problem) -> Products:
 
 
 def symmetric(w: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes (N, K / GROUP, GROUP) from 0, scales (N, K / GROUP, 1), and the dense matrix (K, N) that they stand for."""
+    """Codes (N, K / GROUP, GROUP) from 0, scales (N, K / GROUP, 1), and the dequantized matrix (K, N)."""
     groups = np.ascontiguousarray(w.T).reshape(w.shape[1], -1, GROUP)
     zero = 1 << (bits - 1)
     scale = np.abs(groups).max(-1, keepdims=True) / (zero - 1)
@@ -264,7 +264,7 @@ def symmetric(w: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Several codes a byte along the last axis, the first in the lowest bits."""
+    """Pack several codes per byte along the last axis, the first in the lowest bits."""
     a_byte = 8 // bits
     return functools.reduce(np.bitwise_or, [codes[..., i::a_byte] << (i * bits) for i in range(a_byte)])
 
@@ -377,7 +377,7 @@ def with_openvino(problem: Problem) -> Products:
     yield functools.partial(make, "NF4, groups of 64", BITS4, nf4, "float32")
 
 
-# What it takes, by package and name to install; without an entry here a library is not compared.
+# The packages that each library needs; a library without an entry is not compared.
 LIBRARIES: dict[Callable[[Problem], Products], tuple[str, ...]] = {
     with_jax: ("jax",),
     with_torch: ("torch",),

@@ -30,7 +30,7 @@ from eformer.model import Rule, default_rules, quantize_model, stored_bytes
 BATCH = 32  # sentences, or windows of text, at a time
 BEGINNING = 1  # the token that a text begins with
 OPENING = "Once upon a time"
-MODEL_BYTES = 60_816_028  # of llama2.data; what follows is the tokenizer
+MODEL_BYTES = 60_816_028  # of llama2.data; the tokenizer follows
 
 
 def quantized(params: Any, rules: Sequence[Rule]) -> Any:
@@ -41,7 +41,7 @@ def quantized(params: Any, rules: Sequence[Rule]) -> Any:
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """From 0; equal values get the mean of their ranks."""
+    """Ranks from 0; equal values get the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts) - 1
     return (last - (counts - 1) / 2)[inverse]
@@ -52,7 +52,7 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def sentence_vectors(params: Any, tokens: Tokens, sentences: Sequence[str]) -> np.ndarray:
-    order = np.argsort([len(each) for each in sentences], kind="stable")  # of like length together: less padding
+    order = np.argsort([len(each) for each in sentences], kind="stable")  # similar lengths together, for less padding
     parts = np.split(order, range(BATCH, len(order), BATCH))
     vectors = [np.asarray(_embed(params, *tokens([sentences[int(i)] for i in part]))) for part in parts]
     return np.concatenate(vectors)[np.argsort(order)]
@@ -94,7 +94,7 @@ class Sizes(NamedTuple):
 
 
 def read_model(data: bytes) -> tuple[Sizes, dict[str, Any]]:
-    """Weights are (out, in), the layers' stacked along the first axis; the embedding is also the last product."""
+    """Weights are (out, in), the layers' stacked along the first axis; the embedding is also the output layer."""
     sizes = Sizes(*struct.unpack_from("<7i", data))
     d, h, n = sizes.width, sizes.hidden, sizes.layers
     shapes = {
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--sts", type=Path, help="STS-B: tab-separated, score in column 5, sentences in 6 and 7")
     parser.add_argument("--stories", type=Path, help="llama2.data, the model and its tokenizer")
     parser.add_argument("--text", type=Path, help="stories, one after the other")
-    parser.add_argument("--limit", type=int, help="so many pairs of sentences, and stories, only")
+    parser.add_argument("--limit", type=int, help="number of sentence pairs, and of stories (all)")
     args = parser.parse_args()
     if args.sts is None and (args.stories is None or args.text is None):
         parser.error("name the data: --sts, or --stories and --text")

@@ -29,7 +29,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def contenders(weight: jax.Array) -> dict[str, Callable[[], Any]]:
-    # What memory alone allows INT8: read the matrix for the scales, read it again and write a byte an element.
+    # The bound by memory for INT8: read the matrix for the scales, read it again, write one byte per element.
     floor = jax.jit(lambda w: (w.sum(), w.astype(jnp.int8)))
     made: dict[str, Callable[[], Any]] = {"sum, then cast to int8": lambda: floor(weight)}
     for name, options in FORMATS.items():

@@ -1,8 +1,7 @@
-"""What a model of Llama's shape takes on many devices: bytes held by each, and bytes that collectives move.
+"""Bytes that each device holds, and bytes that collectives move, for a model of Llama's shape on many devices.
 
-Nothing is run. Each block is compiled ahead of time for as many devices as the mesh has, of which the CPU backend makes
-as many as are asked for, and the program that XLA made for one device is read. `python benchmarks/scaling.py` prints
-the tables of docs/distributed.md.
+Nothing is run. Each transformer block is compiled ahead of time for a mesh of CPU devices, of which XLA makes any
+number, and the program for one device is read. `python benchmarks/scaling.py` prints the tables of docs/distributed.md.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from eformer.jaximus import implicit
 from eformer.ops.quantization import quantize
 
 P = PartitionSpec
-MODEL = 8  # devices that a product is divided over, as many as there are heads of keys; the others divide the batch
+MODEL = 8  # devices that share a matmul, one per head of keys; the others share the batch
 DEVICES = (1, 8, 64, 256, 1024)
-LENGTH = 1024  # tokens, of one sequence for each row of devices along "data"
+LENGTH = 1024  # tokens of the one sequence per row of devices along "data"
 FORMATS: dict[str, Callable[[Any], Any]] = {
     "bf16": lambda w: w,
     "int8": partial(quantize, dtype="int8", axis=0),
@@ -76,7 +75,7 @@ MODELS = {
 
 
 def block(weights: dict[str, Any], x: jax.Array, shape: Shape) -> jax.Array:
-    """Attention and a gated network, each of them columns and then rows over "model"."""
+    """Attention and a gated network; in each, weights are sharded by columns and then by rows over "model"."""
     batch, length, _ = x.shape
     h = _normed(x)
     query = (h @ weights["query"]).reshape(batch, length, shape.key_heads, -1, shape.head)
@@ -100,12 +99,12 @@ def _normed(x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes, of one device."""
+    """Bytes of one device."""
 
     held: float  # weights
-    working: float  # of XLA's temporaries, the most at a time
+    working: float  # peak of XLA's temporaries
     moved: float  # received from other devices
-    gathered: float  # of these, weights
+    gathered: float  # weights among them
 
     def times(self, n: int) -> Cost:
         return Cost(self.held * n, self.working, self.moved * n, self.gathered * n)
@@ -116,11 +115,11 @@ class Cost:
 
 
 def cost(shape: Shape, devices: int, form: str) -> Cost:
-    """Of one step: a sequence of LENGTH tokens for each row of devices."""
+    """Bytes of one step, with a sequence of LENGTH tokens per row of devices."""
     mesh = make_mesh(devices)
     x = _struct((mesh.shape["data"], LENGTH, shape.width), mesh, P("data"))
     blocks = _compiled(partial(block, shape=shape), shape.weights(), x, mesh, P("data"), form).times(shape.layers)
-    # The table of embeddings has as many weights as the head, divided in the same way.
+    # The embedding has as many weights as the head, sharded in the same way.
     last = _compiled(head, shape.head_weights(), x, mesh, P("data", "model"), form)
     return blocks + last + Cost(last.held, 0, 0, 0)
 
@@ -131,13 +130,13 @@ def make_mesh(devices: int) -> Mesh:
 
 
 def held(weights: Any, mesh: Mesh, form: str) -> int:
-    """Bytes of these weights that a device has."""
+    """Bytes of these weights that one device holds."""
     made = [_weight(each, spec, mesh, form) for each, spec in weights.values()]
     return sum(_bytes_of_part(leaf) for leaf in jax.tree.leaves(made))
 
 
 def fewest(shape: Shape, form: str, gigabytes: int) -> str:
-    """On how many devices, a power of two, the weights take at most nine tenths of the memory."""
+    """The fewest devices, a power of two, on which weights take at most nine tenths of the memory."""
     for devices in (2**i for i in range(11)):
         mesh = make_mesh(devices)
         whole = shape.layers * held(shape.weights(), mesh, form) + 2 * held(shape.head_weights(), mesh, form)
@@ -172,10 +171,10 @@ def _bytes_of_part(leaf: Any) -> int:
 
 
 def collectives(program: str, *, all_half: bool) -> list[tuple[str, float]]:
-    """Kind, and the bytes that a device receives, of each collective of a program, in the usual rings.
+    """The kind of each collective of a program, and the bytes that a device receives in a ring algorithm.
 
-    This backend adds up in float32 what others add up in bfloat16, and says so. It gathers bfloat16 as float32 too, and
-    does not say so: with `all_half`, float32 counts as bfloat16.
+    The CPU backend sums bfloat16 in float32, and marks such sums as promoted. It also gathers bfloat16 as float32,
+    without a mark: with `all_half`, float32 counts as bfloat16.
     """
     found = []
     for line in program.splitlines():
@@ -195,7 +194,7 @@ def collectives(program: str, *, all_half: bool) -> list[tuple[str, float]]:
 
 
 def _group(line: str) -> int:
-    """How many devices take part in each of a collective's groups, in the three ways that XLA writes them."""
+    """The number of devices in each group of a collective, which XLA writes in three ways."""
     mesh = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line)
     if mesh is not None:
         sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", mesh[1])}

@@ -1,9 +1,9 @@
-"""Static cycles of the TPU kernels and of XLA's own program for the same product, for every chip that libtpu knows.
+"""Static cycles of the TPU kernels and of XLA's own program for the same matmul, for every chip that libtpu knows.
 
-Nothing runs: libtpu compiles for chips that are not there. A kernel takes its schedule's bundles times the steps of
-its grid, and what XLA estimates of the operations around it; XLA's program, the sum of its estimates. Neither counts
-waiting for memory. `--write` keeps the figures in the table by which `eformer.kernels.pallas` chooses. XLA's programs
-for packed formats are not compiled with many rows: they take at least what they take with few.
+Nothing runs: libtpu compiles without a chip. The cycles of a kernel are the bundles of its schedule times the steps of
+its grid, plus XLA's estimates for the operations around it. The cycles of XLA's program are the sum of its estimates.
+Neither counts waiting for memory. `--write` puts the numbers into the table by which `eformer.kernels.pallas` chooses.
+XLA's programs for packed formats are compiled with few rows only: with many they take at least as long.
 
 `make test-accelerators` makes an environment with libtpu; run this with its Python. It takes an hour on two cores.
 """
@@ -47,7 +47,7 @@ KEYS = ("chip", "weight", "contracted_axis", "m")
 SIZE = 4096
 ROWS = (8, 512)
 WEIGHTS: dict[str, dict[str, Any]] = {
-    "int8 packed 0": {"dtype": "int8", "axis": None},  # None: what is summed over
+    "int8 packed 0": {"dtype": "int8", "axis": None},  # None: the contracted axis
     "nf4 packed 0": {"dtype": "nf4", "axis": 0},
     "nf4 packed 1": {"dtype": "nf4", "axis": 1},
     "ternary packed 0": {"dtype": "ternary", "scale": "channel"},
@@ -63,7 +63,7 @@ def compiled(function: Callable[..., Any], topology: str, *arguments: Any) -> An
 
 
 def estimates(program: Any) -> int:
-    """What XLA says of its own operations; inside loops, of one turn."""
+    """XLA's estimates for its own operations; for loops, of one iteration."""
     return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', program.as_text())))
 
 
@@ -91,26 +91,26 @@ def _calls(jaxpr: Any) -> Iterator[Any]:
 
 
 def arguments(weight: str, contracted_axis: int, m: int) -> tuple[Any, Any]:
-    """x and the quantized weight, of which only the shapes are known."""
+    """x and the quantized weight as shapes without values."""
     options: dict[str, Any] = {k: contracted_axis if v is None else v for k, v in WEIGHTS[weight].items()}
     dense = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.bfloat16)
     return jax.ShapeDtypeStruct((m, SIZE), jnp.bfloat16), jax.eval_shape(lambda w: quantize(w, **options), dense)
 
 
 def kernel_cycles(weight: str, contracted_axis: int, m: int, chip: str) -> int:
-    def product(x: jax.Array, q: Any) -> jax.Array:
+    def matmul(x: jax.Array, q: Any) -> jax.Array:
         matrix = jax.tree.map(lambda leaf: leaf[None], q)._stored_matrix()
         return tpu.matmul(x[None], matrix, contracted_axis, sublanes=permutes_sublanes(chip))
 
-    return scheduled(product, TOPOLOGIES[chip], *arguments(weight, contracted_axis, m))
+    return scheduled(matmul, TOPOLOGIES[chip], *arguments(weight, contracted_axis, m))
 
 
 def xla_cycles(weight: str, contracted_axis: int, m: int, chip: str) -> int:
-    def product(x: jax.Array, q: Any) -> jax.Array:
+    def matmul(x: jax.Array, q: Any) -> jax.Array:
         q = replace(q, use_kernel=False)
         return jnp.asarray(x @ q if contracted_axis == 0 else x @ q.T)
 
-    return estimates(compiled(product, TOPOLOGIES[chip], *arguments(weight, contracted_axis, m)))
+    return estimates(compiled(matmul, TOPOLOGIES[chip], *arguments(weight, contracted_axis, m)))
 
 
 def main() -> None:
@@ -144,7 +144,7 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def show(rows: Iterable[dict[str, Any]]) -> None:
-    """A column for each chip, of kilocycles: the kernel's, and XLA's in brackets."""
+    """A table of kilocycles with a column per chip: the kernel's, and XLA's in brackets."""
     problems = sorted({_key(row)[1:] for row in rows})
     cells = {}
     for row in rows:

@@ -1,14 +1,13 @@
 """What `implicit` costs: tracing and lowering a transformer, and calling it once compiled.
 
-Each way of writing the layers is traced and lowered three times over: the plain function on dense weights, the same
-function through `implicit` on INT8 weights, and a function written by hand for the leaves of those weights. The first
-ratio is what a user pays for not rewriting the model; the hand-written function does the same arithmetic without the
-engine, so it says how much of the ratio is the engine, and it is what a call of the compiled function is held against.
-`--format nf4` takes a format of the library instead, which nothing is written by hand for: its ratio is the engine, the
-format's own rule and the decoding together.
+Each way of writing the layers is traced and lowered three times: the plain function on dense weights, the same function
+through `implicit` on INT8 weights, and a function written by hand for the leaves of those weights. The first ratio is
+the price of not rewriting the model. The hand-written function does the same arithmetic without the engine, so it shows
+the engine's share, and compiled calls are compared with it. `--format nf4` takes a format of the library, for which
+there is no hand-written function: its ratio is engine, rule and decoding together.
 
-The contenders take turns, every function object is new and JAX's caches are cleared each time, and the shortest time of
-each counts: other programs on the machine only ever add time.
+Contenders take turns. Every function object is new, and JAX's caches are cleared each time. The shortest time of each
+counts: other programs can only add time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from jax import lax
 from eformer.jaximus import ImplicitArray, implicit, register
 from eformer.ops.quantization import quantize
 
-LAYERS, WIDTH, HEADS, HIDDEN, TOKENS = 24, 64, 4, 256, 16  # tracing does not depend on the sizes, a call does
+LAYERS, WIDTH, HEADS, HIDDEN, TOKENS = 24, 64, 4, 256, 16  # sizes matter to a call, not to tracing
 GOAL = 1.5
 
 Params = dict[str, Any]
@@ -61,7 +60,7 @@ def int8_dot(primitive: Any, x: jax.Array, q: Int8, *, dimension_numbers: Any, *
 
 
 def by_hand(x: jax.Array, leaves: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """What `x @ q` comes to, written on the leaves."""
+    """`x @ q`, written by hand on the leaves."""
     weight, scale = leaves
     return scaled(jnp.matmul(x, lax.convert_element_type(weight, x.dtype)), scale)
 
@@ -129,7 +128,7 @@ def dense_params(stacked: bool) -> Params:
 
 
 def map_weights(function: Callable[[Any], Any], params: Params) -> Params:
-    """`params` with `function` of every weight; the gains of the norms stay as they are."""
+    """`params` with `function` applied to every weight; the gains of norms stay."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if "norm" in path[-1].key else function(leaf), params, is_leaf=is_weight
     )
@@ -162,7 +161,7 @@ def contenders(variant: str, format: str | None) -> list[Contender]:
 
 
 def tracing_times(rivals: Sequence[Contender], repeats: int) -> dict[str, float]:
-    """Seconds of this thread, which does all the work: other programs change them less than those on the wall."""
+    """CPU seconds of this thread, which does all the work; other programs disturb them less than wall time."""
     best = {rival.name: float("inf") for rival in rivals}
     for _ in range(repeats):
         for rival in rivals:
