@@ -74,7 +74,7 @@ inline void Int8::Int8RowMatmul(const Matrix& m, const int8_t* x, int64_t k0, in
     ForEachStrip(first, m.cols, rows, n1 - n0, [&](const uint8_t* codes, int64_t stride, int64_t n) {
       IntStrip sum = LoadInts(whole + n);
       Bytes four[kByteRows] = {};
-      for (int r = 0; r < rows; ++r, codes += stride) {
+      for (int r = 0; r < kByteRows && r < rows; ++r, codes += stride) {  // unrolled: `four` stays in registers
         PrefetchAfter(codes, kByteRows * stride);
         four[r] = LoadBytes(codes);
       }
