@@ -281,8 +281,8 @@ struct Nf4::Panels {
 #if defined(__AVX2__)
 
 // The sixteen values are rounded to multiples of 1 / 127.
-inline void Nf4::Int8RowMatmul(const Matrix& m, const int8_t* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
-                               float* sums) {
+EFORMER_INLINE void Nf4::Int8RowMatmul(const Matrix& m, const int8_t* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                                       float* sums) {
   constexpr float kUnits = 127;
   alignas(32) int8_t rounded[32];  // for both halves of a vector
   for (int i = 0; i < 32; ++i) {
