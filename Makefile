@@ -52,11 +52,13 @@ test-accelerators: ## compile the TPU and GPU kernels; no device is needed
 lint: $(VENV)/.linters ## check style, formatting and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cc csrc/*/*.h
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 format: $(VENV)/.linters ## format the code and apply safe fixes
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i csrc/*.h csrc/*.cc csrc/*/*.h
 
 demo: $(VENV)/.demo ## quantize a real sentence encoder: size, agreement with float32, speed
 	$(VENV)/bin/eformer demo --out $(VENV)/demo --force
