@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -241,3 +242,8 @@ def test_a_new_format_is_one_class_and_one_line(toy_format):
     assert np.allclose(x @ q, x @ q.materialize(), atol=1e-5)
     with pytest.raises(ValueError, match="there is a format 'half' already"):
         register_format("half", toy_format.array_type, toy_format.encode)
+
+
+@pytest.mark.parametrize("function", [quantize, straight_through, QuantizationConfig])
+def test_the_documented_block_size_is_the_default_in_signatures(function):
+    assert inspect.signature(function).parameters["block_size"].default == 64

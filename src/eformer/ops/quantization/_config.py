@@ -24,6 +24,13 @@ class QuantizationType(enum.StrEnum):
     BINARY = "binary"
 
 
+class _OwnBlockSize(int):
+    """The documented default of `block_size`; left as it is, it means the format's own."""
+
+
+BLOCK_SIZE = _OwnBlockSize(64)
+
+
 def format_name(dtype: str | None, format: str | None, default: str) -> str:
     """The name of the format that `dtype` or `format`, two names of one argument, asks for."""
     if dtype is not None and format is not None:
@@ -53,17 +60,18 @@ class QuantizationConfig:
 
     def __init__(
         self,
-        dtype: QuantizationType | str | None = None,
-        block_size: int | None = None,
+        dtype: QuantizationType | str = QuantizationType.NF4,
+        block_size: int = BLOCK_SIZE,
         simulate: bool = False,
         use_kernel: bool = True,
         activation_dtype: str | None = None,
         *,
         format: str | None = None,
     ) -> None:
-        form = find_format(format_name(dtype, format, QuantizationType.NF4))
+        given = None if dtype is QuantizationType.NF4 else dtype
+        form = find_format(format_name(given, format, QuantizationType.NF4))
         name = QuantizationType(form.name) if form.name in set(QuantizationType) else form.name
-        block_size = form.options.get("block_size", type(self).block_size) if block_size is None else block_size
+        block_size = form.options.get("block_size", 64) if block_size is BLOCK_SIZE else block_size
         check = form.array_type._rules.get("block_size", an_int)
         if callable(check):
             check("block_size", block_size)
@@ -83,7 +91,7 @@ def quantize(
     array: jax.Array,
     config: QuantizationConfig | None = None,
     dtype: QuantizationType | str | None = None,
-    block_size: int | None = None,
+    block_size: int = BLOCK_SIZE,
     simulate: bool = False,
     *,
     format: str | None = None,
@@ -105,7 +113,7 @@ def quantize(
     """
     if config is None:
         switches = {"simulate": simulate, "activation_dtype": activation_dtype}
-        config = QuantizationConfig(dtype, block_size, format=format, **switches)
+        config = QuantizationConfig(format_name(dtype, format, QuantizationType.NF4), block_size, **switches)
     if getattr(config, "simulate", False):
         return straight_through(array, config, **options)
     return _encode(array, config, options)
@@ -115,7 +123,7 @@ def straight_through(
     array: jax.Array,
     config: QuantizationConfig | None = None,
     dtype: QuantizationType | str | None = None,
-    block_size: int | None = None,
+    block_size: int = BLOCK_SIZE,
     *,
     format: str | None = None,
     **options: Any,
@@ -127,7 +135,9 @@ def straight_through(
     >>> jax.grad(lambda w: straight_through(w, format="ternary").sum())(jnp.array([0.3, -2.0]))
     Array([1., 1.], dtype=float32)
     """
-    made_with = QuantizationConfig(dtype, block_size, format=format) if config is None else config
+    made_with = config
+    if made_with is None:
+        made_with = QuantizationConfig(format_name(dtype, format, QuantizationType.NF4), block_size)
     return ste(lambda x: _encode(x, made_with, options))(array)
 
 
