@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -52,10 +54,9 @@ def commands_of(parser: argparse.ArgumentParser) -> list[Command]:
 
 def _command(name: str, help: str, actions: Sequence[argparse.Action]) -> Command:
     options = [
-        Option(flag, action.help or "", action.nargs != 0, _words(action))
+        Option(action.option_strings[-1], action.help or "", action.nargs != 0, _words(action))
         for action in actions
-        for flag in action.option_strings
-        if flag.startswith("--")
+        if action.option_strings
     ]
     positional = [_words(action) for action in actions if not action.option_strings]
     return Command(name, help, options, positional[0] if positional else ())
@@ -68,105 +69,78 @@ def _words(action: argparse.Action) -> Sequence[str] | None:
     return typed.get(action.type)
 
 
+BASH = """\
+_eformer() {
+    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words=""
+    [[ $word == = ]] && word=
+    [[ $before == = ]] && before=${COMP_WORDS[COMP_CWORD-2]}  # bash takes --flag=value for three words
+    case ${COMP_WORDS[1]}:$before:$word in
+%s
+    esac
+    (( COMP_CWORD == 1 )) && words="%s --help --version"
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}
+complete -o bashdefault -o default -F _eformer eformer
+"""
+
+
 def bash(commands: Sequence[Command]) -> str:
     """Without an answer of the function, bash completes files."""
-    values = [
-        f'        {c.name}:{o.flag}) words="{" ".join(o.words or ())}" ;;'
-        for c in commands
-        for o in c.options
-        if o.takes_value
-    ]
-    flags = [f'            {c.name}) words="{" ".join(o.flag for o in c.options)}" ;;' for c in commands]
-    plain = [f'            {c.name}) words="{" ".join(c.words)}" ;;' for c in commands if c.words]
-    return "\n".join(
-        [
-            "_eformer() {",
-            '    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words=""',
-            "    [[ $word == = ]] && word=",
-            "    [[ $before == = ]] && before=${COMP_WORDS[COMP_CWORD-2]}  # bash takes --flag=value for three words",
-            "    case ${COMP_WORDS[1]}:$before in",
-            *values,
-            '    *) case "$COMP_CWORD:$word" in',
-            f'        1:*) words="{" ".join(c.name for c in commands)} --help --version" ;;',
-            "        *:-*) case ${COMP_WORDS[1]} in",
-            *flags,
-            "            esac ;;",
-            "        *) case ${COMP_WORDS[1]} in",
-            *plain,
-            "            esac ;;",
-            "        esac ;;",
-            "    esac",
-            '    COMPREPLY=($(compgen -W "$words" -- "$word"))',
-            "}",
-            "complete -o bashdefault -o default -F _eformer eformer",
-            "",
-        ]
-    )
+    words = {}
+    for c in commands:
+        words |= {f"{c.name}:{o.flag}:*": o.words or () for o in c.options if o.takes_value}
+        words |= {f"{c.name}:*:-*": [o.flag for o in c.options], f"{c.name}:*": c.words or ()}
+    cases = [f'    {pattern}) words="{" ".join(some)}" ;;' for pattern, some in words.items()]
+    return BASH % ("\n".join(cases), " ".join(c.name for c in commands))
+
+
+ZSH = """\
+#compdef eformer
+_eformer() {
+    local -a commands=(%s)
+    if (( CURRENT == 2 )); then
+        _describe command commands
+        return
+    fi
+    shift words
+    (( CURRENT-- ))
+    case $words[1] in
+%s
+    esac
+}
+if [ "$funcstack[1]" = "_eformer" ]; then _eformer "$@"; else compdef _eformer eformer; fi
+"""
 
 
 def zsh(commands: Sequence[Command]) -> str:
-    def argument(option: Option) -> str:
-        value = f":value:{_zsh_words(option.words)}" if option.takes_value else ""
-        return _quoted(f"*{option.flag}[{_zsh_escaped(option.help)}]{value}")
+    def escaped(text: str) -> str:
+        return re.sub(r"([\\\[\]:])", r"\\\1", text)
+
+    def value(words: Sequence[str] | None) -> str:
+        return "_files" if words is None else f"({' '.join(words)})" if words else " "
 
     cases = []
     for c in commands:
-        arguments = [*map(argument, c.options), _quoted(f"*:argument:{_zsh_words(c.words)}")]
-        cases += [f"    {c.name})", "        _arguments \\", *(f"            {each} \\" for each in arguments[:-1])]
-        cases += [f"            {arguments[-1]}", "        ;;"]
-    named = [f"        {_quoted(f'{c.name}:{_zsh_escaped(c.help)}')}" for c in commands]
-    return "\n".join(
-        [
-            "#compdef eformer",
-            "_eformer() {",
-            "    local -a commands=(",
-            *named,
-            "    )",
-            "    if (( CURRENT == 2 )); then",
-            "        _describe command commands",
-            "        return",
-            "    fi",
-            "    shift words",
-            "    (( CURRENT-- ))",
-            "    case $words[1] in",
-            *cases,
-            "    esac",
-            "}",
-            'if [ "$funcstack[1]" = "_eformer" ]; then _eformer "$@"; else compdef _eformer eformer; fi',
-            "",
-        ]
-    )
-
-
-def _zsh_words(words: Sequence[str] | None) -> str:
-    return "_files" if words is None else f"({' '.join(words)})" if words else " "
-
-
-def _zsh_escaped(text: str) -> str:
-    for letter in "\\[]:":
-        text = text.replace(letter, f"\\{letter}")
-    return text
+        ends = [f":value:{value(o.words)}" if o.takes_value else "" for o in c.options]
+        arguments = [f"*{o.flag}[{escaped(o.help)}]{end}" for o, end in zip(c.options, ends, strict=True)]
+        cases.append(f"    {c.name}) _arguments {shlex.join([*arguments, f'*:argument:{value(c.words)}'])} ;;")
+    return ZSH % (shlex.join(f"{c.name}:{escaped(c.help)}" for c in commands), "\n".join(cases))
 
 
 def fish(commands: Sequence[Command]) -> str:
-    lines = [f"complete -c eformer -n __fish_use_subcommand -f -a {c.name} -d {_fish_quoted(c.help)}" for c in commands]
+    def quoted(text: str) -> str:
+        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+    lines = [f"complete -c eformer -n __fish_use_subcommand -f -a {c.name} -d {quoted(c.help)}" for c in commands]
     for c in commands:
         of_command = f"complete -c eformer -n '__fish_seen_subcommand_from {c.name}'"
         if c.words is not None:
-            lines.append(f"{of_command} -f -a {_fish_quoted(' '.join(c.words))}")
+            lines.append(f"{of_command} -f -a {quoted(' '.join(c.words))}")
         for o in c.options:
-            value = " -r -F" if o.words is None else f" -x -a {_fish_quoted(' '.join(o.words))}"
+            value = " -r -F" if o.words is None else f" -x -a {quoted(' '.join(o.words))}"
             flag = o.flag.removeprefix("--") + (value if o.takes_value else "")
-            lines.append(f"{of_command} -l {flag} -d {_fish_quoted(o.help)}")
+            lines.append(f"{of_command} -l {flag} -d {quoted(o.help)}")
     return "\n".join([*lines, ""])
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
-
-
-def _fish_quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 SCRIPTS: dict[str, Callable[[Sequence[Command]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}

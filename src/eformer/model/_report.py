@@ -125,19 +125,7 @@ class Report:
         """Strict JSON; null for what is unknown or not finite, such as the SNR of a leaf that is exact."""
         sizes = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after, "size": self.size}
         total = {**sizes, "bits": self.bits, **_measures(self.distance)}
-        shown = (
-            "path",
-            "shape",
-            "dtype",
-            "format",
-            "quantized",
-            "shared",
-            "reason",
-            "bytes_before",
-            "bytes_after",
-            "bits",
-        )
-        leaves = [{name: getattr(leaf, name) for name in shown} | _measures(leaf.distance) for leaf in self.leaves]
+        leaves = [{name: getattr(leaf, name) for name in _SHOWN} | _measures(leaf.distance) for leaf in self.leaves]
         return as_json({"total": total, "leaves": leaves, "unused_rules": self.unused_rules})
 
     def to_html(
