@@ -24,7 +24,7 @@ class Decision(NamedTuple):
     reason: str
 
 
-Axis = int | tuple[int, ...]  # several: one scale for all of them
+Chosen = tuple[str, Options]  # a format with its options
 
 
 class _Dense(NamedTuple):
@@ -50,79 +50,60 @@ class Choice:
         uses = self.uses[index]
         if not uses:
             return _kept("the function does not use it")
-        form = self._format(index)
-        if form is None:
+        if self._format(index) is None:
             return _kept("an embedding: the function gathers from it")
         wanted = _wanted(uses)
         if not wanted:
             return _kept(f"it would go dense: used by {_names(use.primitive for use in uses)}")
-        best: tuple[_Dense, Options] | None = None
-        for options in self._candidates(index):
-            dense = self._dense(index, form, options)
-            if best is None or dense.excess < best[0].excess:
-                best = dense, options
-            if not dense.excess:
+        tried: list[tuple[_Dense, Chosen]] = []
+        for chosen in self._candidates(index):
+            tried.append((self._dense(index, chosen), chosen))
+            if not tried[-1][0].excess:
                 break
-        if best is None:
+        if not tried:
             return _kept(f"no axis has {MIN_LENGTH} elements for a block")
-        dense, options = best
+        dense, chosen = min(tried, key=lambda each: each[0].excess)
         if dense.always:
             return _kept(f"it would go dense in {_names(dense.primitives)}")
-        return Decision(form, options, _reason(uses, wanted, dense))
+        return Decision(*chosen, _reason(uses, wanted, dense))
 
     def _format(self, index: int) -> str | None:
         return self.embeddings if any(use.gathered for use in self.uses[index]) else self.format
 
-    def _candidates(self, index: int) -> Iterator[Options]:
-        """Options of the format, best first: blocks along the contracted axes, then along the others."""
+    def _candidates(self, index: int) -> Iterator[Chosen]:
+        """The format with its options, best first: blocks along the contracted axes, then along the others."""
         form, leaf = self._format(index), self.leaves[index]
-        assert form is not None
+        if form is None:
+            return
         given = self.options if form == self.format else {}
-        axes: list[Axis] = []
-        for each in _wanted(self.uses[index]):
-            if len(each) > 1:
-                axes.append(each)  # most formats have blocks along one axis only
-            axes += sorted(each, key=lambda axis: (-leaf.shape[axis], -axis))
-        axes += range(-1, -len(leaf.shape) - 1, -1)
+        choices: list[tuple[int, ...]] = []
+        for axes in _wanted(self.uses[index]):
+            # All of them with one scale, then each alone: most formats have blocks along one axis only.
+            choices += [axes, *((axis,) for axis in sorted(axes, key=lambda axis: (-leaf.shape[axis], -axis)))]
+        choices += [(axis,) for axis in range(-1, -len(leaf.shape) - 1, -1)]
         if "axis" not in find_format(form).options or "axis" in given:
-            axes = axes[:1]
-        for axis in dict.fromkeys(axes):
-            options = Options(options_along(form, axis, given))
-            if _length(leaf, axis) >= MIN_LENGTH and _abstract(form, options, leaf) is not None:
-                yield options
+            choices = choices[:1]
+        for axes in dict.fromkeys(choices):
+            options = Options(options_along(form, axes if len(axes) > 1 else axes[0], given))
+            length = math.prod(leaf.shape[axis] for axis in axes)
+            if length >= MIN_LENGTH and _abstract(form, options, leaf) is not None:
+                yield form, options
 
-    def _dense(self, index: int, form: str, options: Options) -> _Dense:
-        excess, primitives, always = 0, dict[str, None](), True
-        for use in self.uses[index]:
-            found = self._replay(use.term, index, form, options) if use.term is not None else {}
-            more = sum(found.values()) - use.may_be_dense
-            if more > 0:
-                excess += more
-                primitives.update(dict.fromkeys(found))
-            else:
-                always = False
-        return _Dense(excess, tuple(primitives), always)
+    def _dense(self, index: int, chosen: Chosen) -> _Dense:
+        uses = self.uses[index]
+        found = [self._replay(use.term, index, chosen) if use.term is not None else {} for use in uses]
+        excess = [max(sum(made.values()) - use.may_be_dense, 0) for made, use in zip(found, uses, strict=True)]
+        primitives = dict.fromkeys(name for made, more in zip(found, excess, strict=True) if more for name in made)
+        return _Dense(sum(excess), tuple(primitives), all(excess))
 
-    def _replay(self, term: Term, index: int, form: str, options: Options) -> dict[str, int]:
-        """The bytes that a use makes dense, by primitive."""
-        chosen = {i: self._first(i) for i in leaves_of(term)}
-        chosen[index] = (form, options)
-        kinds = {i: (each, self.leaves[i].shape, str(self.leaves[i].dtype)) for i, each in chosen.items()}
-        key = signature(term, kinds)
-        try:
-            hash(key)
-        except TypeError:  # a parameter may be a list
-            key = (id(term), form, options)
+    def _replay(self, term: Term, index: int, chosen: Chosen) -> dict[str, int]:
+        """The bytes that a use makes dense, by primitive; other leaves in it are assumed to take their first choice."""
+        kinds = {i: chosen if i == index else next(self._candidates(i), None) for i in leaves_of(term)}
+        key = signature(term, {i: (kind, self.leaves[i]) for i, kind in kinds.items()})
         if key not in self.replayed:
-            arrays = {i: _abstract(*each, self.leaves[i]) if each else self.leaves[i] for i, each in chosen.items()}
+            arrays = {i: _abstract(*kind, self.leaves[i]) if kind else self.leaves[i] for i, kind in kinds.items()}
             self.replayed[key] = made_dense(term, arrays)
         return self.replayed[key]
-
-    def _first(self, index: int) -> tuple[str, Options] | None:
-        """The format and options assumed for another leaf in the same operation: the first candidate."""
-        form = self._format(index)
-        options = None if form is None else next(self._candidates(index), None)
-        return None if form is None or options is None else (form, options)
 
 
 def _kept(reason: str) -> Decision:
@@ -137,10 +118,6 @@ def _wanted(uses: Sequence[Use]) -> list[tuple[int, ...]]:
             axes = use.axes[-1:] if use.gathered else use.axes
             work[axes] = work.get(axes, 0) + use.work
     return sorted(work, key=lambda axes: -work[axes])
-
-
-def _length(leaf: jax.ShapeDtypeStruct, axes: Axis) -> int:
-    return math.prod(leaf.shape[axis] for axis in (axes if isinstance(axes, tuple) else (axes,)))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -81,37 +81,23 @@ MOVEMENTS: dict[str, Movement] = {
 # Primitives that take elements at positions known only when the function runs.
 INDEXING: dict[str, Movement] = {"dynamic_slice": _dynamic_slice, "gather": _gather}
 
-# Primitives whose outputs are their operands, in order.
-PASSING = ("optimization_barrier",)
-
 # Primitives that may scale a weight by a number, or by one per channel; the result is still a weight.
 SCALING = ("mul", "div")
 
 
-def summed_axes(eqn: JaxprEqn, position: int) -> tuple[int, ...] | None:
-    """The axes of the operand at `position` that a matmul or convolution contracts; None for any other operation."""
-    find = _SUMS.get(eqn.primitive.name)
-    return find(eqn, position) if find is not None and position < 2 else None
-
-
-def _of_dot(eqn: JaxprEqn, position: int) -> tuple[int, ...]:
-    return tuple(eqn.params["dimension_numbers"][0][position])
-
-
-def _of_ragged_dot(eqn: JaxprEqn, position: int) -> tuple[int, ...]:
-    return tuple(eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][position])
-
-
-def _of_convolution(eqn: JaxprEqn, position: int) -> tuple[int, ...]:
-    numbers = eqn.params["dimension_numbers"]
-    if position == 0:
-        return (numbers.lhs_spec[1],)
-    return tuple(sorted(numbers.rhs_spec[1:]))  # the input features and the window
-
-
-_SUMS = {
-    "dot_general": _of_dot,
-    "ragged_dot_general": _of_ragged_dot,
-    "ragged_dot": _of_ragged_dot,
-    "conv_general_dilated": _of_convolution,
+# The axes that a matmul or convolution contracts, for each of its two operands.
+_CONTRACTED: dict[str, Callable[[Mapping[str, Any]], Sequence[Sequence[int]]]] = {
+    "dot_general": lambda params: params["dimension_numbers"][0],
+    "ragged_dot": lambda params: params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0],
+    "ragged_dot_general": lambda params: params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0],
+    "conv_general_dilated": lambda params: [  # the input features; those and the window
+        params["dimension_numbers"].lhs_spec[1:2],
+        params["dimension_numbers"].rhs_spec[1:],
+    ],
 }
+
+
+def contracted_axes(eqn: JaxprEqn, position: int) -> Sequence[int]:
+    """The axes of the operand at `position` that a matmul or convolution contracts; none in any other operation."""
+    find = _CONTRACTED.get(eqn.primitive.name)
+    return find(eqn.params)[position] if find is not None and position < 2 else ()

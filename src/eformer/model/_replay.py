@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+import functools
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax import lax
+from jax import tree_util as jtu
 from jax.extend.core import Primitive
 
 from eformer.jaximus import explain, implicit, is_implicit
@@ -20,6 +22,7 @@ class Given:
     index: int
 
 
+@functools.partial(jtu.register_dataclass, data_fields=["stack"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class Slice:
     """One matrix of a stack, as the body of a scan sees it."""
@@ -27,6 +30,7 @@ class Slice:
     stack: Term
 
 
+@functools.partial(jtu.register_dataclass, data_fields=["operands"], meta_fields=["primitive", "params", "out"])
 @dataclass(frozen=True, eq=False)
 class Op:
     """The output number `out` of a primitive; an operand that comes from no leaf is given by its type."""
@@ -37,20 +41,30 @@ class Op:
     out: int
 
 
+# A tree whose leaves are `Given`s and types.
 Term = Given | Slice | Op
 Operand = Term | jax.ShapeDtypeStruct
-Leaves = Mapping[int, Any]  # arrays by the index of their leaf: quantized, dense or abstract ones
 
 
-def made_dense(term: Term, arrays: Leaves) -> dict[str, int]:
-    """The bytes that `term` makes dense, by primitive, for abstract `arrays`."""
+def leaves_of(term: Term) -> set[int]:
+    return {leaf.index for leaf in jax.tree.leaves(term) if isinstance(leaf, Given)}
+
+
+def signature(term: Term, kinds: Mapping[int, Hashable]) -> Hashable:
+    """Equal for terms that do the same to leaves of the same kinds."""
+    leaves, structure = jax.tree.flatten(term)
+    return structure, tuple(kinds[leaf.index] if isinstance(leaf, Given) else leaf for leaf in leaves)
+
+
+def made_dense(term: Term, arrays: Mapping[int, Any]) -> dict[str, int]:
+    """The bytes that `term` makes dense, by primitive, for abstract `arrays` by the index of their leaf."""
     found = []
 
-    def run(arrays: Leaves, others: list[jax.Array]) -> None:
+    def run(term: Any) -> None:
         # A closure passes the array itself, not a tracer, between two operations: it can be sliced leaf by leaf.
-        found.append(explain(lambda: _evaluate(term, arrays, iter(others)))())
+        found.append(explain(lambda: _evaluate(term))())
 
-    jax.eval_shape(run, dict(arrays), list(_others(term)))
+    jax.eval_shape(run, jax.tree.map(lambda leaf: arrays[leaf.index] if isinstance(leaf, Given) else leaf, term))
     dense: dict[str, int] = {}
     for met, _, cost in found[0]:
         if cost:
@@ -58,56 +72,19 @@ def made_dense(term: Term, arrays: Leaves) -> dict[str, int]:
     return dense
 
 
-def signature(term: Operand, kinds: Mapping[int, Hashable]) -> Hashable:
-    """Equal for terms that do the same to leaves of the same kinds."""
-    match term:
-        case Given():
-            return kinds[term.index]
-        case Slice():
-            return ("slice", signature(term.stack, kinds))
-        case Op():
-            operands = tuple(signature(operand, kinds) for operand in term.operands)
-            return (term.primitive.name, tuple(sorted(term.params.items())), operands, term.out)
-    return (term.shape, str(term.dtype))
-
-
-def leaves_of(term: Operand) -> set[int]:
-    match term:
-        case Given():
-            return {term.index}
-        case Slice():
-            return leaves_of(term.stack)
-        case Op():
-            return set().union(*map(leaves_of, term.operands))
-    return set()
-
-
-def _others(term: Operand) -> Iterator[jax.ShapeDtypeStruct]:
-    """The types of the operands that come from no leaf, in the order in which `_evaluate` asks for them."""
+def _evaluate(term: Any) -> Any:
+    """The array of a term whose leaves are arrays."""
     match term:
         case Slice():
-            yield from _others(term.stack)
-        case Op():
-            for operand in term.operands:
-                yield from _others(operand)
-        case jax.ShapeDtypeStruct():
-            yield term
-
-
-def _evaluate(term: Operand, arrays: Leaves, others: Iterator[jax.Array]) -> Any:
-    match term:
-        case Given():
-            return arrays[term.index]
-        case Slice():
-            stack = _evaluate(term.stack, arrays, others)
+            stack = _evaluate(term.stack)
             if is_implicit(stack) and not stack.is_stacked():
                 stack = implicit(_scanned)(stack)
             return jax.tree.map(lambda leaf: leaf[0], stack)
         case Op():
-            operands = [_evaluate(operand, arrays, others) for operand in term.operands]
+            operands = map(_evaluate, term.operands)
             out = implicit(lambda *operands: term.primitive.bind(*operands, **term.params))(*operands)
             return out[term.out] if term.primitive.multiple_results else out
-    return next(others)
+    return term
 
 
 def _scanned(stack: Any) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ._movements import INDEXING, MOVEMENTS, PASSING, SCALING, Axes, summed_axes, type_of, unchanged
+from ._movements import INDEXING, MOVEMENTS, SCALING, Axes, contracted_axes, type_of, unchanged
 from ._paths import Typed
 from ._replay import Given, Op, Operand, Slice, Term
 
@@ -88,8 +88,8 @@ class Walk:
             if name == "shard_map":  # inside, arrays are shards, which can't be replayed
                 operands = [value and Value(value.leaves, None, value.indexed) for value in operands]
             return self.jaxpr(inner, operands, times)
-        if name in PASSING:
-            return [value and _passed(value, eqn) for value in operands]
+        if name == "optimization_barrier":
+            return operands
         moved = _moved(eqn, operands)
         if moved is not None:
             return moved
@@ -99,21 +99,17 @@ class Walk:
         return [None] * len(eqn.outvars)
 
     def _note(self, eqn: JaxprEqn, operands: Values, position: int, value: Value, times: int) -> None:
-        out = type_of(eqn.outvars[0]).size
-        summed = summed_axes(eqn, position)
+        out, operand = type_of(eqn.outvars[0]), type_of(eqn.invars[position])
         gathered = eqn.primitive.name in INDEXING and position == 0
-        term = _term(eqn, operands)
-        part = type_of(eqn.outvars[0] if gathered else eqn.invars[position])
+        contracted = contracted_axes(eqn, position)
+        work = out.size * math.prod(operand.shape[axis] for axis in contracted) * times
+        part = out if gathered else operand
         dense = part.size * part.dtype.itemsize if gathered or value.indexed else 0
+        term = _term(eqn, operands)
         for leaf, axes in value.leaves.items():
-            if gathered:
-                moved = INDEXING[eqn.primitive.name](axes, eqn)
-                found, work = frozenset().union(*moved), out
-            else:
-                found = frozenset().union(*(axes[axis] for axis in summed or ()))
-                work = out * math.prod(type_of(eqn.invars[position]).shape[axis] for axis in summed or ())
-            use = Use(eqn.primitive.name, tuple(sorted(found)), gathered, work * times, term, dense)
-            self.uses.setdefault(leaf, []).append(use)
+            found = INDEXING[eqn.primitive.name](axes, eqn) if gathered else [axes[axis] for axis in contracted]
+            along = tuple(sorted(frozenset().union(*found)))
+            self.uses.setdefault(leaf, []).append(Use(eqn.primitive.name, along, gathered, work, term, dense))
 
 
 def _moved(eqn: JaxprEqn, operands: Values) -> list[Value] | None:
@@ -133,10 +129,6 @@ def _moved(eqn: JaxprEqn, operands: Values) -> list[Value] | None:
     leaves = {leaf: move(axes, eqn) for value in values for leaf, axes in value.leaves.items()}
     outs = range(len(eqn.outvars))
     return [Value(leaves, _term(eqn, operands, out), indexed) for out in outs]
-
-
-def _passed(value: Value, eqn: JaxprEqn) -> Value:
-    return Value(value.leaves, value.term and Op(eqn.primitive, eqn.params, (value.term,), 0), value.indexed)
 
 
 def _is_all_weight(value: Value, shape: Sequence[int]) -> bool:
