@@ -8,6 +8,8 @@ import math
 import unicodedata
 from collections.abc import Mapping, Sequence
 
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
 
 def printable(text: str) -> str:
     """`text` on one line: letters that end a line, move a cursor or turn the writing direction are shown as escapes.
@@ -35,12 +37,12 @@ def in_bytes(count: int) -> str:
     >>> in_bytes(1_234_567)
     '1.23 MB'
     """
-    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    digits = 0 if units[0] == "B" or value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{digits}f} {units[0]}"
+    power = 0
+    while count / 1000**power >= 999.5 and power < len(UNITS) - 1:
+        power += 1
+    value = count / 1000**power
+    digits = 0 if not power or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {UNITS[power]}"
 
 
 def as_bits(bits: float) -> str:

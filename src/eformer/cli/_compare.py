@@ -1,16 +1,20 @@
-"""`eformer compare`: the errors between two checkpoints."""
+"""`eformer compare`: the errors between two checkpoints, array by array, with one pair in memory at a time."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
-from eformer.model import SORTS
+from eformer._progress import Meter, Progress
+from eformer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from eformer.model import SORTS, Leaf, Report, report
 
 from ._answer import Answer
-from ._compare_checkpoints import compare_checkpoints
 from ._output import check_page, page_path, write_page
 from ._progress import showing
 
@@ -31,8 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    if args.report is not None:
-        check_page(args.report, force=args.force)
+    check_page(args.report, force=args.force)
     with showing("comparing", sys.stderr) as progress:
         found = compare_checkpoints(args.before, args.after, progress)
     only = {"only_before": list(found.only_before), "only_after": list(found.only_after)}
@@ -44,3 +47,41 @@ def run(args: argparse.Namespace) -> Answer:
         page = write_page(found.report, args.report, title=Path(args.after).name, force=args.force)
         text, data["report"] = [*text, f"report: {page}"], str(page)
     return Answer(text, data)
+
+
+class Comparison(NamedTuple):
+    report: Report  # on the arrays that both checkpoints have
+    only_before: tuple[str, ...]
+    only_after: tuple[str, ...]
+
+
+def compare_checkpoints(
+    before: str | os.PathLike[str], after: str | os.PathLike[str], progress: Progress | None = None
+) -> Comparison:
+    """Compare the arrays that both checkpoints have; an array that differs counts as quantized, whatever its dtype.
+
+    Raises a CheckpointError if they have no name in common, and a ValueError if a shape differs.
+    """
+    with open_checkpoint(before) as old, open_checkpoint(after) as new:
+        names = [name for name in old if name in new]
+        if not names:
+            raise CheckpointError(
+                f"it has no array that {before} has: {_some(new)} here, {_some(old)} there", file=str(after)
+            )
+        meter = Meter(progress, sum(old.info(name).nbytes for name in names))
+        leaves: list[Leaf] = []
+        worst, histogram = 0.0, None
+        for name in names:
+            found = report({name: old[name]}, {name: new[name]})
+            (leaf,) = found.leaves
+            changed = leaf.quantized or bool(leaf.distance and leaf.distance.noise)
+            leaves.append(dataclasses.replace(leaf, quantized=changed))
+            if found.histogram is not None and (leaf.error or 0.0) >= worst:
+                worst, histogram = leaf.error or 0.0, found.histogram
+            meter.add(name, old.info(name).nbytes)
+        only = [tuple(name for name in one if name not in other) for one, other in ((old, new), (new, old))]
+    return Comparison(Report(tuple(leaves), histogram=histogram), *only)
+
+
+def _some(checkpoint: Checkpoint) -> str:
+    return ", ".join(map(repr, list(checkpoint)[:2])) or "none"

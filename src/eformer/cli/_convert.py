@@ -11,7 +11,7 @@ from eformer.checkpoint import convert, open_checkpoint
 
 from ._answer import Answer
 from ._arguments import byte_count, target
-from ._compare_checkpoints import totals
+from ._inspect import Totals
 from ._output import writing_to
 from ._progress import showing
 
@@ -55,10 +55,9 @@ def run(args: argparse.Namespace) -> Answer:
             progress=progress,
         )
     with open_checkpoint(written) as checkpoint:
-        sums = totals(checkpoint)
-        infos = map(checkpoint.info, checkpoint)
-        formats = Counter(info.format or info.dtype.name for info in infos)
+        sums = Totals(checkpoint)
+    formats = Counter(info.format or info.dtype.name for info in sums.infos.values())
     counts = ", ".join(f"{count} {name}" for name, count in formats.most_common())
-    text = f"wrote {written}: {kind}, {sums.arrays} arrays in {in_bytes(sums.nbytes)} ({counts}){place.said}"
-    data = {"path": str(written), "kind": kind, "arrays": sums.arrays, "bytes": sums.nbytes}
+    text = f"wrote {written}: {kind}, {len(sums.infos)} arrays in {in_bytes(sums.nbytes)} ({counts}){place.said}"
+    data = {"path": str(written), "kind": kind, "arrays": len(sums.infos), "bytes": sums.nbytes}
     return Answer([text], {**data, "formats": dict(formats), "replaced": place.replaced})

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from eformer.model import default_rules, stored_bytes
 
 from ._answer import Answer
 from ._arguments import positive
-from ._compare_checkpoints import compare_checkpoints
+from ._compare import compare_checkpoints
 from ._output import write_page, writing_to
 from ._progress import stage
 from ._timing import interleaved
@@ -74,12 +74,10 @@ def run(args: argparse.Namespace) -> Answer:
     count, device = len(minilm.SENTENCES), jax.devices()[0].device_kind
     header = [f"MiniLM of {minilm.PACKAGE}, {count} sentences, JAX {jax.__version__} on {device}"]
     text = [*header, "", *_table(rows, count), "", *NOTES, "", *(f"report: {page}" for page in pages.values())]
-    text += [f"with a file of your own: {_command()} quantize {OWN}{place.said}"]
+    own = f"{_command()} quantize model.safetensors small.safetensors --format nf4 --report small.html"
+    text += [f"with a file of your own: {own}{place.said}"]
     found = [{**row._asdict(), "path": str(files[row.format])} for row in rows]
     return Answer(text, {"rows": found, "sentences": count, "reports": list(map(str, pages.values()))})
-
-
-OWN = "model.safetensors small.safetensors --format nf4 --report small.html"
 
 
 def _command() -> str:
@@ -119,7 +117,7 @@ def compare_models(
     for batch in BATCHES:
         stage(f"measuring {batch} at a time ...", sys.stderr)
         some = tuple(each[:batch] for each in inputs)
-        bursts = {name: functools.partial(_wait_for, run, params, *some) for name, params in models.items()}
+        bursts = {name: functools.partial(run, params, *some) for name, params in models.items()}
         times[batch] = interleaved(bursts, repeats)
     right = vectors[next(iter(models))]
     rows = []
@@ -132,19 +130,14 @@ def compare_models(
     return rows
 
 
-def _wait_for(function: Callable[..., jax.Array], *args: Any) -> None:
-    function(*args).block_until_ready()
-
-
 def _table(rows: Sequence[Row], sentences: int) -> list[str]:
     header = ["format", "on disk", "in memory", "cosine", "lowest", "neighbours"]
     header += [title for batch in BATCHES for title in (f"ms at {batch}", "speed")]
-    return table(header, [_cells(row, rows[0], sentences) for row in rows])
-
-
-def _cells(row: Row, dense: Row, sentences: int) -> list[str]:
-    cells = [row.format, in_bytes(row.disk_bytes), in_bytes(row.memory_bytes)]
-    cells += [f"{row.cosine:.4f}", f"{row.lowest_cosine:.4f}", f"{row.neighbours} of {sentences}"]
-    for batch, seconds in row.seconds.items():
-        cells += [f"{seconds * 1e3:.1f}", f"{dense.seconds[batch] / seconds:.2f}x"]
-    return cells
+    lines = []
+    for row in rows:
+        cells = [row.format, in_bytes(row.disk_bytes), in_bytes(row.memory_bytes)]
+        cells += [f"{row.cosine:.4f}", f"{row.lowest_cosine:.4f}", f"{row.neighbours} of {sentences}"]
+        for batch, seconds in row.seconds.items():
+            cells += [f"{seconds * 1e3:.1f}", f"{rows[0].seconds[batch] / seconds:.2f}x"]
+        lines.append(cells)
+    return table(header, lines)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from eformer._text import as_bits, as_shape, in_bytes, printable, table
-from eformer.checkpoint import open_checkpoint
+from eformer.checkpoint import Checkpoint, open_checkpoint
 
 from ._answer import Answer
-from ._compare_checkpoints import totals
 
 HELP = "list the arrays of a checkpoint; reads no data"
 EXAMPLE = """\
@@ -19,6 +19,18 @@ examples:
 WIDTH = 60  # of a metadata value
 
 
+class Totals:
+    """The arrays of a checkpoint and the sums over them, from its headers alone."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.infos = {name: checkpoint.info(name) for name in checkpoint}
+        infos = self.infos.values()
+        self.quantized = sum(info.format is not None for info in infos)
+        self.nbytes = sum(info.nbytes for info in infos)
+        self.size = sum(math.prod(info.shape) for info in infos)
+        self.bits = 8 * self.nbytes / self.size if self.size else math.nan  # per weight
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", metavar="FILE", help="a .safetensors or .gguf file, an index of shards, or a folder with one"
@@ -27,21 +39,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     with open_checkpoint(args.source) as checkpoint:
-        infos = {name: checkpoint.info(name) for name in checkpoint}
-        sums, kind, path, metadata = totals(checkpoint), checkpoint.kind, checkpoint.path, checkpoint.metadata
+        sums, kind, path, metadata = Totals(checkpoint), checkpoint.kind, checkpoint.path, checkpoint.metadata
     rows = [
         [name, as_shape(info.shape), info.format or info.dtype.name, in_bytes(info.nbytes)]
-        for name, info in infos.items()
+        for name, info in sums.infos.items()
     ]
     text = [f"{path}: {kind}", *(f"  {_short(name)}: {_short(value)}" for name, value in metadata.items()), ""]
     text += table(["name", "shape", "format", "bytes"], rows, words=3)
     sizes = f"{sums.size:,} values in {in_bytes(sums.nbytes)}, {as_bits(sums.bits)} bits each"
-    text += ["", f"{sums.arrays} arrays, {sums.quantized} quantized: {sizes}"]
+    text += ["", f"{len(rows)} arrays, {sums.quantized} quantized: {sizes}"]
     arrays = [
         {"name": n, "shape": i.shape, "dtype": i.dtype.name, "format": i.format, "bytes": i.nbytes}
-        for n, i in infos.items()
+        for n, i in sums.infos.items()
     ]
-    total = {"arrays": sums.arrays, "quantized": sums.quantized, "bytes": sums.nbytes, "size": sums.size}
+    total = {"arrays": len(rows), "quantized": sums.quantized, "bytes": sums.nbytes, "size": sums.size}
     data = {"path": str(path), "kind": kind, "metadata": metadata, "total": {**total, "bits": sums.bits}}
     return Answer(text, {**data, "arrays": arrays})
 

@@ -83,11 +83,11 @@ def page_path(text: str) -> Path:
     return path
 
 
-def check_page(path: Path, *, force: bool) -> None:
-    """Raise an error unless `path` is free, or holds a page that may be replaced."""
-    check_free(path, force=force)
-    if not os.path.lexists(path):
+def check_page(path: Path | None, *, force: bool) -> None:
+    """Raise an error unless `path` is None, free, or holds a page that may be replaced."""
+    if path is None or not os.path.lexists(path):
         return
+    check_free(path, force=force)
     if not path.is_file():
         raise FileExistsError(f"{path} is no file; write the report to another place")
     with open(path, "rb") as file:

@@ -14,7 +14,8 @@ from eformer.model import UnusedRuleWarning
 
 from ._answer import Answer
 from ._arguments import add_format, byte_count, format_names, formats_help, model_rules, rule, target
-from ._compare_checkpoints import compare_checkpoints, largest_dense, totals
+from ._compare import compare_checkpoints
+from ._inspect import Totals
 from ._output import check_page, page_path, write_page, writing_to
 from ._progress import showing
 
@@ -64,11 +65,10 @@ def run(args: argparse.Namespace) -> Answer:
     rules = model_rules(args.rule, args.format, args.embeddings)
     if args.target.suffix == ".gguf":
         raise ValueError(f"{args.target}: `eformer quantize` writes safetensors; `eformer convert` makes GGUF of them")
-    if args.report is not None:
-        check_page(args.report, force=args.force)
+    check_page(args.report, force=args.force)
     start = time.monotonic()
     with open_checkpoint(args.source) as checkpoint:
-        before = totals(checkpoint)
+        before = Totals(checkpoint)
     with (
         warnings.catch_warnings(),
         writing_to(args.target, force=args.force) as place,
@@ -79,15 +79,22 @@ def run(args: argparse.Namespace) -> Answer:
             args.source, place.path, rules, overwrite=args.force, progress=progress, max_shard_bytes=args.shard
         )
     with open_checkpoint(written) as checkpoint:
-        after, kept = totals(checkpoint), largest_dense(checkpoint)
+        after = Totals(checkpoint)
+    dense = {name: info.nbytes for name, info in after.infos.items() if info.format is None}
     seconds = time.monotonic() - start
-    data = {"path": str(written), "arrays": after.arrays, "quantized": after.quantized, "bytes_before": before.nbytes}
+    data = {
+        "path": str(written),
+        "arrays": len(after.infos),
+        "quantized": after.quantized,
+        "bytes_before": before.nbytes,
+    }
     data |= {"bytes_after": after.nbytes, "bits": after.bits, "seconds": seconds, "replaced": place.replaced}
     text = [
         f"wrote {written}: {in_bytes(before.nbytes)} became {in_bytes(after.nbytes)}, {as_bits(after.bits)} bits a "
-        f"weight; {after.quantized} of {after.arrays} arrays are quantized; {seconds:.1f} s{place.said}"
+        f"weight; {after.quantized} of {len(after.infos)} arrays are quantized; {seconds:.1f} s{place.said}"
     ]
-    if kept is not None:
+    if dense:
+        kept = max(dense, key=dense.__getitem__)
         text, data["largest_kept"] = [*text, f"largest array kept as it was: {kept}"], kept
     if args.report is not None:
         with showing("comparing", sys.stderr) as progress:

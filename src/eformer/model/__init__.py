@@ -14,9 +14,9 @@ from ._quantize import quantize_model as quantize_model
 from ._report import Leaf as Leaf
 from ._report import Report as Report
 from ._rules import Rule as Rule
+from ._rules import UnusedRuleWarning as UnusedRuleWarning
 from ._rules import apply_rule as apply_rule
 from ._rules import find_rule as find_rule
 from ._rules import parse_rule as parse_rule
+from ._rules import warn_unused_rules as warn_unused_rules
 from ._table import SORTS as SORTS
-from ._unused_rules import UnusedRuleWarning as UnusedRuleWarning
-from ._unused_rules import warn_unused_rules as warn_unused_rules

@@ -84,7 +84,7 @@ class Choice:
         if "axis" not in find_format(form).options or "axis" in given:
             choices = choices[:1]
         for axes in dict.fromkeys(choices):
-            options = Options(options_along(form, axes if len(axes) > 1 else axes[0], given))
+            options = Options(options_along(form, axes[0] if len(axes) == 1 else axes, given))
             length = math.prod(leaf.shape[axis] for axis in axes)
             if length >= MIN_LENGTH and _abstract(form, options, leaf) is not None:
                 yield form, options

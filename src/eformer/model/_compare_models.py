@@ -11,8 +11,7 @@ from ._distance import distance
 from ._histogram import histogram_of
 from ._paths import Typed, is_quantized, named_leaves, nbytes
 from ._report import Leaf, Report
-from ._rules import Rule, rule_for
-from ._unused_rules import unused_rules
+from ._rules import Rule, rule_for, unused_rules
 
 
 def report(before: object, after: object, *, rules: Sequence[Rule] = (), histogram: str | None = None) -> Report:

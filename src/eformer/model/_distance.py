@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from eformer.jaximus import materialize
 from eformer.ops.quantization import QuantizedArray
 
 from ._paths import is_abstract, is_array, is_quantized
@@ -54,9 +55,7 @@ class Distance:
     def snr(self) -> float:
         """Signal to noise in decibels: `-20 log10(relative_error)`."""
         error = self.relative_error
-        if not error:
-            return math.inf
-        return 0.0 - 20 * math.log10(error) if math.isfinite(error) else -math.inf
+        return 0.0 - 20 * math.log10(error) if error else math.inf
 
     @property
     def cosine(self) -> float:
@@ -76,11 +75,9 @@ def distance(before: object, after: object) -> Distance | None:
     if not has_values(before) or not has_values(after):
         return None
     floating = jnp.issubdtype(before.dtype, jnp.floating)
-    if before is not after:
-        return sum((_of_pair(*pair) for pair in pairs(before, after)), Distance()) if floating else None
-    if isinstance(before, QuantizedArray) or not floating:
+    if before is after and (is_quantized(before) or not floating):
         return Distance()
-    return dataclasses.replace(_of_pair(before, before), noise=0.0, max_error=0.0)
+    return sum((_of_pair(*pair) for pair in pairs(before, after)), Distance()) if floating else None
 
 
 def has_values(leaf: object) -> TypeGuard[Values]:
@@ -95,13 +92,9 @@ def pairs(before: Values, after: Values) -> Iterator[tuple[Dense, Dense]]:
     if is_quantized(after) and after.ndim > 2 and after.is_stacked():
         for i in range(len(after)):
             # Slice the leaves, as `is_stacked` allows: not every format has a rule for an index.
-            yield from pairs(_dense(before[i]), jax.tree.map(lambda leaf, i=i: leaf[i], after))
+            yield from pairs(materialize(before[i]), jax.tree.map(lambda leaf, i=i: leaf[i], after))
     else:
-        yield _dense(before), _dense(after)
-
-
-def _dense(leaf: Any) -> Dense:
-    return leaf.materialize() if is_quantized(leaf) else leaf
+        yield materialize(before), materialize(after)
 
 
 def _of_pair(before: Dense, after: Dense) -> Distance:

@@ -27,11 +27,14 @@ def histogram_of(path: str, before: object, after: object) -> Histogram | None:
     """A histogram over the range of both arrays without outliers; None where there is no value to count."""
     if not has_values(before) or not has_values(after):
         return None
-    parts = [x for pair in pairs(before, after) for x in map(_summary, pair) if x is not None]
-    if not parts:
+    parts = np.array([_summary(_values(x)) for pair in pairs(before, after) for x in pair]).reshape(-1, 5)
+    count, total, squares = parts[:, 2:].sum(axis=0)
+    if not count:
         return None
-    low, high = _range(np.array(parts))
-    edges = np.linspace(low, high, BINS + 1)
+    mean = total / count
+    reach = REACH * np.sqrt(max(squares / count - mean * mean, 0.0))
+    low, high = max(parts[:, 0].min(), mean - reach), min(parts[:, 1].max(), mean + reach)
+    edges = np.linspace(low, high, BINS + 1) if low < high else np.linspace(mean - 0.5, mean + 0.5, BINS + 1)
     counts, sizes = np.zeros((2, BINS), np.int64), np.zeros(2, np.int64)
     for pair in pairs(before, after):
         values = [_values(x) for x in pair]
@@ -48,17 +51,8 @@ def _values(x: Dense) -> np.ndarray:
     return found[np.isfinite(found)]
 
 
-def _summary(x: Dense) -> tuple[float, ...] | None:
+def _summary(values: np.ndarray) -> tuple[float, ...]:
     """The smallest and largest value, the count, the sum and the sum of squares."""
-    values = _values(x).astype(np.float64)
-    if not values.size:
-        return None
-    return np.min(values), np.max(values), values.size, np.sum(values), np.sum(values * values)
-
-
-def _range(parts: np.ndarray) -> tuple[float, float]:
-    count, total, squares = parts[:, 2:].sum(axis=0)
-    mean = total / count
-    reach = REACH * np.sqrt(max(squares / count - mean * mean, 0.0))
-    low, high = max(parts[:, 0].min(), mean - reach), min(parts[:, 1].max(), mean + reach)
-    return (low, high) if low < high else (mean - 0.5, mean + 0.5)
+    values = values.astype(np.float64)
+    bounds = np.min(values, initial=np.inf), np.max(values, initial=-np.inf)
+    return *bounds, values.size, np.sum(values), np.sum(values * values)

@@ -11,7 +11,7 @@ from eformer._svg import element
 from eformer._text import as_bits, escaped, in_bytes
 
 from ._plots import MARKS, error_plot, histogram_plot, mark, size_plot
-from ._table import as_cosine, as_nonfinite, in_decibels, in_percent, row, sorted_leaves
+from ._table import as_nonfinite, in_percent, measures, row, sorted_leaves
 
 if TYPE_CHECKING:
     from ._report import Leaf, Report
@@ -25,6 +25,7 @@ _NOTEBOOK_ROWS = 50
 
 def page(report: Report, title: str) -> str:
     name = escaped(title)
+    facts = (f"<div><dt>{fact}</dt><dd>{value}</dd><dd>{note}</dd></div>" for fact, value, note in _facts(report))
     styles, script = (
         resources.files("eformer.model").joinpath(file).read_text("utf-8") for file in ("_page.css", "_page.js")
     )
@@ -41,7 +42,7 @@ def page(report: Report, title: str) -> str:
 </head>
 <body>
 <header><h1>{name}</h1><p class="muted">{_described(report)}</p></header>
-{_summary(report)}
+<dl class="summary">{"".join(facts)}</dl>
 {"".join(_notices(report))}
 {_plots(report)}
 <section><h2>All arrays</h2>
@@ -88,18 +89,12 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
         ("Bits a weight", as_bits(report.bits) or "none", _counted(report.size, "weight")),
     ]
     if distance is not None:
-        facts += [
-            ("Relative error", in_percent(distance.relative_error), "all quantized arrays together"),
-            ("Signal to noise", f"{in_decibels(distance.snr)} dB", f"cosine {as_cosine(distance.cosine)}"),
-        ]
+        error, snr, cosine = measures(distance)
+        facts.append(("Relative error", error, "all quantized arrays together"))
+        facts.append(("Signal to noise", f"{snr} dB", f"cosine {cosine}"))
     if worst is not None:
         facts.append(("Largest relative error", in_percent(worst.error), escaped(worst.path)))
     return facts
-
-
-def _summary(report: Report) -> str:
-    cells = (f"<div><dt>{name}</dt><dd>{value}</dd><dd>{note}</dd></div>" for name, value, note in _facts(report))
-    return f'<dl class="summary">{"".join(cells)}</dl>'
 
 
 def _notices(report: Report) -> list[str]:
@@ -109,8 +104,7 @@ def _notices(report: Report) -> list[str]:
         for leaf in report.nonfinite
     ]
     found += [f"The rule {_path(rule)} matched nothing." for rule in report.unused_rules]
-    unknown = sum(leaf.distance is None for leaf in report.quantized)
-    if unknown:
+    if unknown := sum(leaf.distance is None for leaf in report.quantized):
         found.append(
             f"The values of {_counted(unknown, 'quantized array')} could not be compared: they were freed, or abstract."
         )
@@ -178,9 +172,7 @@ def _cells(leaf: Leaf, columns: int) -> str:
 
 
 def _value(value: object) -> str:
-    """The value that the script compares: a number that JavaScript knows, or words."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    if isinstance(value, float) and math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return escaped(str(value))
+    """The value that the script compares: a number that JavaScript knows, or words; empty if it is unknown."""
+    if isinstance(value, float):
+        return "" if math.isnan(value) else str(value).replace("inf", "Infinity")
+    return "" if value is None else escaped(str(value))

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import tree_util as jtu
 
 from ._paths import is_abstract, is_array, is_quantized, named_leaves
 
@@ -33,12 +32,9 @@ def partition(tree: Tree, trainable: Callable[[str, Any], bool] | None = None) -
     """
     named, structure = named_leaves(tree)
     chosen = [_can_train(leaf) and (trainable is None or bool(trainable(path, leaf))) for path, leaf in named]
-    halves = (
-        [leaf if each is wanted else None for each, (_, leaf) in zip(chosen, named, strict=True)]
-        for wanted in (True, False)
-    )
-    trained, frozen = (jax.tree.unflatten(structure, half) for half in halves)
-    return trained, frozen
+    trained = [leaf if train else None for train, (_, leaf) in zip(chosen, named, strict=True)]
+    frozen = [None if train else leaf for train, (_, leaf) in zip(chosen, named, strict=True)]
+    return jax.tree.unflatten(structure, trained), jax.tree.unflatten(structure, frozen)
 
 
 def _can_train(leaf: Any) -> bool:
@@ -47,27 +43,17 @@ def _can_train(leaf: Any) -> bool:
 
 def combine(trained: Tree, frozen: Tree) -> Tree:
     """The tree that `partition` split; the halves may hold gradients, updates or tracers instead."""
-    (ours, structure), (theirs, other) = (_flatten(half) for half in (trained, frozen))
+    (ours, structure), (theirs, other) = (
+        named_leaves(half, lambda x: x is None or is_quantized(x)) for half in (trained, frozen)
+    )
     if structure != other:
+        only = {"trained": sorted(dict(ours).keys() - dict(theirs)), "frozen": sorted(dict(theirs).keys() - dict(ours))}
+        differing = [f"only the {half} one has {', '.join(map(repr, some[:3]))}" for half, some in only.items() if some]
+        same = f"{type(trained).__name__} and {type(frozen).__name__} of the same paths"
         raise ValueError(
-            f"the halves are of different trees: {_differing(trained, frozen)}; give the two that `partition` returned"
+            f"the halves are of different trees: {', '.join(differing) or same}; give the two that `partition` returned"
         )
     for (path, a), (_, b) in zip(ours, theirs, strict=True):
         if a is not None and b is not None:
             raise ValueError(f"both halves have a leaf {path!r}: give the two that `partition` returned for one tree")
-    leaves = [b if a is None else a for (_, a), (_, b) in zip(ours, theirs, strict=True)]
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _flatten(half: object) -> tuple[list[tuple[str, Any]], Any]:
-    found, structure = jtu.tree_flatten_with_path(half, is_leaf=lambda x: x is None or is_quantized(x))
-    return [(jtu.keystr(path, simple=True, separator="."), leaf) for path, leaf in found], structure
-
-
-def _differing(trained: object, frozen: object) -> str:
-    paths = [{path for path, _ in _flatten(half)[0]} for half in (trained, frozen)]
-    only = [sorted(paths[0] - paths[1]), sorted(paths[1] - paths[0])]
-    if not any(only):
-        return f"{type(trained).__name__} and {type(frozen).__name__} of the same paths"
-    sides = zip(("trained", "frozen"), only, strict=True)
-    return ", ".join(f"only the {side} one has {', '.join(map(repr, some[:3]))}" for side, some in sides if some)
+    return jax.tree.unflatten(structure, [b if a is None else a for (_, a), (_, b) in zip(ours, theirs, strict=True)])

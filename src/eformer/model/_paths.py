@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Protocol, TypeGuard
 
 import jax
@@ -61,7 +62,7 @@ def nbytes(leaf: Typed) -> int:
     return leaf.nbytes if is_array(leaf) else math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def named_leaves(tree: object) -> tuple[list[tuple[str, Any]], Any]:
+def named_leaves(tree: object, is_leaf: Callable[[object], bool] = is_quantized) -> tuple[list[tuple[str, Any]], Any]:
     """The leaves with their paths, and the structure from which `jax.tree.unflatten` makes the tree again.
 
     A path joins keys, indices and attribute names by ".": "layers.0.mlp.kernel". A box around a single array, such as
@@ -71,7 +72,7 @@ def named_leaves(tree: object) -> tuple[list[tuple[str, Any]], Any]:
     >>> named_leaves({"layers": [{"w": 1.0}, {"w": 2.0}]})[0]
     [('layers.0.w', 1.0), ('layers.1.w', 2.0)]
     """
-    leaves, structure = jtu.tree_flatten_with_path(tree, is_leaf=is_quantized)
+    leaves, structure = jtu.tree_flatten_with_path(tree, is_leaf)
     children = Counter(key_path[:-1] for key_path, _ in leaves)
 
     def name(key_path: jtu.KeyPath) -> str:

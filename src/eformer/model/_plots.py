@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from eformer._svg import Scale, element, figure, scale, shorten, text, tick_label, ticks
-from eformer._text import escaped, in_bytes
+from eformer._text import UNITS, escaped, in_bytes
 
 from ._table import in_percent
 
@@ -86,16 +86,16 @@ def size_plot(leaves: Sequence[Leaf]) -> str:
     if rest := [entry for _, entry in ranked[GROUPS:]]:
         rows.append((f"{len(rest)} other groups", *(sum(column) for column in zip(*rest, strict=True))))
     largest = max((max(before, after) for _, before, after, _ in rows), default=0)
-    unit, divisor = _unit(largest)
+    power = min(int(math.log10(largest or 1)) // 3, len(UNITS) - 1)
+    divisor = 1000.0**power
     height = ROW * max(len(rows), 1) + BOTTOM
     x = scale(0, largest / divisor or 1, 0, WIDTH - 14)
     bottom = height - BOTTOM
     parts = []
     for at in ticks(0, largest / divisor, 4):
         parts.append(element("line", x1=x(at), x2=x(at), y1=0, y2=bottom, class_="grid"))
-        anchor = "middle" if at else "start"
-        parts.append(text(tick_label(at), x(at), bottom + 14, text_anchor=anchor))
-    parts.append(text(f"bytes stored, {unit}", WIDTH / 2, height - 6, class_="axis", text_anchor="middle"))
+        parts.append(text(tick_label(at), x(at), bottom + 14, text_anchor="middle" if at else "start"))
+    parts.append(text(f"bytes stored, {UNITS[power]}", WIDTH / 2, height - 6, class_="axis", text_anchor="middle"))
     for i, (name, before, after, count) in enumerate(rows):
         y = ROW * i
         label = element("title", escaped(f"{name}, {count} arrays: {in_bytes(before)} before, {in_bytes(after)} after"))
@@ -135,9 +135,3 @@ def _y_axis(y: Scale, at: Sequence[float], name: str) -> list[str]:
         parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y(value), y2=y(value), class_=kind))
         parts.append(text(tick_label(value), LEFT - 6, y(value) + 4, text_anchor="end"))
     return parts
-
-
-def _unit(largest: int) -> tuple[str, float]:
-    powers = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-    fitting = [(unit, power) for unit, power in powers.items() if largest >= power]
-    return fitting[-1] if fitting else ("B", 1.0)

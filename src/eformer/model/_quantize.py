@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from eformer._progress import Progress, progress_bar
+from eformer._progress import Meter, Progress, progress_bar
 from eformer._warnings import warn
-from eformer.ops.quantization import QuantizedArray
 
 from ._defaults import default_rules
 from ._from_use import rules_from_use
 from ._paths import is_abstract, is_quantized, is_weight, named_leaves, nbytes
-from ._rules import Rule, apply_rule, rule_for
-from ._unused_rules import UnusedRuleWarning, warn_unused_rules
+from ._rules import Rule, UnusedRuleWarning, apply_rule, rule_for, warn_unused_rules
 
 Tree = TypeVar("Tree")
 
@@ -68,6 +66,8 @@ def quantize_model(
     >>> quantize_model({"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}, format="int8")["kernel"]
     Array8B(float32[256, 512], 133,120 bytes)
     """
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise TypeError(f"`progress` must be None, True or a function of path, done and total, got {progress!r}")
     given = () if rules is None else _checked(rules)
     if function is not None:
         given += rules_from_use(function, tree, *inputs, format=format)
@@ -85,18 +85,18 @@ def quantize_model(
     _check_possible(todo)
     uses = Counter(id(leaf) for _, leaf in named)  # leaves that stay keep their array alive
     made: dict[Hashable, object] = {}
-    total, done = sum(nbytes(step.leaf) for step in todo), 0
-    with _showing(progress) as show:
+    with progress_bar() if progress is True else contextlib.nullcontext(progress or None) as show:
+        meter = Meter(show, sum(nbytes(step.leaf) for step in todo))
         for step in todo:
             leaf = step.leaf
             if step.key not in made:
                 # Wait: else dense leaves and temporaries of many steps would be alive at once.
                 made[step.key] = jax.block_until_ready(apply_rule(step.rule, step.path, leaf))
             uses[id(leaf)] -= 1
-            done += nbytes(leaf)
+            size = nbytes(leaf)
             if free and not uses[id(leaf)] and isinstance(leaf, jax.Array):
                 leaf.delete()
-            show(step.path, done, total)
+            meter.add(step.path, size)
     return jax.tree.unflatten(structure, [made.get(step.key, step.leaf) for step in steps])
 
 
@@ -114,15 +114,14 @@ def dequantize(tree: Tree) -> Tree:
     made: dict[int, object] = {}
     for _, leaf in named:
         if is_quantized(leaf) and id(leaf) not in made:
-            made[id(leaf)] = _dense_type(leaf) if is_abstract(leaf) else jax.block_until_ready(leaf.materialize())
+            if is_abstract(leaf):
+                made[id(leaf)] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            else:
+                made[id(leaf)] = jax.block_until_ready(leaf.materialize())
     return jax.tree.unflatten(structure, [made.get(id(leaf), leaf) for _, leaf in named])
 
 
 dequantize_model = dequantize
-
-
-def _dense_type(leaf: QuantizedArray) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 def _check_possible(todo: Sequence[_Step]) -> None:
@@ -152,17 +151,3 @@ def _warn_nothing_quantized(weights: Sequence[_Step]) -> None:
         f"{repr(str(rule)) if rule else 'none'}",
         UnusedRuleWarning,
     )
-
-
-@contextlib.contextmanager
-def _showing(progress: Progress | bool | None) -> Iterator[Progress]:
-    """A function to call after each leaf: `progress` itself, a bar for True, else one that does nothing."""
-    if callable(progress):
-        yield progress
-    elif progress is True:
-        with progress_bar() as show:
-            yield show
-    elif progress is None or progress is False:
-        yield lambda path, done, total: None
-    else:
-        raise TypeError(f"`progress` must be None, True or a function of path, done and total, got {progress!r}")

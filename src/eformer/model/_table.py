@@ -22,12 +22,12 @@ def in_percent(share: float | None) -> str:
     return f"{share * 100:.2f}%" if not share or share >= 1e-4 else f"{share * 100:.1e}%"
 
 
-def in_decibels(snr: float | None) -> str:
-    return UNKNOWN if snr is None else f"{snr:.1f}"
-
-
-def as_cosine(cosine: float | None) -> str:
-    return UNKNOWN if cosine is None or math.isnan(cosine) else f"{cosine:.5f}"
+def measures(distance: Distance | None) -> list[str]:
+    """Error, SNR in decibels, and cosine."""
+    if distance is None:
+        return [UNKNOWN] * 3
+    cosine = UNKNOWN if math.isnan(distance.cosine) else f"{distance.cosine:.5f}"
+    return [in_percent(distance.relative_error), f"{distance.snr:.1f}", cosine]
 
 
 def as_nonfinite(distance: Distance | None) -> str:
@@ -49,12 +49,11 @@ def sorted_leaves(leaves: Sequence[Leaf], sort: str | None) -> list[Leaf]:
 
 
 def report_table(report: Report, sort: str | None) -> str:
-    leaves, with_nonfinite = sorted_leaves(report.leaves, sort), bool(report.nonfinite)
+    leaves = sorted_leaves(report.leaves, sort)
     header = ["path", "shape", "format", "before", "after", "bits", "error", "SNR dB", "cosine", "NaN or inf"]
     count = f"{len(leaves)} array{'' if len(leaves) == 1 else 's'}"
-    sizes = [in_bytes(report.bytes_before), in_bytes(report.bytes_after), as_bits(report.bits)]
-    total = [count, "", "", *sizes, *_measures(report.distance, bool(report.quantized))]
-    columns = len(header) if with_nonfinite else len(header) - 1
+    total = [count, "", "", *_cells(report, in_bytes(report.bytes_after), bool(report.quantized))]
+    columns = len(header) if report.nonfinite else len(header) - 1
     lines = table(header[:columns], [row(leaf)[:columns] for leaf in leaves], words=3, total=total[:columns])
     if any(leaf.reason for leaf in leaves):
         ends = ["reason", "------", *(printable(leaf.reason) for leaf in leaves)]
@@ -67,13 +66,9 @@ def report_table(report: Report, sort: str | None) -> str:
 def row(leaf: Leaf) -> list[str]:
     """The cells of a leaf, under the header of the table."""
     after = "shared" if leaf.shared else in_bytes(leaf.bytes_after)
-    sizes = [in_bytes(leaf.bytes_before), after, as_bits(leaf.bits)]
-    return [leaf.path, as_shape(leaf.shape), leaf.format, *sizes, *_measures(leaf.distance, leaf.quantized)]
+    return [leaf.path, as_shape(leaf.shape), leaf.format, *_cells(leaf, after, leaf.quantized)]
 
 
-def _measures(distance: Distance | None, quantized: bool) -> list[str]:
-    """Error, SNR, cosine, and the counts of values that are not finite."""
-    shown = [""] * 3 if not quantized else [UNKNOWN] * 3
-    if quantized and distance is not None:
-        shown = [in_percent(distance.relative_error), in_decibels(distance.snr), as_cosine(distance.cosine)]
-    return [*shown, as_nonfinite(distance)]
+def _cells(of: Leaf | Report, after: str, quantized: bool) -> list[str]:
+    errors = measures(of.distance) if quantized else [""] * 3
+    return [in_bytes(of.bytes_before), after, as_bits(of.bits), *errors, as_nonfinite(of.distance)]
