@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from eformer.checkpoint import check_suffix
-from eformer.model import Rule, default_rules, parse_rule
+from eformer.model import Rule, parse_rule
 from eformer.ops.quantization import formats
 
 KEEP = "keep"
@@ -49,13 +48,6 @@ def add_format(parser: argparse.ArgumentParser, flag: str, help: str, **how: obj
     names = f"{', '.join(format_names())} or {KEEP}"
     how = {"type": format_rule, "metavar": "FORMAT[,OPTION=VALUE...]", "help": f"{names}; {help}", **how}
     parser.add_argument(flag, **how)  # pyright: ignore[reportArgumentType]
-
-
-def model_rules(given: Sequence[Rule], rest: Rule, embeddings: str | None) -> list[Rule]:
-    """The rules given, then the default rules for a model in the format of `rest`; only the former if it is "keep"."""
-    if rest.format is None:
-        return list(given)
-    return [*given, *default_rules(rest.format, embeddings=embeddings, **rest.options)]
 
 
 def byte_count(text: str) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,6 @@ from eformer.model import Rule, default_rules, quantize_model
 from ._answer import Answer
 from ._arguments import Problem, add_format, byte_count, format_rule, formats_help, positive, problem
 from ._progress import stage
-from ._timing import interleaved
 
 HELP = "time matmuls with quantized weights against float32"
 EXAMPLE = """\
@@ -81,6 +81,23 @@ def measure(problem: Problem, contenders: Sequence[Rule], repeats: int, ring_byt
     x = jax.random.normal(jax.random.key(1), (m, k))
     times = interleaved({name: _burst(x, ring) for name, ring in rings.items()}, repeats)
     return [Timed(name, times[name] / count, ring[0].nbytes) for name, ring in rings.items()]
+
+
+def interleaved(bursts: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """The seconds of each burst: the least of `repeats` turns.
+
+    Bursts take turns, so that a slow moment of the machine affects all of them. Other work can only add time, so the
+    least time is the most accurate. Each runs once first, to compile.
+    """
+    for burst in bursts.values():
+        jax.block_until_ready(burst())
+    best = dict.fromkeys(bursts, float("inf"))
+    for _ in range(repeats):
+        for name, burst in bursts.items():
+            start = time.perf_counter()
+            jax.block_until_ready(burst())
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
 
 
 def _burst(x: jax.Array, ring: Sequence[jax.Array]) -> Callable[[], None]:

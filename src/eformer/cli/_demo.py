@@ -23,10 +23,10 @@ from eformer.model import default_rules, stored_bytes
 
 from ._answer import Answer
 from ._arguments import positive
+from ._bench import interleaved
 from ._compare import compare_checkpoints
 from ._output import write_page, writing_to
 from ._progress import stage
-from ._timing import interleaved
 
 HELP = "quantize a real sentence encoder, and show size, agreement and speed"
 EXAMPLE = """\

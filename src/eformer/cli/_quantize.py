@@ -10,10 +10,10 @@ from pathlib import Path
 
 from eformer._text import as_bits, in_bytes
 from eformer.checkpoint import open_checkpoint, quantize_checkpoint
-from eformer.model import UnusedRuleWarning
+from eformer.model import UnusedRuleWarning, default_rules
 
 from ._answer import Answer
-from ._arguments import add_format, byte_count, format_names, formats_help, model_rules, rule, target
+from ._arguments import add_format, byte_count, format_names, formats_help, rule, target
 from ._compare import compare_checkpoints
 from ._inspect import Totals
 from ._output import check_page, page_path, write_page, writing_to
@@ -60,9 +60,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    if args.embeddings is not None and args.format.format is None:
+    rules, rest = list(args.rule), args.format
+    if rest.format is not None:
+        rules += default_rules(rest.format, embeddings=args.embeddings, **rest.options)
+    elif args.embeddings is not None:
         raise ValueError("--embeddings goes with a --format for the rest; with --format keep, write a --rule for them")
-    rules = model_rules(args.rule, args.format, args.embeddings)
     if args.target.suffix == ".gguf":
         raise ValueError(f"{args.target}: `eformer quantize` writes safetensors; `eformer convert` makes GGUF of them")
     check_page(args.report, force=args.force)

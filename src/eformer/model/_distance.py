@@ -26,16 +26,12 @@ _ROW = 4096  # elements that are added in float32; the sums of rows are added in
 
 @dataclasses.dataclass(frozen=True)
 class Distance:
-    """Sums, in float64, over the elements that are finite in both arrays.
+    """Sums, in float64, over the elements that are finite in both arrays."""
 
-    `signal` is the sum of squares of the array before, `result` of the array after, `noise` of their difference;
-    `product` is their dot product.
-    """
-
-    signal: float = 0.0
-    result: float = 0.0
-    noise: float = 0.0
-    product: float = 0.0
+    signal: float = 0.0  # squares of the array before
+    result: float = 0.0  # squares of the array after
+    noise: float = 0.0  # squares of their difference
+    product: float = 0.0  # the dot product
     max_error: float = 0.0
     nonfinite_before: int = 0
     nonfinite_after: int = 0

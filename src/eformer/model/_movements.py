@@ -22,10 +22,6 @@ def unchanged(axes: Axes, eqn: JaxprEqn) -> Axes:
     return axes
 
 
-def _transpose(axes: Axes, eqn: JaxprEqn) -> Axes:
-    return tuple(axes[old] for old in eqn.params["permutation"])
-
-
 def _squeeze(axes: Axes, eqn: JaxprEqn) -> Axes:
     gone = {axis % len(axes) for axis in eqn.params["dimensions"]}
     return tuple(each for axis, each in enumerate(axes) if axis not in gone)
@@ -71,7 +67,7 @@ _KEEPING_AXES = (
 
 # Primitives whose outputs hold the operand's elements, moved.
 MOVEMENTS: dict[str, Movement] = {
-    "transpose": _transpose,
+    "transpose": lambda axes, eqn: tuple(axes[old] for old in eqn.params["permutation"]),
     "squeeze": _squeeze,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,

@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ._movements import INDEXING, MOVEMENTS, SCALING, Axes, contracted_axes, type_of, unchanged
-from ._paths import Typed
 from ._replay import Given, Op, Operand, Slice, Term
 
 MANY_ROWS = 256  # of activations: as in the prefill of a long prompt
@@ -23,35 +21,25 @@ MANY_ROWS = 256  # of activations: as in the prefill of a long prompt
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """An array made from one leaf by moving elements, or from several that were joined.
-
-    `term` tells how it was made; None if that can't be replayed. `indexed`: a part was taken, at a position that is
-    known only when the function runs.
-    """
+    """An array made from one leaf by moving elements, or from several that were joined."""
 
     leaves: dict[int, Axes]
-    term: Term | None
-    indexed: bool = False
+    term: Term | None  # how it was made; None if that can't be replayed
+    indexed: bool = False  # a part was taken, at a position that is known only when the function runs
 
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """An operation that a leaf ends in.
-
-    `axes` are the leaf's axes that it contracts, or along which it takes whole slices if it is `gathered`; empty for
-    any other operation. `work` counts the elements that it multiplies or reads. `may_be_dense` counts the bytes that
-    are dense in any case: those of a part taken by index.
-    """
+    """An operation that a leaf ends in."""
 
     primitive: str
-    axes: tuple[int, ...]
+    axes: tuple[int, ...]  # of the leaf: contracted, or taken as whole slices if it is `gathered`; else empty
     gathered: bool
-    work: int
+    work: int  # elements that it multiplies or reads
     term: Term | None
-    may_be_dense: int
+    may_be_dense: int  # bytes that are dense in any case: those of a part taken by index
 
 
-DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]  # of dot_general
 Values = Sequence[Value | None]  # None for an array that is made from no leaf
 AnyJaxpr = Jaxpr | ClosedJaxpr
 
@@ -138,29 +126,27 @@ def _is_all_weight(value: Value, shape: Sequence[int]) -> bool:
 
 def _term(eqn: JaxprEqn, operands: Values, out: int = 0) -> Term | None:
     terms: list[Operand] = []
-    for var, value in zip(eqn.invars, operands, strict=True):
-        term = _struct(type_of(var)) if value is None else value.term
+    for position, value in enumerate(operands):
+        term = _other_operand(eqn, position) if value is None else value.term
         if term is None:
             return None
         terms.append(term)
-    if eqn.primitive.name == "dot_general" and None in operands:
-        position = operands.index(None)
-        x = _struct(type_of(eqn.invars[position]))
-        terms[position] = _with_many_rows(x, eqn.params["dimension_numbers"], position)
     return Op(eqn.primitive, eqn.params, tuple(terms), out)
 
 
-def _with_many_rows(x: jax.ShapeDtypeStruct, numbers: DimensionNumbers, position: int) -> jax.ShapeDtypeStruct:
-    """The activations `x` of a long prompt: a matmul that makes no weight dense then makes none for one token."""
-    taken = {*numbers[0][position], *numbers[1][position]}
-    free = next((axis for axis in range(len(x.shape)) if axis not in taken), None)
-    if free is None:
-        return x
-    return x.update(shape=(*x.shape[:free], x.shape[free] * MANY_ROWS, *x.shape[free + 1 :]))
+def _other_operand(eqn: JaxprEqn, position: int) -> jax.ShapeDtypeStruct:
+    """The type of an operand that comes from no leaf.
 
-
-def _struct(aval: ShapedArray) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    Activations are those of a long prompt: a matmul that makes no weight dense then makes none for one token.
+    """
+    aval = type_of(eqn.invars[position])
+    shape = list(aval.shape)
+    if eqn.primitive.name == "dot_general":
+        contracted, batch = eqn.params["dimension_numbers"]
+        free = [axis for axis in range(aval.ndim) if axis not in (*contracted[position], *batch[position])]
+        for axis in free[:1]:
+            shape[axis] *= MANY_ROWS
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _scan(walk: Walk, eqn: JaxprEqn, operands: Values, times: int) -> Values:
@@ -198,23 +184,18 @@ def find_uses(
     function: Callable[[list[Any]], object], leaves: Sequence[Any], followed: Collection[int]
 ) -> dict[int, list[Use]]:
     """The uses of the leaves with the indices `followed`, in `function(leaves)`, which is traced and not run."""
-    traced = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    given = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
 
-    def run(arrays: list[Any]) -> list[jax.Array]:
-        mixed = list(leaves)
-        for i, array in zip(traced, arrays, strict=True):
-            mixed[i] = array
-        return [x for x in jax.tree.leaves(function(mixed)) if isinstance(x, jax.Array)]
+    def run(arrays: dict[int, Any]) -> list[jax.Array]:
+        out = function([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return [x for x in jax.tree.leaves(out) if isinstance(x, jax.Array)]
 
-    jaxpr = jax.make_jaxpr(run)([leaves[i] for i in traced])
     walk = Walk()
     values: list[Value | None] = []
-    for i in traced:  # a leaf that is quantized already has several inputs
-        values += [_given(i, leaves[i])] if i in followed else [None] * len(jax.tree.leaves(leaves[i]))
-    walk.jaxpr(jaxpr, values, 1)
+    for i, leaf in given.items():
+        if i in followed:
+            values.append(Value({i: tuple(frozenset([axis]) for axis in range(-len(leaf.shape), 0))}, Given(i)))
+        else:  # a leaf that is quantized already has several inputs
+            values += [None] * len(jax.tree.leaves(leaf))
+    walk.jaxpr(jax.make_jaxpr(run)(given), values, 1)
     return walk.uses
-
-
-def _given(index: int, leaf: Typed) -> Value:
-    axes = tuple(frozenset([axis - len(leaf.shape)]) for axis in range(len(leaf.shape)))
-    return Value({index: axes}, Given(index))
