@@ -37,9 +37,8 @@ def in_bytes(count: int) -> str:
     >>> in_bytes(1_234_567)
     '1.23 MB'
     """
-    power = 0
-    while count / 1000**power >= 999.5 and power < len(UNITS) - 1:
-        power += 1
+    last = len(UNITS) - 1
+    power = next((power for power in range(last) if count / 1000**power < 999.5), last)
     value = count / 1000**power
     digits = 0 if not power or value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {UNITS[power]}"

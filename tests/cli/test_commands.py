@@ -247,11 +247,11 @@ def test_bench_as_text(run, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_least_time_of_all_turns_counts(monkeypatch: pytest.MonkeyPatch):
-    from eformer.cli import _timing
+    from eformer.cli import _bench
 
     ticks = iter([0, 5, 10, 14, 20, 23, 30, 36])  # a: 5, 3; b: 4, 6
-    monkeypatch.setattr(_timing.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(_bench.time, "perf_counter", lambda: next(ticks))
     calls: list[str] = []
-    found: dict[str, Any] = _timing.interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)
+    found: dict[str, Any] = _bench.interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)
     assert found == {"a": 3, "b": 4}
     assert calls == ["a", "b"] * 3

@@ -58,10 +58,7 @@ class Comparison(NamedTuple):
 def compare_checkpoints(
     before: str | os.PathLike[str], after: str | os.PathLike[str], progress: Progress | None = None
 ) -> Comparison:
-    """Compare the arrays that both checkpoints have; an array that differs counts as quantized, whatever its dtype.
-
-    Raises a CheckpointError if they have no name in common, and a ValueError if a shape differs.
-    """
+    """Compare the arrays that both checkpoints have; an array that differs counts as quantized, whatever its dtype."""
     with open_checkpoint(before) as old, open_checkpoint(after) as new:
         names = [name for name in old if name in new]
         if not names:

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> Answer:
     with writing_to(args.target, force=args.force) as place, showing("converting", sys.stderr) as progress:
         written = convert(
             args.source,
-            place.path,
+            args.target,
             kind,
             type=args.type,
             max_shard_bytes=args.shard,

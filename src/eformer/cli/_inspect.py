@@ -40,18 +40,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     with open_checkpoint(args.source) as checkpoint:
         sums, kind, path, metadata = Totals(checkpoint), checkpoint.kind, checkpoint.path, checkpoint.metadata
-    rows = [
-        [name, as_shape(info.shape), info.format or info.dtype.name, in_bytes(info.nbytes)]
-        for name, info in sums.infos.items()
-    ]
+    rows, arrays = [], []
+    for name, info in sums.infos.items():
+        dtype = info.dtype.name
+        rows.append([name, as_shape(info.shape), info.format or dtype, in_bytes(info.nbytes)])
+        facts = {"name": name, "shape": info.shape, "dtype": dtype, "format": info.format, "bytes": info.nbytes}
+        arrays.append(facts)
     text = [f"{path}: {kind}", *(f"  {_short(name)}: {_short(value)}" for name, value in metadata.items()), ""]
     text += table(["name", "shape", "format", "bytes"], rows, words=3)
     sizes = f"{sums.size:,} values in {in_bytes(sums.nbytes)}, {as_bits(sums.bits)} bits each"
     text += ["", f"{len(rows)} arrays, {sums.quantized} quantized: {sizes}"]
-    arrays = [
-        {"name": n, "shape": i.shape, "dtype": i.dtype.name, "format": i.format, "bytes": i.nbytes}
-        for n, i in sums.infos.items()
-    ]
     total = {"arrays": len(rows), "quantized": sums.quantized, "bytes": sums.nbytes, "size": sums.size}
     data = {"path": str(path), "kind": kind, "metadata": metadata, "total": {**total, "bits": sums.bits}}
     return Answer(text, {**data, "arrays": arrays})

@@ -47,28 +47,18 @@ def leave(*, said: bool = False) -> NoReturn:
         os._exit(INTERRUPTED)
 
 
-def ending_at_once() -> contextlib.AbstractContextManager[None]:
-    """During this block, which writes no files, Ctrl-C ends the process."""
-    return _handled_by(lambda *_: leave())
-
-
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """During this block, Ctrl-C waits; KeyboardInterrupt is raised after it."""
-    with _handled_by(lambda *_: _pressed.set()):
+    with handled_by(lambda *_: _pressed.set()):
         yield
         check_interrupt()
-
-
-def remembered() -> contextlib.AbstractContextManager[None]:
-    """During this block, Ctrl-C raises KeyboardInterrupt; if that gets lost, `check_interrupt` raises it again."""
-    return _handled_by(_raise)
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
     """During this block, Ctrl-C raises KeyboardInterrupt; if the block does not end soon then, the process does."""
-    with _handled_by(_raise_once), contextlib.ExitStack() as stack:
+    with handled_by(_raise_once), contextlib.ExitStack() as stack:
         if signal.getsignal(signal.SIGINT) is _raise_once:  # else somebody else handles it
             heard, told = os.pipe()
             os.set_blocking(told, False)
@@ -92,18 +82,19 @@ def check_interrupt() -> None:
         raise KeyboardInterrupt
 
 
-def _raise(*_: object) -> None:
+def raise_interrupt(*_: object) -> None:
+    """Raise KeyboardInterrupt; if that gets lost, `check_interrupt` raises it again."""
     _pressed.set()
     raise KeyboardInterrupt
 
 
 def _raise_once(*_: object) -> None:
     if not _pressed.is_set():  # else it is being handled already
-        _raise()
+        raise_interrupt()
 
 
 @contextlib.contextmanager
-def _handled_by(handler: Callable[..., None]) -> Iterator[None]:
+def handled_by(handler: Callable[..., None]) -> Iterator[None]:
     """During this block, `handler` handles Ctrl-C: in the main thread, and only if nobody else has set a handler."""
     free = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not free or threading.current_thread() is not threading.main_thread():

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from ._interrupt import INTERRUPTED, LINE, deferred, ending_at_once, leave, remembered, undone_by, watched
+from ._interrupt import INTERRUPTED, LINE, deferred, handled_by, leave, raise_interrupt, undone_by, watched
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with deferred():
             from ._run import run
-        with remembered():
+        with handled_by(raise_interrupt):
             return run(argv)
     except KeyboardInterrupt:
         print(f"eformer: {LINE}", file=sys.stderr, flush=True)
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main_of_process() -> int:
     """`main` where an interrupt may end the whole process."""
     try:
-        with ending_at_once():
+        with handled_by(lambda *_: leave()):  # at once: importing writes no files
             from eformer.checkpoint import abandon_saves
 
             from ._run import run

@@ -31,9 +31,8 @@ def check_free(path: Path, *, force: bool) -> None:
 
 @dataclasses.dataclass
 class Place:
-    """A path that a checkpoint is written to, and the files there that are gone or changed afterwards."""
+    """The files of a place that are gone or changed after a checkpoint was written there."""
 
-    path: Path
     replaced: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -50,7 +49,7 @@ def writing_to(path: Path, *, force: bool) -> Iterator[Place]:
     If the block raises, the folder is removed again, unless there is something in it.
     """
     check_free(path, force=force)
-    before, place = _files_at(path), Place(path)
+    before, place = _files_at(path), Place()
     with contextlib.ExitStack() as stack:
         if path.suffix not in SUFFIXES and not os.path.lexists(path):
             made = make_folder(path)

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> Answer:
     ):
         warnings.simplefilter("error", UnusedRuleWarning)  # stop at a misspelt pattern instead of writing
         written = quantize_checkpoint(
-            args.source, place.path, rules, overwrite=args.force, progress=progress, max_shard_bytes=args.shard
+            args.source, args.target, rules, overwrite=args.force, progress=progress, max_shard_bytes=args.shard
         )
     with open_checkpoint(written) as checkpoint:
         after = Totals(checkpoint)

@@ -19,9 +19,9 @@ from ._uses import Use
 
 
 class Decision(NamedTuple):
-    format: str | None
-    options: Options
     reason: str
+    format: str | None = None
+    options: Options = Options()
 
 
 Chosen = tuple[str, Options]  # a format with its options
@@ -49,23 +49,23 @@ class Choice:
     def __call__(self, index: int) -> Decision:
         uses = self.uses[index]
         if not uses:
-            return _kept("the function does not use it")
+            return Decision("the function does not use it")
         if self._format(index) is None:
-            return _kept("an embedding: the function gathers from it")
+            return Decision("an embedding: the function gathers from it")
         wanted = _wanted(uses)
         if not wanted:
-            return _kept(f"it would go dense: used by {_names(use.primitive for use in uses)}")
+            return Decision(f"it would go dense: used by {_names(use.primitive for use in uses)}")
         tried: list[tuple[_Dense, Chosen]] = []
         for chosen in self._candidates(index):
             tried.append((self._dense(index, chosen), chosen))
             if not tried[-1][0].excess:
                 break
         if not tried:
-            return _kept(f"no axis has {MIN_LENGTH} elements for a block")
+            return Decision(f"no axis has {MIN_LENGTH} elements for a block")
         dense, chosen = min(tried, key=lambda each: each[0].excess)
         if dense.always:
-            return _kept(f"it would go dense in {_names(dense.primitives)}")
-        return Decision(*chosen, _reason(uses, wanted, dense))
+            return Decision(f"it would go dense in {_names(dense.primitives)}")
+        return Decision(_reason(uses, wanted, dense), *chosen)
 
     def _format(self, index: int) -> str | None:
         return self.embeddings if any(use.gathered for use in self.uses[index]) else self.format
@@ -104,10 +104,6 @@ class Choice:
             arrays = {i: _abstract(*kind, self.leaves[i]) if kind else self.leaves[i] for i, kind in kinds.items()}
             self.replayed[key] = made_dense(term, arrays)
         return self.replayed[key]
-
-
-def _kept(reason: str) -> Decision:
-    return Decision(None, Options(), reason)
 
 
 def _wanted(uses: Sequence[Use]) -> list[tuple[int, ...]]:

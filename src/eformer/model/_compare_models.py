@@ -34,7 +34,13 @@ def report(before: object, after: object, *, rules: Sequence[Rule] = (), histogr
     2 arrays                     526 kB  75.8 kB   4.61  0.00%     inf  1.00000
     """
     named_before, named_after = named_leaves(before)[0], named_leaves(after)[0]
-    _check_same_paths([path for path, _ in named_before], [path for path, _ in named_after])
+    paths, paths_after = [path for path, _ in named_before], [path for path, _ in named_after]
+    if paths != paths_after:
+        only = ", ".join(map(repr, sorted({*paths} ^ {*paths_after})[:3]))
+        raise ValueError(
+            f"the trees must have the same leaves, but {len(paths)} before and {len(paths_after)} after differ in "
+            f"{only or 'their order'}"
+        )
     leaves, seen_before, seen_after = [], set[int](), set[int]()
     chosen = [rule_for(rules, path, leaf) for path, leaf in named_before]
     for (path, old), (_, new), rule in zip(named_before, named_after, chosen, strict=True):
@@ -59,15 +65,6 @@ def report(before: object, after: object, *, rules: Sequence[Rule] = (), histogr
         )
     values = histogram_of(counted, dict(named_before)[counted], dict(named_after)[counted])
     return dataclasses.replace(found, histogram=values)
-
-
-def _check_same_paths(before: list[str], after: list[str]) -> None:
-    if before != after:
-        only = sorted(set(before) ^ set(after))
-        raise ValueError(
-            f"the trees must have the same leaves, but {len(before)} before and {len(after)} after differ in "
-            f"{', '.join(map(repr, only[:3])) or 'their order'}"
-        )
 
 
 def _format_name(leaf: Typed) -> str:

@@ -14,7 +14,7 @@ from eformer.jaximus import implicit
 from ._choose import Choice, Decision
 from ._defaults import MIN_SIZE
 from ._paths import is_abstract, is_quantized, is_weight, named_leaves
-from ._rules import Options, Rule
+from ._rules import Rule
 from ._uses import Use, find_uses
 
 
@@ -64,7 +64,7 @@ def rules_from_use(
 
     structs = {i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for i, leaf in large.items()}
     choose = Choice(structs, {i: of_array[array[i]] for i in large}, format, embeddings, options)
-    small = Decision(None, Options(), f"fewer than {min_size:,} elements")
+    small = Decision(f"fewer than {min_size:,} elements")
     return tuple(_as_rules({named[i][0]: choose(i) if i in large else small for i in weights}))
 
 
@@ -74,11 +74,7 @@ def _as_rules(decided: Mapping[str, Decision]) -> Iterator[Rule]:
     for path in decided:
         groups.setdefault(re.sub(r"\d+", r"\\d+", re.escape(path)), []).append(path)
     for pattern, paths in groups.items():
-        if len(paths) > 1 and len({decided[path] for path in paths}) == 1:
-            yield _rule(pattern, decided[paths[0]])
-        else:
-            yield from (_rule(re.escape(path), decided[path]) for path in paths)
-
-
-def _rule(pattern: str, decision: Decision) -> Rule:
-    return Rule(f"^{pattern}$", decision.format, decision.options, optional=True, reason=decision.reason)
+        alike = len(paths) > 1 and len({decided[path] for path in paths}) == 1
+        for name, path in [(pattern, paths[0])] if alike else [(re.escape(path), path) for path in paths]:
+            reason, form, options = decided[path]
+            yield Rule(f"^{name}$", form, options, optional=True, reason=reason)

@@ -119,11 +119,9 @@ def histogram_plot(histogram: Histogram) -> str:
         parts.append(text(tick_label(at), x(at), HEIGHT - BOTTOM + 14, text_anchor="middle"))
     parts.append(text("value", (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, class_="axis", text_anchor="middle"))
     for row, kind in zip(shares, ("before", "outline"), strict=True):
-        corners = [(x(histogram.edges[0]), y(0))]
-        for i, share in enumerate(row):
-            corners += [(x(histogram.edges[i]), y(share)), (x(histogram.edges[i + 1]), y(share))]
-        corners.append((x(histogram.edges[-1]), y(0)))
-        points = " ".join(f"{px:.1f},{py:.1f}" for px, py in corners)
+        xs = [x(edge) for edge in histogram.edges for _ in range(2)]
+        ys = [y(share) for share in (0, *(share for share in row for _ in range(2)), 0)]
+        points = " ".join(f"{px:.1f},{py:.1f}" for px, py in zip(xs, ys, strict=True))
         parts.append(element("polygon" if kind == "before" else "polyline", points=points, class_=kind))
     return figure(WIDTH, HEIGHT, parts, f"Values of {histogram.path} before and after")
 

@@ -93,10 +93,9 @@ def quantize_model(
                 # Wait: else dense leaves and temporaries of many steps would be alive at once.
                 made[step.key] = jax.block_until_ready(apply_rule(step.rule, step.path, leaf))
             uses[id(leaf)] -= 1
-            size = nbytes(leaf)
             if free and not uses[id(leaf)] and isinstance(leaf, jax.Array):
                 leaf.delete()
-            meter.add(step.path, size)
+            meter.add(step.path, nbytes(leaf))
     return jax.tree.unflatten(structure, [made.get(step.key, step.leaf) for step in steps])
 
 

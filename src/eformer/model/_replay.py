@@ -78,14 +78,10 @@ def _evaluate(term: Any) -> Any:
         case Slice():
             stack = _evaluate(term.stack)
             if is_implicit(stack) and not stack.is_stacked():
-                stack = implicit(_scanned)(stack)
+                stack = implicit(lambda stack: lax.scan(lambda _, part: (None, part), None, stack)[1])(stack)
             return jax.tree.map(lambda leaf: leaf[0], stack)
         case Op():
             operands = map(_evaluate, term.operands)
             out = implicit(lambda *operands: term.primitive.bind(*operands, **term.params))(*operands)
             return out[term.out] if term.primitive.multiple_results else out
     return term
-
-
-def _scanned(stack: Any) -> jax.Array:
-    return lax.scan(lambda carry, part: (carry, part), None, stack)[1]

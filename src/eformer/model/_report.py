@@ -131,10 +131,7 @@ class Report:
     def to_html(
         self, path: str | os.PathLike[str], *, title: str = "Quantization report", overwrite: bool = False
     ) -> Path:
-        """Write one page that needs no network and no other file; returns its path.
-
-        A file that exists is replaced only with `overwrite`.
-        """
+        """Write one page that needs no network and no other file; it replaces a file only with `overwrite`."""
         target, text = Path(path), page(self, title)
         if target.exists() and not overwrite:
             raise FileExistsError(f"{target} exists; `overwrite=True` replaces it")

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from ._movements import INDEXING, MOVEMENTS, SCALING, Axes, contracted_axes, type_of, unchanged
 from ._replay import Given, Op, Operand, Slice, Term
 
-MANY_ROWS = 256  # of activations: as in the prefill of a long prompt
+MANY_ROWS = 256  # as in a prefill: a matmul that makes no weight dense then makes none for one token
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +115,7 @@ def _moved(eqn: JaxprEqn, operands: Values) -> list[Value] | None:
     if move is None or (name == "concatenate" and len(values) < len(operands)):
         return None
     leaves = {leaf: move(axes, eqn) for value in values for leaf, axes in value.leaves.items()}
-    outs = range(len(eqn.outvars))
-    return [Value(leaves, _term(eqn, operands, out), indexed) for out in outs]
+    return [Value(leaves, _term(eqn, operands, out), indexed) for out in range(len(eqn.outvars))]
 
 
 def _is_all_weight(value: Value, shape: Sequence[int]) -> bool:
@@ -135,17 +134,14 @@ def _term(eqn: JaxprEqn, operands: Values, out: int = 0) -> Term | None:
 
 
 def _other_operand(eqn: JaxprEqn, position: int) -> jax.ShapeDtypeStruct:
-    """The type of an operand that comes from no leaf.
-
-    Activations are those of a long prompt: a matmul that makes no weight dense then makes none for one token.
-    """
+    """The type of an operand that comes from no leaf; activations get many rows."""
     aval = type_of(eqn.invars[position])
     shape = list(aval.shape)
     if eqn.primitive.name == "dot_general":
         contracted, batch = eqn.params["dimension_numbers"]
         free = [axis for axis in range(aval.ndim) if axis not in (*contracted[position], *batch[position])]
-        for axis in free[:1]:
-            shape[axis] *= MANY_ROWS
+        if free:
+            shape[free[0]] *= MANY_ROWS
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
 
 
