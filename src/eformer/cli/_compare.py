@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from eformer._progress import Meter, Progress
 from eformer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
@@ -37,28 +36,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     check_page(args.report, force=args.force)
     with showing("comparing", sys.stderr) as progress:
-        found = compare_checkpoints(args.before, args.after, progress)
-    only = {"only_before": list(found.only_before), "only_after": list(found.only_after)}
-    text = found.report.table(args.sort).split("\n")
-    text += [f"only in {args.before}: {name}" for name in found.only_before]
-    text += [f"only in {args.after}: {name}" for name in found.only_after]
-    data = {**json.loads(found.report.to_json()), **only}
+        found, only_before, only_after = compare_checkpoints(args.before, args.after, progress)
+    text = found.table(args.sort).split("\n")
+    text += [f"only in {args.before}: {name}" for name in only_before]
+    text += [f"only in {args.after}: {name}" for name in only_after]
+    data = {**json.loads(found.to_json()), "only_before": only_before, "only_after": only_after}
     if args.report is not None:
-        page = write_page(found.report, args.report, title=Path(args.after).name, force=args.force)
+        page = write_page(found, args.report, title=Path(args.after).name, force=args.force)
         text, data["report"] = [*text, f"report: {page}"], str(page)
     return Answer(text, data)
 
 
-class Comparison(NamedTuple):
-    report: Report  # on the arrays that both checkpoints have
-    only_before: tuple[str, ...]
-    only_after: tuple[str, ...]
-
-
 def compare_checkpoints(
     before: str | os.PathLike[str], after: str | os.PathLike[str], progress: Progress | None = None
-) -> Comparison:
-    """Compare the arrays that both checkpoints have; an array that differs counts as quantized, whatever its dtype."""
+) -> tuple[Report, list[str], list[str]]:
+    """A report on the arrays that both checkpoints have, and the names that only one has.
+
+    An array that differs counts as quantized, whatever its dtype.
+    """
     with open_checkpoint(before) as old, open_checkpoint(after) as new:
         names = [name for name in old if name in new]
         if not names:
@@ -76,8 +71,8 @@ def compare_checkpoints(
             if found.histogram is not None and (leaf.error or 0.0) >= worst:
                 worst, histogram = leaf.error or 0.0, found.histogram
             meter.add(name, old.info(name).nbytes)
-        only = [tuple(name for name in one if name not in other) for one, other in ((old, new), (new, old))]
-    return Comparison(Report(tuple(leaves), histogram=histogram), *only)
+        only_old, only_new = ([name for name in a if name not in b] for a, b in ((old, new), (new, old)))
+    return Report(tuple(leaves), histogram=histogram), only_old, only_new
 
 
 def _some(checkpoint: Checkpoint) -> str:

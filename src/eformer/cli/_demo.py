@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> Answer:
         models = {name: load(file, flat=True) for name, file in files.items()}
         rows = compare_models(models, files, tokens(minilm.SENTENCES), args.repeats)
     count, device = len(minilm.SENTENCES), jax.devices()[0].device_kind
-    header = [f"MiniLM of {minilm.PACKAGE}, {count} sentences, JAX {jax.__version__} on {device}"]
-    text = [*header, "", *_table(rows, count), "", *NOTES, "", *(f"report: {page}" for page in pages.values())]
+    text = [f"MiniLM of {minilm.PACKAGE}, {count} sentences, JAX {jax.__version__} on {device}", ""]
+    text += [*_table(rows, count), "", *NOTES, "", *(f"report: {page}" for page in pages.values())]
     own = f"{_command()} quantize model.safetensors small.safetensors --format nf4 --report small.html"
     text += [f"with a file of your own: {own}{place.said}"]
     found = [{**row._asdict(), "path": str(files[row.format])} for row in rows]
@@ -100,7 +100,7 @@ def _quantized(source: Path, folder: Path, *, force: bool) -> tuple[dict[str, Pa
         stage(f"quantizing to {name} ...", sys.stderr)
         rules = default_rules(name, embeddings=embeddings)
         files[name] = quantize_checkpoint(source, folder / f"{name}.safetensors", rules, overwrite=force)
-        found = compare_checkpoints(source, files[name]).report
+        found, _, _ = compare_checkpoints(source, files[name])
         pages[name] = write_page(found, folder / f"{name}.html", title=f"MiniLM in {name}", force=force)
     return files, pages
 

@@ -44,8 +44,7 @@ def run(args: argparse.Namespace) -> Answer:
     for name, info in sums.infos.items():
         dtype = info.dtype.name
         rows.append([name, as_shape(info.shape), info.format or dtype, in_bytes(info.nbytes)])
-        facts = {"name": name, "shape": info.shape, "dtype": dtype, "format": info.format, "bytes": info.nbytes}
-        arrays.append(facts)
+        arrays.append({"name": name, "shape": info.shape, "dtype": dtype, "format": info.format, "bytes": info.nbytes})
     text = [f"{path}: {kind}", *(f"  {_short(name)}: {_short(value)}" for name, value in metadata.items()), ""]
     text += table(["name", "shape", "format", "bytes"], rows, words=3)
     sizes = f"{sums.size:,} values in {in_bytes(sums.nbytes)}, {as_bits(sums.bits)} bits each"

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> Answer:
         text, data["largest_kept"] = [*text, f"largest array kept as it was: {kept}"], kept
     if args.report is not None:
         with showing("comparing", sys.stderr) as progress:
-            found = compare_checkpoints(args.source, written, progress).report
+            found, _, _ = compare_checkpoints(args.source, written, progress)
         page = write_page(found, args.report, title=Path(args.source).name, force=args.force)
         text, data["report"] = [*text, f"report: {page}"], str(page)
         data["error"] = found.distance.relative_error if found.distance else None

@@ -84,7 +84,6 @@ SCALING = ("mul", "div")
 # The axes that a matmul or convolution contracts, for each of its two operands.
 _CONTRACTED: dict[str, Callable[[Mapping[str, Any]], Sequence[Sequence[int]]]] = {
     "dot_general": lambda params: params["dimension_numbers"][0],
-    "ragged_dot": lambda params: params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0],
     "ragged_dot_general": lambda params: params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0],
     "conv_general_dilated": lambda params: [  # the input features; those and the window
         params["dimension_numbers"].lhs_spec[1:2],

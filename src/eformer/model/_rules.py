@@ -132,11 +132,9 @@ def parse_rule(text: str) -> Rule:
 
 def _parse_value(text: str) -> object:
     text = text.strip()
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
+    word = text.capitalize()
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(word if word in ("True", "False", "None") else text)
     except (ValueError, SyntaxError):
         return text
 
