@@ -58,8 +58,7 @@ def _command(name: str, help: str, actions: Sequence[argparse.Action]) -> Comman
         for action in actions
         if action.option_strings
     ]
-    positional = [_words(action) for action in actions if not action.option_strings]
-    return Command(name, help, options, positional[0] if positional else ())
+    return Command(name, help, options, next((_words(each) for each in actions if not each.option_strings), ()))
 
 
 def _words(action: argparse.Action) -> Sequence[str] | None:

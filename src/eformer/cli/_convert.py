@@ -12,7 +12,7 @@ from eformer.checkpoint import convert, open_checkpoint
 from ._answer import Answer
 from ._arguments import byte_count, target
 from ._inspect import Totals
-from ._output import writing_to
+from ._output import said, writing_to
 from ._progress import showing
 
 HELP = "write a checkpoint as safetensors, bitsandbytes or GGUF"
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> Answer:
     kind = args.to or ("gguf" if suffix == ".gguf" else "safetensors")
     if suffix in (".safetensors", ".gguf") and (suffix == ".gguf") != (kind == "gguf"):
         raise ValueError(f"{args.target} would be {kind}: give OUT the other ending, or none for a folder")
-    with writing_to(args.target, force=args.force) as place, showing("converting", sys.stderr) as progress:
+    with writing_to(args.target, force=args.force) as replaced, showing("converting", sys.stderr) as progress:
         written = convert(
             args.source,
             args.target,
@@ -58,6 +58,6 @@ def run(args: argparse.Namespace) -> Answer:
         sums = Totals(checkpoint)
     formats = Counter(info.format or info.dtype.name for info in sums.infos.values())
     counts = ", ".join(f"{count} {name}" for name, count in formats.most_common())
-    text = f"wrote {written}: {kind}, {len(sums.infos)} arrays in {in_bytes(sums.nbytes)} ({counts}){place.said}"
+    text = f"wrote {written}: {kind}, {len(sums.infos)} arrays in {in_bytes(sums.nbytes)} ({counts}){said(replaced)}"
     data = {"path": str(written), "kind": kind, "arrays": len(sums.infos), "bytes": sums.nbytes}
-    return Answer([text], {**data, "formats": dict(formats), "replaced": place.replaced})
+    return Answer([text], {**data, "formats": dict(formats), "replaced": replaced})

@@ -25,7 +25,7 @@ from ._answer import Answer
 from ._arguments import positive
 from ._bench import interleaved
 from ._compare import compare_checkpoints
-from ._output import write_page, writing_to
+from ._output import said, write_page, writing_to
 from ._progress import stage
 
 HELP = "quantize a real sentence encoder, and show size, agreement and speed"
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> Answer:
     source = minilm.model_folder()
     tokens = minilm.Tokens(source)
     folder = args.out or Path(tempfile.gettempdir()) / f"eformer-demo-{secrets.token_hex(4)}"
-    with writing_to(folder, force=args.force) as place:
+    with writing_to(folder, force=args.force) as replaced:
         files, pages = _quantized(source, folder, force=args.force)
         models = {name: load(file, flat=True) for name, file in files.items()}
         rows = compare_models(models, files, tokens(minilm.SENTENCES), args.repeats)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> Answer:
     text = [f"MiniLM of {minilm.PACKAGE}, {count} sentences, JAX {jax.__version__} on {device}", ""]
     text += [*_table(rows, count), "", *NOTES, "", *(f"report: {page}" for page in pages.values())]
     own = f"{_command()} quantize model.safetensors small.safetensors --format nf4 --report small.html"
-    text += [f"with a file of your own: {own}{place.said}"]
+    text += [f"with a file of your own: {own}{said(replaced)}"]
     found = [{**row._asdict(), "path": str(files[row.format])} for row in rows]
     return Answer(text, {"rows": found, "sentences": count, "reports": list(map(str, pages.values()))})
 

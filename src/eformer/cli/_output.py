@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import glob
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from eformer._files import make_folder, unmake_folders
@@ -29,27 +28,21 @@ def check_free(path: Path, *, force: bool) -> None:
         raise FileExistsError(f"{path} exists; --force replaces it")
 
 
-@dataclasses.dataclass
-class Place:
-    """The files of a place that are gone or changed after a checkpoint was written there."""
-
-    replaced: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def said(self) -> str:
-        """A line that names the replaced files; empty if there are none."""
-        more = f" and {len(self.replaced) - SHOWN} more" if len(self.replaced) > SHOWN else ""
-        return f"\nreplaced: {', '.join(self.replaced[:SHOWN])}{more}" if self.replaced else ""
+def said(replaced: Sequence[str]) -> str:
+    """A line that names the replaced files; empty if there are none."""
+    more = f" and {len(replaced) - SHOWN} more" if len(replaced) > SHOWN else ""
+    return f"\nreplaced: {', '.join(replaced[:SHOWN])}{more}" if replaced else ""
 
 
 @contextlib.contextmanager
-def writing_to(path: Path, *, force: bool) -> Iterator[Place]:
+def writing_to(path: Path, *, force: bool) -> Iterator[list[str]]:
     """Claim `path` by making its folder: a second command that wants the same folder is refused.
 
-    If the block raises, the folder is removed again, unless there is something in it.
+    If the block raises, the folder is removed again, unless there is something in it. The list that is yielded holds,
+    after the block, the files there that are gone or changed.
     """
     check_free(path, force=force)
-    before, place = _files_at(path), Place()
+    before, replaced = _files_at(path), list[str]()
     with contextlib.ExitStack() as stack:
         if path.suffix not in SUFFIXES and not os.path.lexists(path):
             made = make_folder(path)
@@ -57,9 +50,9 @@ def writing_to(path: Path, *, force: bool) -> Iterator[Place]:
                 raise FileExistsError(f"{path} exists; --force replaces it")
             stack.callback(unmake_folders, made)  # a folder with a checkpoint in it stays
             stack.enter_context(undone_by(lambda: unmake_folders(made)))
-        yield place
+        yield replaced
     now = _files_at(path)
-    place.replaced = [str(each) for each, found in before.items() if now.get(each) != found]
+    replaced += [str(each) for each, found in before.items() if now.get(each) != found]
 
 
 def _files_at(path: Path) -> dict[Path, tuple[int, ...]]:

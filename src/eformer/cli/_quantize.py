@@ -16,7 +16,7 @@ from ._answer import Answer
 from ._arguments import add_format, byte_count, format_names, formats_help, rule, target
 from ._compare import compare_checkpoints
 from ._inspect import Totals
-from ._output import check_page, page_path, write_page, writing_to
+from ._output import check_page, page_path, said, write_page, writing_to
 from ._progress import showing
 
 HELP = "write a checkpoint again with its weights in fewer bits"
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Answer:
         before = Totals(checkpoint)
     with (
         warnings.catch_warnings(),
-        writing_to(args.target, force=args.force) as place,
+        writing_to(args.target, force=args.force) as replaced,
         showing("quantizing", sys.stderr) as progress,
     ):
         warnings.simplefilter("error", UnusedRuleWarning)  # stop at a misspelt pattern instead of writing
@@ -90,10 +90,10 @@ def run(args: argparse.Namespace) -> Answer:
         "quantized": after.quantized,
         "bytes_before": before.nbytes,
     }
-    data |= {"bytes_after": after.nbytes, "bits": after.bits, "seconds": seconds, "replaced": place.replaced}
+    data |= {"bytes_after": after.nbytes, "bits": after.bits, "seconds": seconds, "replaced": replaced}
     text = [
         f"wrote {written}: {in_bytes(before.nbytes)} became {in_bytes(after.nbytes)}, {as_bits(after.bits)} bits a "
-        f"weight; {after.quantized} of {len(after.infos)} arrays are quantized; {seconds:.1f} s{place.said}"
+        f"weight; {after.quantized} of {len(after.infos)} arrays are quantized; {seconds:.1f} s{said(replaced)}"
     ]
     if dense:
         kept = max(dense, key=dense.__getitem__)

@@ -65,8 +65,7 @@ class Distance:
 def distance(before: object, after: object) -> Distance | None:
     """The distance between an array and its quantized form; None where values can't be compared.
 
-    That is where `before` has no values (any more), or is not floating point and not the same object as `after`. Of a
-    stack, one matrix at a time is made dense.
+    That is where `before` has no values (any more), or is not floating point and not the same object as `after`.
     """
     if not has_values(before) or not has_values(after):
         return None

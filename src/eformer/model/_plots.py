@@ -102,8 +102,7 @@ def size_plot(leaves: Sequence[Leaf]) -> str:
         parts.append(text(shorten(name, 34), 0, y + 11, class_="name"))
         parts.append(text(f"{in_bytes(before)} → {in_bytes(after)}", WIDTH, y + 11, text_anchor="end"))
         for size, kind in ((before, "before"), (after, "after")):
-            width = x(size / divisor)
-            parts.append(element("rect", label, x=0, y=y + 17, width=width, height=BAR, class_=kind))
+            parts.append(element("rect", label, x=0, y=y + 17, width=x(size / divisor), height=BAR, class_=kind))
     return figure(WIDTH, height, parts, f"Bytes before and after, of {len(sums)} groups of arrays")
 
 
@@ -118,8 +117,8 @@ def histogram_plot(histogram: Histogram) -> str:
     for at in ticks(histogram.edges[0], histogram.edges[-1], 6):
         parts.append(text(tick_label(at), x(at), HEIGHT - BOTTOM + 14, text_anchor="middle"))
     parts.append(text("value", (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, class_="axis", text_anchor="middle"))
+    xs = [x(edge) for edge in histogram.edges for _ in range(2)]
     for row, kind in zip(shares, ("before", "outline"), strict=True):
-        xs = [x(edge) for edge in histogram.edges for _ in range(2)]
         ys = [y(share) for share in (0, *(share for share in row for _ in range(2)), 0)]
         points = " ".join(f"{px:.1f},{py:.1f}" for px, py in zip(xs, ys, strict=True))
         parts.append(element("polygon" if kind == "before" else "polyline", points=points, class_=kind))

@@ -85,7 +85,8 @@ def quantize_model(
     _check_possible(todo)
     uses = Counter(id(leaf) for _, leaf in named)  # leaves that stay keep their array alive
     made: dict[Hashable, object] = {}
-    with progress_bar() if progress is True else contextlib.nullcontext(progress or None) as show:
+    told = progress if callable(progress) else None
+    with progress_bar() if progress is True else contextlib.nullcontext(told) as show:
         meter = Meter(show, sum(nbytes(step.leaf) for step in todo))
         for step in todo:
             leaf = step.leaf

@@ -28,8 +28,9 @@ class Options(Mapping[str, Any]):
     """A mapping from names to hashable values that can itself be hashed; lists become tuples."""
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        items = {name: tuple(value) if isinstance(value, list) else value for name, value in (options or {}).items()}
-        for name, value in items.items():
+        given = (options or {}).items()
+        self._items = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
+        for name, value in self._items.items():
             try:
                 hash(value)
             except TypeError:
@@ -37,7 +38,6 @@ class Options(Mapping[str, Any]):
                     f"the option `{name}` must be hashable, so that rules can be compared; got {type(value).__name__} "
                     f"{value!r}"
                 ) from None
-        self._items = items
 
     def __getitem__(self, name: str) -> Any:
         return self._items[name]
