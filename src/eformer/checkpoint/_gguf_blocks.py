@@ -55,22 +55,6 @@ def _nibbles(packed: np.ndarray) -> np.ndarray:
     return np.concatenate([packed & 15, packed >> 4], axis=1)
 
 
-def _q8_0(blocks: np.ndarray) -> np.ndarray:
-    return blocks[:, 2:].view(np.int8) * _half(blocks, 0)
-
-
-def _q4_0(blocks: np.ndarray) -> np.ndarray:
-    return (_nibbles(blocks[:, 2:]).astype(np.float32) - 8) * _half(blocks, 0)
-
-
-def _q4_1(blocks: np.ndarray) -> np.ndarray:
-    return _nibbles(blocks[:, 4:]).astype(np.float32) * _half(blocks, 0) + _half(blocks, 2)
-
-
-def _iq4_nl(blocks: np.ndarray) -> np.ndarray:
-    return _IQ4[_nibbles(blocks[:, 2:])] * _half(blocks, 0)
-
-
 def _mxfp4(blocks: np.ndarray) -> np.ndarray:
     # The byte is an exponent; 127 means a scale of 1. Half the scale is finite for all 256 bytes, as in `gguf`.
     half = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
@@ -96,10 +80,10 @@ def _tq2_0(blocks: np.ndarray) -> np.ndarray:
 
 
 DECODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "IQ4_NL": _iq4_nl,
+    "Q8_0": lambda b: b[:, 2:].view(np.int8) * _half(b, 0),
+    "Q4_0": lambda b: (_nibbles(b[:, 2:]).astype(np.float32) - 8) * _half(b, 0),
+    "Q4_1": lambda b: _nibbles(b[:, 4:]).astype(np.float32) * _half(b, 0) + _half(b, 2),
+    "IQ4_NL": lambda b: _IQ4[_nibbles(b[:, 2:])] * _half(b, 0),
     "MXFP4": _mxfp4,
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
@@ -108,10 +92,8 @@ DECODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 def _scaled(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """`x / scale` by the inverse, as other writers compute it; 0 where the scale is 0 or not finite."""
-    inverse = np.where(
-        (scale == 0) | ~np.isfinite(scale), 0, np.divide(1, scale, where=scale != 0, out=np.ones_like(scale))
-    )
-    return np.where(np.isfinite(x), x, 0) * inverse.astype(np.float32)
+    inverse = np.divide(1, scale, where=np.isfinite(scale) & (scale != 0), out=np.zeros_like(scale))
+    return np.where(np.isfinite(x), x, 0) * inverse
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
@@ -146,13 +128,9 @@ def _encode_tq2_0(x: np.ndarray) -> np.ndarray:
     return np.concatenate([packed.reshape(-1, 64), _bytes_of(scale)], axis=1)
 
 
-class Encoder(NamedTuple):
-    encode: Callable[[np.ndarray], np.ndarray]
-    steps: int  # the largest magnitude of a block, in units of its scale
-
-
-ENCODERS: dict[str, Encoder] = {
-    "Q8_0": Encoder(_encode_q8_0, 127),
-    "Q4_0": Encoder(_encode_q4_0, 8),
-    "TQ2_0": Encoder(_encode_tq2_0, 1),
+# The function, and the largest magnitude of a block in units of its scale.
+ENCODERS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], int]] = {
+    "Q8_0": (_encode_q8_0, 127),
+    "Q4_0": (_encode_q4_0, 8),
+    "TQ2_0": (_encode_tq2_0, 1),
 }

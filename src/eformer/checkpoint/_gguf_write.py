@@ -32,8 +32,8 @@ MAX_NAME = 63  # bytes; ggml keeps 64 with the closing zero
 AT_ONCE = 1 << 14  # blocks encoded at a time
 TypeFor = str | Callable[[str, tuple[int, ...]], str | None] | None
 _PLAIN_NAMES = {dtype: name for name, dtype in PLAIN.items()}
-_BOOL, _U32, _I32, _U64, _I64, _F64 = 7, 4, 5, 10, 11, 12
-_NUMBERS = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": _U32, "i4": _I32, "f4": 6, "u8": _U64, "i8": _I64, "f8": _F64}
+_U32, _I32, _U64, _I64 = 4, 5, 10, 11
+_NUMBERS = {np.dtype(scalar.format[1:]): kind for kind, scalar in SCALARS.items()}
 _RANGES = {_U32: (0, 2**32), _I32: (-(2**31), 0), _U64: (0, 2**64), _I64: (-(2**63), 0)}
 
 
@@ -134,7 +134,6 @@ def _default(item: Item) -> str:
 
 
 def _data(plan: _Planned) -> memoryview:
-    """The bytes of a tensor."""
     item, kind = plan.item, plan.kind
     value, form = item.make(), TYPES[IDS[kind]]
     if isinstance(value, QuantizedArray):
@@ -179,15 +178,11 @@ def _text(text: str) -> bytes:
 
 
 def _kind(name: str, value: object) -> int:
-    """The number of the type of a value: NumPy's own, or for Python's integers the smallest usual one."""
-    if isinstance(value, (bool, np.bool_)):
-        return _BOOL
-    if isinstance(value, np.generic) and value.dtype.str[1:] in _NUMBERS:
-        return _NUMBERS[value.dtype.str[1:]]
+    """The number of the type of a value: NumPy's, or for Python's integers the smallest of 32 or 64 bits."""
+    if isinstance(value, (bool, float, np.generic)) and (dtype := np.asarray(value).dtype) in _NUMBERS:
+        return _NUMBERS[dtype]
     if isinstance(value, str):
         return STRING
-    if isinstance(value, float):
-        return _F64
     if isinstance(value, int):
         for kind, (low, high) in _RANGES.items():
             if low <= value < high:
