@@ -21,7 +21,7 @@ from eformer.ops.quantization import QuantizedArray, check_codes, recode
 
 from ._describe import FORMAT_ERRORS, check_decoding, describe, format_name
 from ._error import CheckpointError
-from ._header import Json, Tensor, dtype_name
+from ._header import Json, Tensor
 
 Dense = jax.Array | np.ndarray | np.generic
 Value = jax.Array | np.ndarray | QuantizedArray
@@ -60,19 +60,15 @@ class Entry(abc.ABC):
 
     @property
     def info(self) -> ArrayInfo:
-        like = self.like
-        return ArrayInfo(tuple(like.shape), np.dtype(like.dtype), self.format, self.nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        like, nbytes = self.like, sum(tensor.nbytes for tensor in self.tensors)
+        return ArrayInfo(tuple(like.shape), np.dtype(like.dtype), self.format, nbytes)
 
     def drop(self) -> None:
         for tensor in self.tensors:
             tensor.drop()
 
     def wrong(self, what: str) -> CheckpointError:
-        return CheckpointError(what, file=self.tensors[0].file.name, tensor=self.name)
+        return self.tensors[0].file.wrong(what, self.name)
 
     def checked(self, make: Callable[[], Q]) -> Q:
         """`make()`, of NumPy arrays; a CheckpointError if that fails, or if the codes are none of its format."""
@@ -199,21 +195,16 @@ def _item(name: str, leaf: object, spread: bool) -> Item:
 
 def record_of(item: Item) -> Record:
     """The tensors of an array in this package's own layout: a dense array is one, a quantized one its leaves."""
-    like = item.like
-    if not isinstance(like, QuantizedArray):
-        return Record(item.name, [_part(item.name, like)], lambda: jtu.tree_leaves(item.make()), item.done)
-    described, names = describe(item.name, like)
-    try:
-        check_decoding(like)
-    except CheckpointError as error:
-        raise ValueError(f"{item.name!r} can't be saved: {error.what}") from None
-    parts = [_part(name, leaf) for name, leaf in zip(names, jtu.tree_leaves(like), strict=True)]
+    described, names = None, [item.name]
+    if isinstance(item.like, QuantizedArray):
+        described, names = describe(item.name, item.like)
+        try:
+            check_decoding(item.like)
+        except CheckpointError as error:
+            raise ValueError(f"{item.name!r} can't be saved: {error.what}") from None
+    leaves = zip(names, jtu.tree_leaves(item.like), strict=True)
+    parts = [Part(name, np.dtype(leaf.dtype), tuple(leaf.shape)) for name, leaf in leaves]
     return Record(item.name, parts, lambda: jtu.tree_leaves(item.make()), item.done, described)
-
-
-def _part(name: str, like: jax.ShapeDtypeStruct) -> Part:
-    dtype_name(like.dtype, name)  # raises if the file can't hold it
-    return Part(name, np.dtype(like.dtype), tuple(like.shape))
 
 
 def contiguous_bytes(value: Dense, part: Part) -> memoryview:

@@ -18,7 +18,6 @@ import numpy as np
 from eformer.ops.quantization import QuantizedArray
 
 from ._arrays import Entry, Item, Like, Q, Record
-from ._error import CheckpointError
 from ._header import BY_NUMPY_NAME, Tensor, checked_shape, parse_json
 
 STATE = ".quant_state.bitsandbytes__"
@@ -98,7 +97,7 @@ def recognise(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
         else:
             continue
         if weight in found:
-            raise CheckpointError("two quantization states are of that weight", file=tensor.file.name, tensor=weight)
+            raise tensor.file.wrong("two quantization states are of that weight", weight)
         found[weight] = made
     return found
 
@@ -115,15 +114,8 @@ class FourBit(Weight):
         if kind not in ("nf4", "fp4"):
             raise self.wrong(f"a 4-bit weight is nf4 or fp4, got {kind[:20]!r}")
         self._parse(tensors[state])
-        wanted = {"packed": name, "absmax": f"{name}.absmax", "quant_map": f"{name}.quant_map"}
-        if self.nested_blocksize is not None:
-            wanted |= {key: f"{name}.{key}" for key in ("nested_absmax", "nested_quant_map")}
-        missing = [key for key in wanted.values() if key not in tensors]
-        if missing:
-            raise self.wrong(f"its tensor {missing[0][-100:]!r} is missing")
-        self.parts = {part: tensors[key] for part, key in wanted.items()}
+        self.parts = self._parts(tensors)
         self.tensors = (*self.parts.values(), tensors[state])
-        self._check_parts()
 
     def _parse(self, tensor: Tensor) -> None:
         """Take the fields of the quantization state, which is JSON, and check each."""
@@ -150,22 +142,27 @@ class FourBit(Weight):
         self.size = math.prod(shape)
         self.blocks = -(-self.size // block)
 
-    def _check_parts(self) -> None:
-        nested = self.nested_blocksize
-        wanted = {"absmax": (np.float32 if nested is None else np.uint8, self.blocks), "quant_map": (np.float32, 16)}
+    def _parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        nested, u8, f32 = self.nested_blocksize, np.dtype(np.uint8), np.dtype(np.float32)
+        wanted = {"absmax": (f32 if nested is None else u8, self.blocks), "quant_map": (f32, 16)}
         if nested is not None:
-            wanted |= {"nested_absmax": (np.float32, -(-self.blocks // nested)), "nested_quant_map": (np.float32, 256)}
+            wanted |= {"nested_absmax": (f32, -(-self.blocks // nested)), "nested_quant_map": (f32, 256)}
+        names = {"packed": self.name, **{part: f"{self.name}.{part}" for part in wanted}}
+        missing = [name for name in names.values() if name not in tensors]
+        if missing:
+            raise self.wrong(f"its tensor {missing[0][-100:]!r} is missing")
+        found = {part: tensors[name] for part, name in names.items()}
         for part, (dtype, count) in wanted.items():
-            tensor = self.parts[part]
-            if tensor.dtype != dtype or math.prod(tensor.shape) != count:
+            if found[part].dtype != dtype or math.prod(found[part].shape) != count:
                 raise self.wrong(
-                    f"`{part}` must be {count} of {np.dtype(dtype)} for {list(self.shape)} in blocks of "
-                    f"{self.blocksize}, got {tensor.dtype}{list(tensor.shape)}"
+                    f"`{part}` must be {count} of {dtype} for {list(self.shape)} in blocks of "
+                    f"{self.blocksize}, got {found[part].dtype}{list(found[part].shape)}"
                 )
         # Any dtype may carry the bytes: `quant_storage` of bitsandbytes chooses.
-        if self.parts["packed"].nbytes != (self.size + 1) // 2:
-            taken = self.parts["packed"].nbytes
-            raise self.wrong(f"{self.size} codes take {(self.size + 1) // 2} bytes, got {taken}")
+        taken, needed = found["packed"].nbytes, (self.size + 1) // 2
+        if taken != needed:
+            raise self.wrong(f"{self.size} codes take {needed} bytes, got {taken}")
+        return found
 
     def flat(self, part: str) -> np.ndarray:
         return self.parts[part].view().reshape(-1)

@@ -53,11 +53,14 @@ def _block_size(weight: FourBit) -> int | None:
     """The block size of an `ArrayNF4` with the same values; None if there is no such array."""
     if not weight.shape or not np.array_equal(weight.flat("quant_map"), NF4_CODES):
         return None
-    row = weight.shape[-1]
-    if weight.size == row or row % weight.blocksize == 0:  # of a single row, the last block may be short
-        return weight.blocksize
-    shared = math.gcd(row, weight.blocksize)
-    return shared if shared % 2 == 0 else None
+    block = _in_rows(weight.blocksize, weight.shape)
+    return block if block % 2 == 0 else None
+
+
+def _in_rows(block: int, shape: tuple[int, ...]) -> int:
+    """The largest block size that divides `block` and ends where rows end; of a single row, the end may be short."""
+    row = shape[-1]
+    return block if math.prod(shape) == row or row % block == 0 else math.gcd(row, block)
 
 
 def _keeps_nested(weight: FourBit, block: int) -> bool:
@@ -140,11 +143,9 @@ def _written_block_size(item: Item, like: ArrayNF4) -> int:
         raise _wrong(item, f"its dtype must be one of {', '.join(FLOATS)}")
     if not like.ndim or like.axis != -1:
         raise _wrong(item, f"blocks must run along the last axis, not axis {like.axis}; transpose it (`q.T`)")
-    row = like.shape[-1]
-    one_row = like.size == row
-    block = like.block_size if one_row or row % like.block_size == 0 else math.gcd(row, like.block_size)
+    block = _in_rows(like.block_size, like.shape)
     if block not in BLOCKS:
-        cut = f"blocks of {like.block_size} in rows of {row} would have to be cut into {block}"
+        cut = f"blocks of {like.block_size} in rows of {like.shape[-1]} would have to be cut into {block}"
         raise _wrong(item, f"{cut}; there are {', '.join(map(str, BLOCKS))}. Quantize it again with one of these")
     return block
 

@@ -87,8 +87,8 @@ def describe(name: str, q: ImplicitArray) -> tuple[dict[str, Json], list[str]]:
     return {"class": cls.__name__, **codes, "static": static, "leaves": leaves}, tensors
 
 
-def rebuild(described: Json, leaf: Callable[[str], jax.ShapeDtypeStruct], depth: int = 0) -> QuantizedArray:
-    """The array of a description, with `leaf(tensor name)` for each leaf; a CheckpointError if it describes none."""
+def rebuild(described: Json, leaf: Callable[[str], jax.ShapeDtypeStruct], depth: int = 0) -> tuple[QuantizedArray, int]:
+    """The array of a description, with `leaf(tensor name)` for each leaf, and the version of its codes."""
     known = {"class", "codes", "static", "leaves"}
     if depth > MAX_DEPTH or not isinstance(described, dict) or not described.keys() <= known:
         raise CheckpointError("a quantized array is described by `class`, `codes`, `static` and `leaves`")
@@ -108,7 +108,7 @@ def rebuild(described: Json, leaf: Callable[[str], jax.ShapeDtypeStruct], depth:
                 raise CheckpointError(f"{cls.__name__} has no {what} {name[:50]!r}")
     values: dict[str, object] = {name: _decoded(value) for name, value in static.items()}
     for name, value in leaves.items():
-        values[name] = leaf(value) if isinstance(value, str) else rebuild(value, leaf, depth + 1)
+        values[name] = leaf(value) if isinstance(value, str) else rebuild(value, leaf, depth + 1)[0]
     try:
         made = array_from_fields(cls, values)
         shape = checked_shape(list(made.shape))
@@ -117,7 +117,7 @@ def rebuild(described: Json, leaf: Callable[[str], jax.ShapeDtypeStruct], depth:
     if shape is None:
         raise CheckpointError(f"a {cls.__name__} of shape {str(made.shape)[:100]} is absurd")
     _check_trial(made)
-    return made
+    return made, version
 
 
 def _is_static(field: dataclasses.Field[object]) -> bool:

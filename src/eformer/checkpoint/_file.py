@@ -70,6 +70,9 @@ class MappedFile:
     def __len__(self) -> int:
         return self.data.size
 
+    def wrong(self, what: str, tensor: str | None = None) -> CheckpointError:
+        return CheckpointError(what, file=self.name, tensor=tensor)
+
     def drop(self, start: int, stop: int) -> None:
         """Give the whole pages between two bytes back to the system; looking at them again reads them again."""
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE

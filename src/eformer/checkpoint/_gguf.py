@@ -15,7 +15,6 @@ from eformer.ops.quantization import QuantizedArray
 
 from ._arrays import Entry, Like
 from ._describe import FORMAT_ERRORS
-from ._error import CheckpointError
 from ._file import MappedFile
 from ._gguf_blocks import DECODERS, IDS, PLAIN, TYPES
 from ._gguf_codecs import reader_of
@@ -40,29 +39,17 @@ class Reader:
     """Walks over the header; each step first checks that the bytes are there."""
 
     def __init__(self, file: MappedFile) -> None:
-        self.file, self.at = file, 0
-        self.data = file.data.data
-        self.size = len(file)
-        self.steps = MAX_STEPS
-
-    def wrong(self, what: str, tensor: str | None = None) -> CheckpointError:
-        return CheckpointError(what, file=self.file.name, tensor=tensor)
-
-    def _cut_off(self) -> CheckpointError:
-        return self.wrong(f"the file ends at byte {self.size}, in the middle of its header")
+        self.file, self.data, self.size, self.wrong = file, file.data.data, len(file), file.wrong
+        self.at, self.steps = 0, MAX_STEPS
 
     def take(self, count: int) -> memoryview:
         if count > self.size - self.at:
-            raise self._cut_off()
+            raise self.wrong(f"the file ends at byte {self.size}, in the middle of its header")
         self.at += count
         return self.data[self.at - count : self.at]
 
     def scalar(self, kind: struct.Struct) -> Any:  # a number or a bool, as `struct` gives it
-        if kind.size > self.size - self.at:
-            raise self._cut_off()
-        (value,) = kind.unpack_from(self.data, self.at)
-        self.at += kind.size
-        return value
+        return kind.unpack(self.take(kind.size))[0]
 
     def text(self) -> str:
         """A value; bytes that are not UTF-8 (parts of letters in vocabularies) become surrogates."""
@@ -104,10 +91,9 @@ class Reader:
 
 
 def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], dict[str, object]]:
-    """The arrays of a file by name, and its metadata."""
+    """The arrays, by name, of a file that begins with `MAGIC`, and its metadata."""
     reader = Reader(file)
-    if bytes(reader.take(4)) != MAGIC:
-        raise reader.wrong("this is no GGUF file: it does not begin with those letters")
+    reader.take(len(MAGIC))
     version = reader.scalar(_U32)
     if version not in (2, 3):
         raise reader.wrong(f"GGUF version {version}; versions 2 and 3 can be read, little-endian")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from typing import NamedTuple, TypeAlias, TypeGuard
@@ -66,23 +67,19 @@ class Tensor(NamedTuple):
 
 def read_header(file: MappedFile) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file by name, in the order of the header, and its metadata."""
-
-    def wrong(what: str) -> CheckpointError:
-        return CheckpointError(what, file=file.name)
-
     if len(file) < 8:
-        raise wrong(f"{len(file)} bytes are too few for a safetensors file")
+        raise file.wrong(f"{len(file)} bytes are too few for a safetensors file")
     length = int.from_bytes(file.data[:8].tobytes(), "little")
     if not 2 <= length <= min(MAX_HEADER, len(file) - 8):
-        raise wrong(f"a header of {length} bytes in a file of {len(file)}: no safetensors file, or it is cut off")
+        raise file.wrong(f"a header of {length} bytes in a file of {len(file)}: no safetensors file, or it is cut off")
     header = parse_json(file.data[8 : 8 + length].tobytes(), file.name, "the header")
     if not isinstance(header, dict):
-        raise wrong("the header is no JSON object")
+        raise file.wrong("the header is no JSON object")
     metadata = header.pop(METADATA, {})
     if not _maps_text_to_text(metadata):
-        raise wrong(f"`{METADATA}` must map text to text")
+        raise file.wrong(f"`{METADATA}` must map text to text")
     if len(header) > MAX_TENSORS:
-        raise wrong(f"{len(header)} tensors are more than a model has")
+        raise file.wrong(f"{len(header)} tensors are more than a model has")
     tensors = {name: _tensor(name, entry, file, 8 + length) for name, entry in header.items()}
     _check_cover(tensors, file, 8 + length)
     return tensors, metadata
@@ -132,9 +129,7 @@ _KEYS = {"dtype", "shape", "data_offsets"}
 
 
 def _tensor(name: str, entry: Json, file: MappedFile, base: int) -> Tensor:
-    def wrong(what: str) -> CheckpointError:
-        return CheckpointError(what, file=file.name, tensor=name)
-
+    wrong = functools.partial(file.wrong, tensor=name)
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
         raise wrong("an entry of the header has `dtype`, `shape` and `data_offsets`")
     kind, offsets = entry["dtype"], entry["data_offsets"]
@@ -162,14 +157,9 @@ def checked_shape(shape: object) -> tuple[int, ...] | None:
     """`shape` as a tuple; None unless it is a list of sizes that an array can have."""
     if not isinstance(shape, list) or len(shape) > MAX_AXES:
         return None
-    sizes: list[int] = []
-    elements = 1
-    for size in shape:
-        if type(size) is not int or size < 0:
-            return None
-        elements *= size or 1
-        sizes.append(size)
-    return tuple(sizes) if elements <= MAX_ELEMENTS else None
+    if not all(type(size) is int and size >= 0 for size in shape):
+        return None
+    return tuple(shape) if math.prod(size or 1 for size in shape) <= MAX_ELEMENTS else None
 
 
 def _check_cover(tensors: dict[str, Tensor], file: MappedFile, base: int) -> None:
@@ -179,19 +169,10 @@ def _check_cover(tensors: dict[str, Tensor], file: MappedFile, base: int) -> Non
         if tensor.start != end:
             gap = tensor.start - end
             what = "overlaps the one before it" if gap < 0 else f"has {gap} stray bytes before it"
-            raise CheckpointError(what, file=file.name, tensor=tensor.name)
+            raise file.wrong(what, tensor.name)
         end = tensor.stop
     if end != len(file):
-        raise CheckpointError(f"{len(file) - end} stray bytes after the last tensor", file=file.name)
-
-
-def dtype_name(dtype: DTypeLike, tensor: str) -> str:
-    """The name of a dtype in the file; a TypeError names the tensor if the format has no such dtype."""
-    try:
-        return NAMES[np.dtype(dtype)]
-    except (KeyError, TypeError):
-        known = ", ".join(BY_NUMPY_NAME)
-        raise TypeError(f"{tensor!r} is {dtype}, which safetensors can't hold; it has {known}") from None
+        raise file.wrong(f"{len(file) - end} stray bytes after the last tensor")
 
 
 def narrowed(name: str, array: np.ndarray, dtype: DTypeLike) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ from ._place import ShardingFor, place, sharding_for
 ATTEMPTS = 100  # to open a checkpoint that other processes keep replacing
 
 
+@dataclass(eq=False, repr=False)
 class Checkpoint(Mapping[str, Any]):
     """The arrays of a checkpoint by name, read anew at each access; a context manager that closes the file.
 
@@ -30,17 +32,13 @@ class Checkpoint(Mapping[str, Any]):
     is the file opened, None for bytes.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        kind: str,
-        entries: dict[str, Entry],
-        metadata: Mapping[str, object],
-        tree: Json,
-        files: list[MappedFile],
-    ) -> None:
-        self.path, self.kind, self.metadata, self.tree = path, kind, metadata, tree
-        self._entries, self._files, self._closed = entries, files, False
+    path: Path | None
+    kind: str
+    _entries: dict[str, Entry]
+    metadata: Mapping[str, object]
+    tree: Json
+    _files: list[MappedFile]
+    _closed: bool = False
 
     def __getitem__(self, name: str) -> Any:  # the class depends on the file
         return self.read(name)
@@ -123,8 +121,8 @@ def _of_file(path: Path | None, file: MappedFile) -> Checkpoint:
     if file.data[:4].tobytes() == MAGIC:
         return Checkpoint(path, "gguf", *read_gguf(file), None, [file])
     tensors, metadata = read_header(file)
-    arrays, tree = _ours(metadata.pop(KEY, None), file.name)
-    return _made(path, tensors, arrays, metadata, tree, [file])
+    arrays, tree = _ours(metadata.pop(KEY, None), file)
+    return Checkpoint(path, *_entries(tensors, arrays, file.name), metadata, tree, [file])
 
 
 def _of_index(path: Path, copy: bool) -> Checkpoint:
@@ -132,55 +130,46 @@ def _of_index(path: Path, copy: bool) -> Checkpoint:
     tensors: dict[str, Tensor] = {}
     arrays: dict[str, Json] = {}
     files: list[MappedFile] = []
-    by_shard: dict[Path, list[str]] = {}
+    by_shard: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         by_shard.setdefault(shard, []).append(name)
-
-    def wrong(what: str, tensor: str) -> CheckpointError:
-        return CheckpointError(what, file=str(path), tensor=tensor)
-
     for shard, names in by_shard.items():
-        check_inside(path, shard)
-        files.append(MappedFile(shard, copy=copy))
+        check_inside(path, path.with_name(shard))
+        files.append(MappedFile(path.with_name(shard), copy=copy))
         found, own = read_header(files[-1])
-        missing = [name for name in names if name not in found]
-        if missing:
-            raise wrong(f"the index says it is in {shard.name!r}, and it is not", missing[0])
+        missing = next((name for name in names if name not in found), None)
+        if missing is not None:
+            what = f"the index says it is in {shard!r}, and it is not"
+            raise CheckpointError(what, file=str(path), tensor=missing)
         tensors |= {name: found[name] for name in names}
-        described = _ours(own.get(KEY), str(shard))[0]
+        described, _ = _ours(own.get(KEY), files[-1])
         twice = min(arrays.keys() & described.keys(), default=None)
         if twice is not None:
-            raise wrong("two shards describe an array of that name", twice)
+            raise CheckpointError("two shards describe an array of that name", file=str(path), tensor=twice)
         arrays |= described
     given = metadata.pop(KEY, None)
     tree = given.get("tree") if isinstance(given, dict) else None
-    return _made(path, {name: tensors[name] for name in weight_map}, arrays, metadata, tree, files)
+    tensors = {name: tensors[name] for name in weight_map}
+    file = files[0].name if files else str(path)
+    return Checkpoint(path, *_entries(tensors, arrays, file), metadata, tree, files)
 
 
-def _ours(text: str | None, file: str) -> tuple[dict[str, Json], Json]:
+def _ours(text: str | None, file: MappedFile) -> tuple[dict[str, Json], Json]:
     """The descriptions of quantized arrays, and the tree, from our part of the metadata."""
     if text is None:
         return {}, None
-    given = parse_json(text.encode("utf-8", "surrogatepass"), file, f"the metadata `{KEY}`")
+    given = parse_json(text.encode("utf-8", "surrogatepass"), file.name, f"the metadata `{KEY}`")
     version = given.get("version") if isinstance(given, dict) else None
     if not isinstance(given, dict) or type(version) is not int or not 1 <= version <= VERSION:
-        what = f"the metadata `{KEY}` has version {str(version)[:20]}; this release reads {VERSION}"
-        raise CheckpointError(what, file=file)
+        raise file.wrong(f"the metadata `{KEY}` has version {str(version)[:20]}; this release reads {VERSION}")
     arrays = given.get("arrays", {})
     if not isinstance(arrays, dict):
-        raise CheckpointError("`arrays` must map names to descriptions", file=file)
+        raise file.wrong("`arrays` must map names to descriptions")
     return arrays, given.get("tree")
 
 
-def _made(
-    path: Path | None,
-    tensors: dict[str, Tensor],
-    arrays: dict[str, Json],
-    metadata: Mapping[str, object],
-    tree: Json,
-    files: list[MappedFile],
-) -> Checkpoint:
-    file = files[0].name if files else str(path)
+def _entries(tensors: dict[str, Tensor], arrays: dict[str, Json], file: str) -> tuple[str, dict[str, Entry]]:
+    """The kind of a checkpoint, and its arrays by name."""
     entries: dict[str, Entry] = {name: _quantized(name, each, tensors, file) for name, each in arrays.items()}
     used = {tensor.name for entry in entries.values() for tensor in entry.tensors}
     theirs = recognise({name: t for name, t in tensors.items() if name not in used})
@@ -189,8 +178,7 @@ def _made(
     twice = (entries.keys() & rest.keys()) | (entries.keys() & theirs.keys())
     if twice:
         raise CheckpointError("there is a tensor and a quantized array of that name", file=file, tensor=min(twice))
-    kind = "bitsandbytes" if theirs else "safetensors"
-    return Checkpoint(path, kind, {**entries, **theirs, **rest}, metadata, tree, files)
+    return "bitsandbytes" if theirs else "safetensors", {**entries, **theirs, **rest}
 
 
 def _owners(entries: dict[str, Entry]) -> dict[str, str]:
@@ -200,30 +188,26 @@ def _owners(entries: dict[str, Entry]) -> dict[str, str]:
         for tensor in entry.tensors:
             if tensor.name in owners:
                 what = f"it is a part of {owners[tensor.name][:100]!r}, and again of {name[:100]!r}"
-                raise CheckpointError(what, file=tensor.file.name, tensor=tensor.name)
+                raise tensor.file.wrong(what, tensor.name)
             owners[tensor.name] = name
     return owners
 
 
 def _quantized(name: str, described: Json, tensors: dict[str, Tensor], file: str) -> QuantizedEntry:
-    known: dict[int, Tensor] = {}
-    alive: list[jax.ShapeDtypeStruct] = []  # so that no two have the same id
+    known: dict[int, tuple[jax.ShapeDtypeStruct, Tensor]] = {}  # by the id of the struct, which it keeps alive
 
     def leaf(tensor: str) -> jax.ShapeDtypeStruct:
         if tensor not in tensors:
             raise CheckpointError(f"its tensor {tensor[:100]!r} is missing")
-        alive.append(jax.ShapeDtypeStruct(tensors[tensor].shape, dtype_here(tensors[tensor])))
-        known[id(alive[-1])] = tensors[tensor]
-        return alive[-1]
+        made = jax.ShapeDtypeStruct(tensors[tensor].shape, dtype_here(tensors[tensor]))
+        known[id(made)] = made, tensors[tensor]
+        return made
 
     try:
-        like = rebuild(described, leaf)
+        like, codes = rebuild(described, leaf)
         leaves = jtu.tree_leaves(like)
         if not leaves or any(id(each) not in known for each in leaves):
             raise CheckpointError("it has no leaves of its own")
-        assert isinstance(described, dict)
-        codes = described.get("codes", 1)
-        assert isinstance(codes, int)  # `rebuild` has checked it
-        return QuantizedEntry(name, like, [known[id(each)] for each in leaves], codes)
+        return QuantizedEntry(name, like, [known[id(each)][1] for each in leaves], codes)
     except CheckpointError as error:
         raise CheckpointError(error.what, file=file, tensor=name) from None

@@ -90,8 +90,8 @@ def is_index(path: Path) -> bool:
     return path.name.endswith(INDEX_SUFFIX)
 
 
-def read_index(path: Path) -> tuple[dict[str, Json], dict[str, Path]]:
-    """The metadata of an index, and the shard of each tensor."""
+def read_index(path: Path) -> tuple[dict[str, Json], dict[str, str]]:
+    """The metadata of an index, and for each tensor the name of its shard, a file in the folder of the index."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_HEADER:
@@ -100,23 +100,19 @@ def read_index(path: Path) -> tuple[dict[str, Json], dict[str, Path]]:
     return parse_index(text, path)
 
 
-def parse_index(text: bytes, path: Path) -> tuple[dict[str, Json], dict[str, Path]]:
-    """`read_index` of a text; an index from elsewhere may name files of its own folder only."""
+def parse_index(text: bytes, path: Path) -> tuple[dict[str, Json], dict[str, str]]:
     index = parse_json(text, str(path), "the index")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     metadata = index.get("metadata", {}) if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
         raise CheckpointError("an index is an object with a `weight_map`", file=str(path))
-    shards: dict[str, Path] = {}
-    found: dict[str, Path] = {}
+    shards: dict[str, str] = {}
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not _is_file_name(name):
             what = f"its shard {str(name)[:100]!r} must be the name of a {SUFFIX} file in the folder of the index"
             raise CheckpointError(what, file=str(path), tensor=tensor)
-        if name not in shards:
-            shards[name] = path.with_name(name)
-        found[tensor] = shards[name]
-    return metadata, found
+        shards[tensor] = name
+    return metadata, shards
 
 
 def _is_file_name(name: str) -> bool:
@@ -137,7 +133,7 @@ def check_inside(index: Path, shard: Path) -> None:
 def shards_of(index: Path) -> set[Path]:
     """The shards that an index on disk names; none if it can't be read."""
     try:
-        return set(read_index(index)[1].values())
+        return {index.with_name(shard) for shard in set(read_index(index)[1].values())}
     except (CheckpointError, OSError):
         return set()
 

@@ -22,7 +22,7 @@ from ._bitsandbytes_codecs import bitsandbytes_record
 from ._describe import KEY, VERSION
 from ._error import CheckpointError
 from ._file import StrPath
-from ._header import MAX_HEADER, METADATA, Json, checked_shape, dtype_name
+from ._header import BY_NUMPY_NAME, MAX_HEADER, METADATA, NAMES, Json, checked_shape
 from ._leftovers import index_path
 from ._paths import SUFFIX, parse_index, target_file
 from ._processes import is_first, saved_together
@@ -163,11 +163,10 @@ def _check_index(text: bytes, saving: Saving) -> None:
 
 
 def _check_records(records: Sequence[Record]) -> None:
-    """Raise a ValueError if a name or a shape could not be read again."""
     seen: dict[str, str] = {}
     for record in records:
         for part in record.parts:
-            if not _is_text(part.name):
+            if any("\ud800" <= letter <= "\udfff" for letter in part.name):  # half of a surrogate pair
                 raise ValueError(f"{part.name!r} can't be written as UTF-8; give that leaf another name")
             if part.name == METADATA:
                 raise ValueError(f"{METADATA!r} is reserved by safetensors; give that leaf another name")
@@ -176,14 +175,6 @@ def _check_records(records: Sequence[Record]) -> None:
             if checked_shape(list(part.shape)) is None:
                 raise ValueError(f"{part.name!r} has the shape {part.shape}, which no reader of ours takes")
             seen[part.name] = record.name
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
 
 
 def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
@@ -214,10 +205,12 @@ def _laid_out(records: Sequence[Record], metadata: dict[str, str]) -> _Layout:
     entries: dict[str, Json] = {METADATA: dict(metadata)}
     end = 0
     for part in parts:
+        if part.dtype not in NAMES:
+            known = ", ".join(BY_NUMPY_NAME)
+            raise TypeError(f"{part.name!r} is {part.dtype}, which safetensors can't hold; it has {known}")
         start, end = end, end + part.nbytes
         offsets[part.name] = start
-        dtype, shape = dtype_name(part.dtype, part.name), list(part.shape)
-        entries[part.name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [start, end]}
+        entries[part.name] = {"dtype": NAMES[part.dtype], "shape": [*part.shape], "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     if len(text) > MAX_HEADER:
