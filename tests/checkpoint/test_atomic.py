@@ -297,6 +297,13 @@ def test_what_comes_in_between_waits(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_that_goes_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another save may remove the old file, or its index, between two calls."""
+    monkeypatch.setattr(os.path, "exists", lambda path: True)
+    save(tmp_path, filled(0))
+    assert values(tmp_path) == {0.0}
+
+
 def test_a_lock_that_another_user_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It may be read, but neither written nor removed."""
     lock = tmp_path / ".model.safetensors.lock"

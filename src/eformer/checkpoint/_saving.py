@@ -59,12 +59,13 @@ class Saving:
     def __init__(self, target: Target, path: Path, sizes: Sequence[int]) -> None:
         self.path, self.index, self.overwrite = path, index_path(path), target.overwrite
         self._heads = [path, self.index] if path.suffix == SUFFIX else [path]  # one of them is there
-        self.beside = {path.with_name(each.name): each for each in target.beside}
+        copies = [(path.with_name(each.name), each) for each in target.beside]
+        self.beside = {to: each for to, each in copies if not os.path.lexists(to) or not filecmp.cmp(each, to, False)}
         self._check(target.sources)
         self._mutex, self._journal, self._made = threading.RLock(), None, make_folder(path.parent)
-        self._placing, self.ended = False, False
+        self._placing, self._ended = False, False
         self.token, self.names, self.temporaries = "", [], []
-        self.total = sum(sizes) + sum(each.stat().st_size for each in target.beside)
+        self.total = sum(sizes) + sum(each.stat().st_size for each in self.beside.values())
         with room_for(path, self.total):
             try:
                 self._begin(len(sizes))
@@ -77,18 +78,17 @@ class Saving:
 
     def _check(self, sources: Iterable[Path]) -> None:
         """Raise an error if something would be replaced that must not be."""
-        for each in self._heads:
+        for each in (*self._heads, *self.beside):
             check_free(each, overwrite=self.overwrite)
-        for copy, original in self.beside.items():
-            if os.path.lexists(copy) and not filecmp.cmp(original, copy, shallow=False):
-                check_free(copy, overwrite=self.overwrite)
         if os.path.lexists(self.path) and self.path in named_by_indexes(self.path.parent, but=self.index):
             raise ValueError(f"{self.path} is a shard of another checkpoint in its folder; write to another place")
         replaced = {*self._heads, *self._old_shards(), *self.beside}
-        inputs = set(map(_identity, sources))
+        inputs = {(found.st_dev, found.st_ino) for found in map(os.stat, sources)}
         for each in sorted(replaced):
-            if os.path.exists(each) and _identity(each) in inputs:
-                raise ValueError(f"{each} is read, and would be replaced: write to another place, and move it then")
+            with contextlib.suppress(OSError):  # there is none, or another save removes it now
+                found = os.stat(each)
+                if (found.st_dev, found.st_ino) in inputs:
+                    raise ValueError(f"{each} is read, and would be replaced: write to another place, and move it then")
 
     def _old_shards(self) -> set[Path]:
         """The shards that the index on disk names, and no other index does."""
@@ -99,11 +99,9 @@ class Saving:
         with locked(lock_path(self.path)) as alone:
             if alone:
                 sweep(self.path)
-            taken = True
-            while taken:
+            while not self.names or any(os.path.lexists(self.path.with_name(name)) for name in self.names):
                 self.token = secrets.token_hex(8)
                 self.names = [shard_name(self.path, self.token, i + 1, count) for i in range(count)]
-                taken = any(os.path.lexists(self.path.with_name(name)) for name in self.names)
             self._journal = OpenFile(journal_path(self.path, self.token), os.O_CREAT | os.O_EXCL)
             self._journal.hold()
         first = 0 if count == 1 else 1  # 0 is the file that takes the last step
@@ -140,33 +138,26 @@ class Saving:
             return final
 
     def _prepared(self, index: bytes | None) -> tuple[Path, dict[Path, Path]]:
-        """The file that takes the last step, and the copies that are missing, all on the disk."""
+        """The file that takes the last step, and a temporary file for each copy, all on the disk."""
         head = temporary_path(self.path, self.token, 0)
         if index is not None:
-            with _to_disk(head) as file:
+            with to_disk(head) as file:
                 file.write(index)
         copies = {}
         for number, (copy, original) in enumerate(self.beside.items(), len(self.names) + 1):
-            if os.path.lexists(copy) and filecmp.cmp(original, copy, shallow=False):
-                continue
             copies[copy] = temporary_path(self.path, self.token, number)
-            with open(original, "rb") as source, _to_disk(copies[copy]) as file:
+            with open(original, "rb") as source, to_disk(copies[copy]) as file:
                 shutil.copyfileobj(source, file)
         return head, copies
 
-    @property
-    def committed(self) -> bool:
-        """Whether the file, or the index, is in place. The disk decides: an interrupt may come at any moment."""
-        return self._placing and not os.path.lexists(temporary_path(self.path, self.token, 0))
-
     def abandon(self) -> None:
-        """Remove what was written, unless it is in place."""
+        """Remove what was written, unless it is in place. The disk tells: an interrupt may come at any moment."""
         with self._mutex:
-            if self.ended:
+            if self._ended:
                 return
-            if not self.committed:
-                last = len(self.names) + len(self.beside)
-                left = [temporary_path(self.path, self.token, number) for number in range(last + 1)]
+            last = len(self.names) + len(self.beside)
+            left = [temporary_path(self.path, self.token, number) for number in range(last + 1)]
+            if not self._placing or os.path.lexists(left[0]):
                 left += [self.path.with_name(name) for name in self.names]
                 remove([*left, journal_path(self.path, self.token)] if self.token else [])
                 unmake_folders(self._made)
@@ -176,7 +167,7 @@ class Saving:
         """Release the journal. From here on, the next save removes leftovers."""
         if self._journal is not None:
             self._journal.close()
-        self.ended = True
+        self._ended = True
         _living.discard(self)
 
 
@@ -197,7 +188,7 @@ def atomic_file(path: Path, *, overwrite: bool) -> contextlib.AbstractContextMan
 def filling(saving: Saving) -> Iterator[BinaryIO]:
     """The one file of a save, to write; the save is committed when the block ends, and abandoned if it raises."""
     try:
-        with room_for(saving.path, saving.total), _to_disk(saving.temporaries[0], "r+b") as file:
+        with room_for(saving.path, saving.total), to_disk(saving.temporaries[0], "r+b") as file:
             yield file
         saving.commit()
     except BaseException:
@@ -206,13 +197,9 @@ def filling(saving: Saving) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def _to_disk(path: Path, mode: Literal["r+b", "wb"] = "wb") -> Iterator[BinaryIO]:
+def to_disk(path: Path, mode: Literal["r+b", "wb"] = "wb") -> Iterator[BinaryIO]:
+    """A file to write, which is on the disk when the block ends."""
     with open(path, mode) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
