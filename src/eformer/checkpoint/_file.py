@@ -60,9 +60,12 @@ class MappedFile:
         with open_plain(self.path) as file:
             size = os.fstat(file.fileno()).st_size
             if not size:
-                raise CheckpointError("the file is empty", file=self.name)
+                raise self.wrong("the file is empty")
             if copy:
-                self.data = _read(file, size, self.name)
+                self.data = np.empty(size, np.uint8)
+                count = file.readinto(self.data.data)
+                if count < size:
+                    raise self.wrong(f"it had {size} bytes, and ended after {count} while it was read")
                 return
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.data = np.frombuffer(self._map, np.uint8)
@@ -86,11 +89,3 @@ class MappedFile:
             with contextlib.suppress(BufferError):  # such an array
                 self._map.close()
             self._map = None
-
-
-def _read(file: BufferedReader, size: int, name: str) -> np.ndarray:
-    data = np.empty(size, np.uint8)
-    count = file.readinto(data.data)
-    if count < size:
-        raise CheckpointError(f"it had {size} bytes, and ended after {count} while it was read", file=name)
-    return data

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 import operator
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +24,7 @@ from ._header import BY_NUMPY_NAME, MAX_HEADER, METADATA, NAMES, Json, checked_s
 from ._leftovers import index_path
 from ._paths import SUFFIX, parse_index, target_file
 from ._processes import is_first, saved_together
-from ._saving import Saving, Target
+from ._saving import Saving, Target, to_disk
 from ._tree import flattened
 
 CHUNK = 1 << 24  # bytes between two calls of `progress`
@@ -121,8 +119,8 @@ def write_safetensors(
 
     with saved_together(start, index if several else None) as temporaries:
         for temporary, shard, layout in zip(temporaries, shards, layouts, strict=True):
-            with room_for(single, layout.size):
-                _write_file(temporary, shard, layout, meter)
+            with room_for(single, layout.size), to_disk(temporary, "r+b") as file:
+                _write_file(file, shard, layout, meter)
     return index_path(single) if several else single
 
 
@@ -219,21 +217,19 @@ def _laid_out(records: Sequence[Record], metadata: dict[str, str]) -> _Layout:
     return _Layout(header, offsets, len(header) + end)
 
 
-def _write_file(path: Path, records: Sequence[Record], layout: _Layout, meter: Meter) -> None:
-    with open(path, "r+b", buffering=0) as file:
-        if is_first():
-            _write_at(file, 0, memoryview(layout.header))
-        for record in records:
-            for part, value in zip(record.parts, record.values(), strict=True):
-                done, offset = meter.done, len(layout.header) + layout.offsets[part.name]
-                for index, piece in _pieces(value):
-                    _write_piece(file, offset, part, index, piece, record.name, meter)
-                others = done + part.nbytes - meter.done  # bytes that other processes write
-                if others:
-                    meter.add(record.name, others)
-                del value
-            record.done()
-        os.fsync(file.fileno())
+def _write_file(file: BinaryIO, records: Sequence[Record], layout: _Layout, meter: Meter) -> None:
+    if is_first():
+        file.write(layout.header)
+    for record in records:
+        for part, value in zip(record.parts, record.values(), strict=True):
+            done, offset = meter.done, len(layout.header) + layout.offsets[part.name]
+            for index, piece in _pieces(value):
+                _write_piece(file, offset, part, index, piece, record.name, meter)
+            others = done + part.nbytes - meter.done  # bytes that other processes write
+            if others:
+                meter.add(record.name, others)
+            del value
+        record.done()
 
 
 def _pieces(value: Dense) -> Iterable[tuple[Index, Dense]]:
@@ -243,7 +239,7 @@ def _pieces(value: Dense) -> Iterable[tuple[Index, Dense]]:
     return [((), value)] if is_first() else []
 
 
-def _write_piece(file: FileIO, offset: int, part: Part, index: Index, piece: Dense, name: str, meter: Meter) -> None:
+def _write_piece(file: BinaryIO, offset: int, part: Part, index: Index, piece: Dense, name: str, meter: Meter) -> None:
     """Write a piece of a tensor, run by run of consecutive bytes, in the order of the file.
 
     The file is not mapped: if the disk is full after all, writing raises, where a mapping would end the process.
@@ -256,7 +252,8 @@ def _write_piece(file: FileIO, offset: int, part: Part, index: Index, piece: Den
     for start, length, at in _runs(part, slices, shape):
         for begin in range(0, length, CHUNK):
             count = min(CHUNK, length - begin)
-            _write_at(file, offset + at + begin, data[start + begin : start + begin + count])
+            file.seek(offset + at + begin)
+            file.write(data[start + begin : start + begin + count])
             meter.add(name, count)
 
 
@@ -272,9 +269,3 @@ def _runs(part: Part, slices: Sequence[slice], shape: tuple[int, ...]) -> Iterat
     base = sum(map(operator.mul, starts, strides))
     for number, position in enumerate(np.ndindex(*shape[:outer])):
         yield number * length, length, base + sum(map(operator.mul, position, strides))
-
-
-def _write_at(file: FileIO, offset: int, data: memoryview) -> None:
-    file.seek(offset)
-    while len(data):
-        data = data[file.write(data) :]
