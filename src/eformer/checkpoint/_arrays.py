@@ -1,7 +1,4 @@
-"""Arrays in checkpoints: entries, which a file has, and items and records, which are written.
-
-Shapes and sizes are known before values are read or computed.
-"""
+"""Arrays in checkpoints: entries, which a file has, and items and records, which are written."""
 
 from __future__ import annotations
 
@@ -46,13 +43,9 @@ class Entry(abc.ABC):
     """An array in a checkpoint, made of one tensor of the file or several."""
 
     name: str
+    like: Like  # the array that `host` gives, without values
     format: str | None = None
     tensors: Sequence[Tensor]
-
-    @property
-    @abc.abstractmethod
-    def like(self) -> Like:
-        """The array that `host` gives, without values."""
 
     @abc.abstractmethod
     def host(self) -> np.ndarray | QuantizedArray:
@@ -85,36 +78,24 @@ class DenseEntry(Entry):
 
     def __init__(self, tensor: Tensor) -> None:
         self.name, self.tensors = tensor.name, (tensor,)
-
-    @property
-    def like(self) -> jax.ShapeDtypeStruct:
-        (tensor,) = self.tensors
-        return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+        self.like = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
 
     def host(self) -> np.ndarray:
         return self.tensors[0].view()
-
-
-def dtype_here(tensor: Tensor) -> np.dtype:
-    """The dtype of a leaf of a quantized array: 64 bits only if JAX has 64-bit types enabled."""
-    return jax.dtypes.canonicalize_dtype(tensor.dtype)
 
 
 class QuantizedEntry(Entry):
     """Tensors that are the leaves of a quantized array; `codes` is the version of its codes."""
 
     def __init__(self, name: str, like: QuantizedArray, tensors: Sequence[Tensor], codes: int) -> None:
-        self.name, self.tensors, self._like, self._codes = name, tensors, like, codes
+        self.name, self.like, self.tensors, self._codes = name, like, tensors, codes
         self.format = format_name(type(like))
 
-    @property
-    def like(self) -> QuantizedArray:
-        return self._like
-
     def host(self) -> QuantizedArray:
-        leaves = [tensor.view().astype(dtype_here(tensor), copy=False) for tensor in self.tensors]
-        made = self.checked(lambda: jtu.tree_unflatten(jtu.tree_structure(self._like), leaves))
-        return recode(made, self._codes)
+        likes, structure = jtu.tree_flatten(self.like)
+        pairs = zip(self.tensors, likes, strict=True)
+        leaves = [tensor.view().astype(like.dtype, copy=False) for tensor, like in pairs]
+        return recode(self.checked(lambda: jtu.tree_unflatten(structure, leaves)), self._codes)
 
 
 # --- to be written ---

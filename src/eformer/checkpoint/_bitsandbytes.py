@@ -6,7 +6,6 @@ Codecs say which of its types stay quantized, as which class. A weight that no c
 from __future__ import annotations
 
 import abc
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 
 from eformer.ops.quantization import QuantizedArray
 
-from ._arrays import Entry, Item, Like, Q, Record
+from ._arrays import Entry, Item, Q, Record
 from ._header import BY_NUMPY_NAME, Tensor, checked_shape, parse_json
 
 STATE = ".quant_state.bitsandbytes__"
@@ -36,21 +35,14 @@ class Weight(Entry):
     @abc.abstractmethod
     def dequantized(self) -> np.ndarray: ...
 
-    @functools.cached_property
-    def _kept(self) -> tuple[BitsandbytesCodec, QuantizedArray] | None:
-        """The codec that keeps this weight quantized, and the array without values; None if there is none."""
+    def _settle(self) -> None:
+        """Choose the codec that keeps this weight quantized; without one, it is dequantized."""
         tried = ((codec, codec.like(self)) for (kind, _), codec in CODECS.items() if kind == self.format)
-        return next(((codec, like) for codec, like in tried if like is not None), None)
-
-    @property
-    def like(self) -> Like:
-        return jax.ShapeDtypeStruct(self.shape, self.dtype) if self._kept is None else self._kept[1]
+        dense = None, jax.ShapeDtypeStruct(self.shape, self.dtype)
+        self._codec, self.like = next(((codec, like) for codec, like in tried if like is not None), dense)
 
     def host(self) -> np.ndarray | QuantizedArray:
-        if self._kept is None:
-            return self.dequantized()
-        codec, like = self._kept
-        return codec.decode(self, like)
+        return self.dequantized() if self._codec is None else self._codec.decode(self, self.like)
 
 
 W = TypeVar("W", bound=Weight)
@@ -116,6 +108,7 @@ class FourBit(Weight):
         self._parse(tensors[state])
         self.parts = self._parts(tensors)
         self.tensors = (*self.parts.values(), tensors[state])
+        self._settle()
 
     def _parse(self, tensor: Tensor) -> None:
         """Take the fields of the quantization state, which is JSON, and check each."""
@@ -219,6 +212,7 @@ class EightBit(Weight):
                 "`weight_format` must be 0, row by row; other orders are made for one GPU: save it again with a "
                 "bitsandbytes of 2023 or later"
             )
+        self._settle()
 
     def scale(self) -> np.ndarray:
         """The scale of each row, of shape (rows, 1)."""

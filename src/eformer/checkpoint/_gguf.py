@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 
 from eformer.ops.quantization import QuantizedArray
 
-from ._arrays import Entry, Like
+from ._arrays import Entry
 from ._describe import FORMAT_ERRORS
 from ._file import MappedFile
 from ._gguf_blocks import DECODERS, IDS, PLAIN, TYPES
@@ -160,44 +159,35 @@ class GgufEntry(Entry):
     """A tensor of a GGUF file; blocks are read as the class of their codec, or else as float32."""
 
     def __init__(self, kind: str, tensor: Tensor) -> None:
-        self.name, self.kind, self.shape, self.tensors = tensor.name, kind, tensor.shape, (tensor,)
+        self.name, self.kind, self.tensors = tensor.name, kind, (tensor,)
         self.format = None if kind in PLAIN else kind
-
-    @property
-    def like(self) -> Like:
-        codec = reader_of(self.kind)
-        if codec is None or codec.like is None:
-            return jax.ShapeDtypeStruct(self.shape, PLAIN.get(self.kind, np.dtype(np.float32)))
-        return codec.like(self.shape)
+        self._codec = reader_of(kind)
+        dense = jax.ShapeDtypeStruct(tensor.shape, PLAIN.get(kind, np.dtype(np.float32)))
+        self.like = dense if self._codec.like is None else self._codec.like(tensor.shape)
 
     def host(self) -> np.ndarray | QuantizedArray:
         (tensor,) = self.tensors
         if self.kind in PLAIN:
             return tensor.view()
-        form, codec = TYPES[IDS[self.kind]], reader_of(self.kind)
+        form = TYPES[IDS[self.kind]]
         blocks = tensor.raw().reshape(-1, form.bytes)
-        if codec is not None and codec.decode is not None:
-            return self.checked(functools.partial(codec.decode, blocks, self.shape))
-        decode = DECODERS.get(self.kind) or self._decoder_of_package()
+        if self._codec.decode is not None:
+            return self.checked(functools.partial(self._codec.decode, blocks, tensor.shape))
+        decode = DECODERS.get(self.kind, self._decoded_by_package)
         out = np.empty((len(blocks), form.elements), np.float32)
         with np.errstate(all="ignore"):
             rows = AT_ONCE // form.elements
             for start in range(0, len(blocks), rows):
                 out[start : start + rows] = decode(blocks[start : start + rows])
-        return out.reshape(self.shape)
+        return out.reshape(tensor.shape)
 
-    def _decoder_of_package(self) -> Callable[[np.ndarray], np.ndarray]:
+    def _decoded_by_package(self, blocks: np.ndarray) -> np.ndarray:
         try:
             import gguf  # pyright: ignore[reportMissingImports]  # an extra
+
+            return gguf.quants.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType[self.kind])
         except ImportError:
-            raise self.wrong(
-                f'its type {self.kind} is decoded by the package gguf: pip install "eformer[gguf]"'
-            ) from None
-
-        def decode(blocks: np.ndarray) -> np.ndarray:
-            try:
-                return gguf.quants.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType[self.kind])
-            except FORMAT_ERRORS as error:  # above all, a type that it does not decode either
-                raise self.wrong(f"the package gguf does not decode its type {self.kind}: {error!r}") from None
-
-        return decode
+            what = f'its type {self.kind} is decoded by the package gguf: pip install "eformer[gguf]"'
+        except FORMAT_ERRORS as error:  # above all, a type that it does not decode either
+            what = f"the package gguf does not decode its type {self.kind}: {error!r}"
+        raise self.wrong(what)

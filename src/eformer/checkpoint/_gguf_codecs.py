@@ -50,9 +50,10 @@ def register_gguf_codec(codec: GgufCodec) -> None:
     CODECS[kind, cls] = codec
 
 
-def reader_of(kind: str) -> GgufCodec | None:
-    """The codec that keeps blocks of this type quantized; None if they are read as float32."""
-    return next((codec for codec in CODECS.values() if codec.block_type == kind and codec.decode is not None), None)
+def reader_of(kind: str) -> GgufCodec:
+    """The codec that keeps blocks of this type quantized; one without `decode` if they are read as float32."""
+    readers = (codec for codec in CODECS.values() if codec.block_type == kind and codec.decode is not None)
+    return next(readers, GgufCodec(kind, QuantizedArray))
 
 
 def writer_of(item: Item) -> GgufCodec:

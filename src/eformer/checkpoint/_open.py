@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 from jax import tree_util as jtu
 
-from ._arrays import ArrayInfo, DenseEntry, Entry, QuantizedEntry, dtype_here
+from ._arrays import ArrayInfo, DenseEntry, Entry, QuantizedEntry
 from ._bitsandbytes import recognise
 from ._describe import KEY, VERSION, rebuild
 from ._error import CheckpointError
@@ -199,8 +199,9 @@ def _quantized(name: str, described: Json, tensors: dict[str, Tensor], file: str
     def leaf(tensor: str) -> jax.ShapeDtypeStruct:
         if tensor not in tensors:
             raise CheckpointError(f"its tensor {tensor[:100]!r} is missing")
-        made = jax.ShapeDtypeStruct(tensors[tensor].shape, dtype_here(tensors[tensor]))
-        known[id(made)] = made, tensors[tensor]
+        found = tensors[tensor]
+        made = jax.ShapeDtypeStruct(found.shape, jax.dtypes.canonicalize_dtype(found.dtype))
+        known[id(made)] = made, found
         return made
 
     try:
