@@ -3,7 +3,7 @@
 from ._arrays import ArrayInfo as ArrayInfo
 from ._bitsandbytes import BitsandbytesCodec as BitsandbytesCodec
 from ._bitsandbytes import register_bitsandbytes_codec as register_bitsandbytes_codec
-from ._error import CheckpointError as CheckpointError
+from ._file import CheckpointError as CheckpointError
 from ._gguf_codecs import GgufCodec as GgufCodec
 from ._gguf_codecs import register_gguf_codec as register_gguf_codec
 from ._gguf_write import save_gguf as save_gguf

@@ -17,7 +17,7 @@ from eformer.jaximus import is_implicit
 from eformer.ops.quantization import QuantizedArray, check_codes, recode
 
 from ._describe import FORMAT_ERRORS, check_decoding, describe, format_name
-from ._error import CheckpointError
+from ._file import CheckpointError
 from ._header import Json, Tensor
 
 Dense = jax.Array | np.ndarray | np.generic

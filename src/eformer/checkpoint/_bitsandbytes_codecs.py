@@ -6,7 +6,6 @@ import json
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import tree_util as jtu
 
@@ -126,13 +125,11 @@ def _nf4_encode(item: Item, like: ArrayNF4) -> Record:
     def values() -> list[np.ndarray]:
         q = item.make()
         assert isinstance(q, ArrayNF4)
-        packed = np.asarray(q.packed).reshape(-1, 1)
-        if not nested or q.offset is None:
-            text = json.dumps(state).encode()
-            return [packed, _absmax(q, block), NF4_CODES, np.frombuffer(text, np.uint8)]
-        text = json.dumps({**state, "nested_offset": float(q.offset)}).encode().ljust(length)
-        absmax, scales = np.asarray(q.absmax).reshape(-1), np.asarray(q.nested).reshape(-1)
-        return [packed, absmax, NF4_CODES, np.frombuffer(text, np.uint8), scales, dynamic_map()]
+        offset = {"nested_offset": np.asarray(q.offset).item()} if nested else {}
+        text = np.frombuffer(json.dumps({**state, **offset}).encode().ljust(length), np.uint8)
+        absmax = np.asarray(q.absmax).reshape(-1) if nested else _absmax(q, block)
+        scales = [np.asarray(q.nested).reshape(-1), dynamic_map()] if nested else []
+        return [np.asarray(q.packed).reshape(-1, 1), absmax, NF4_CODES, text, *scales]
 
     return Record(name, parts, values, item.done)
 
@@ -171,12 +168,9 @@ def _absmax(q: ArrayNF4, block: int) -> np.ndarray:
 
 
 def _int8_like(weight: EightBit) -> Array8B:
-    rows, columns = weight.shape
-    leaves = {
-        "scale": jax.ShapeDtypeStruct((rows, 1), jnp.float32),
-        "weight": jax.ShapeDtypeStruct((rows, columns), jnp.int8),
-    }
-    return array_from_fields(Array8B, {**leaves, "axis": (-1,), "dtype": weight.dtype})
+    scale = jax.ShapeDtypeStruct((weight.shape[0], 1), np.float32)
+    codes = jax.ShapeDtypeStruct(weight.shape, np.int8)
+    return array_from_fields(Array8B, {"scale": scale, "weight": codes, "axis": (-1,), "dtype": weight.dtype})
 
 
 def _int8_decode(weight: EightBit, like: Array8B) -> Array8B:

@@ -30,7 +30,7 @@ from eformer.ops.quantization import (
     formats,
 )
 
-from ._error import CheckpointError
+from ._file import CheckpointError
 from ._header import BY_NUMPY_NAME, Json, checked_shape
 
 KEY = "eformer"  # of our part of the metadata
@@ -160,31 +160,27 @@ def check_decoding(q: QuantizedArray) -> None:
 
 
 def _check_trial(q: QuantizedArray) -> None:
-    if declares_leaves(type(q)):
-        return
-    leaves, treedef = jtu.tree_flatten(q)
-    problem = _problem(treedef, tuple((np.shape(leaf), np.dtype(leaf.dtype)) for leaf in leaves))
-    if problem is not None:
-        raise CheckpointError(problem)
+    if not declares_leaves(type(q)):
+        leaves, treedef = jtu.tree_flatten(q)
+        _try_to_decode(treedef, tuple((np.shape(leaf), np.dtype(leaf.dtype)) for leaf in leaves))
 
 
 @functools.lru_cache(maxsize=4096)
-def _problem(treedef: Any, leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> str | None:
-    """What is wrong with a quantized array of these leaves; None if it decodes."""
+def _try_to_decode(treedef: Any, leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> None:
     given = [jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype)) for shape, dtype in leaves]
     q = jtu.tree_unflatten(treedef, given)
     try:
         traced = jax.make_jaxpr(lambda q: q.decode())(q)
         shape = q.shape
     except FORMAT_ERRORS as error:
-        return f"its leaves do not decode as {type(q).__name__}: {str(error)[:300]}"
+        raise CheckpointError(f"its leaves do not decode as {type(q).__name__}: {str(error)[:300]}") from None
     if traced.out_avals[0].shape != shape:
-        return f"its leaves decode to {traced.out_avals[0].shape}, and it says {shape}"
+        raise CheckpointError(f"its leaves decode to {traced.out_avals[0].shape}, and it says {shape}")
     stored = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in given)
     largest = max(_sizes(traced.jaxpr), default=0)
     if largest > MAX_EXPANSION * stored + SMALL:
-        return f"decoding {stored} bytes would take an array of {largest}: `{type(q).__name__}` is not meant so"
-    return None
+        what = f"decoding {stored} bytes would take an array of {largest}: `{type(q).__name__}` is not meant so"
+        raise CheckpointError(what)
 
 
 def _sizes(jaxpr: Jaxpr) -> list[int]:

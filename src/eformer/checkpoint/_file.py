@@ -1,8 +1,9 @@
-"""Files read through memory mapping: pages are read when an array looks at them, and can be dropped again."""
+"""Files read through memory mapping, whose pages can be dropped again, and the error of those that are wrong."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import stat
@@ -11,11 +12,27 @@ from pathlib import Path
 
 import numpy as np
 
-from ._error import CheckpointError
+from eformer._text import printable
 
 StrPath = str | os.PathLike[str]
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that contradicts itself; the message names the file, the tensor and what is wrong."""
+
+    def __init__(self, what: str, *, file: str | None = None, tensor: str | None = None) -> None:
+        # A hostile file chooses its names: they are quoted, and cut before they fill the screen. The rest is made
+        # printable, because a path may hold anything too.
+        place = [] if file is None else [file]
+        if tensor is not None:
+            place.append(f"tensor {tensor[:100]!r}")
+        super().__init__(printable(": ".join([*place, what])))
+        self.what, self.file, self.tensor = what, file, tensor
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial(CheckpointError, self.what, file=self.file, tensor=self.tensor), ()
 
 
 def check_plain(path: StrPath, mode: int | None = None) -> None:

@@ -11,8 +11,7 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._error import CheckpointError
-from ._file import MappedFile
+from ._file import CheckpointError, MappedFile
 
 # Name in the file, NumPy type. Types of less than a byte (F4, F6_E2M3, F6_E3M2) are left out: the format does not
 # define the order of their bits.

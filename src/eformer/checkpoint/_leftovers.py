@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -71,9 +72,8 @@ def sweep(path: Path) -> None:
 
 
 def _sweep_one(path: Path, token: str, journal: Path, names: list[str]) -> None:
-    file = OpenFile(journal)
-    try:
-        if not file.is_regular() or not file.hold():
+    with contextlib.closing(OpenFile(journal)) as file:
+        if not stat.S_ISREG(os.fstat(file.handle).st_mode) or not file.hold():
             return
         temporary = re.compile(re.escape(f".{short(path.name)}.{token}.") + r"\d+\.tmp")
         shard = re.compile(re.escape(f"{path.stem}-{token[:8]}-") + r"\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
@@ -82,15 +82,12 @@ def _sweep_one(path: Path, token: str, journal: Path, names: list[str]) -> None:
             left |= _replaced(path, file.handle)
         remove(left - named_by_indexes(path.parent))
         remove([journal])
-    finally:
-        file.close()
 
 
 def _replaced(path: Path, journal: int) -> set[Path]:
     """The shards that the journal of a killed save meant to remove."""
     try:
-        told = json.loads(os.read(journal, MAX_JOURNAL) or b"{}")
-        names = list(told["replaces"])
+        names = list(json.loads(os.read(journal, MAX_JOURNAL))["replaces"])
     except (ValueError, LookupError, TypeError, RecursionError):
         return set()
     own = re.compile(re.escape(f"{path.stem}-") + r"[^/\\:\0]*" + re.escape(SUFFIX))

@@ -12,8 +12,7 @@ from eformer._progress import Meter, Progress
 from eformer.model import named_leaves
 
 from ._arrays import Value
-from ._error import CheckpointError
-from ._file import StrPath
+from ._file import CheckpointError, StrPath
 from ._open import Checkpoint, open_checkpoint
 from ._place import ShardingFor
 from ._tree import SCALAR, rebuilt
@@ -80,19 +79,16 @@ def _check_tree(checkpoint: Checkpoint) -> None:
 def _filled(checkpoint: Checkpoint, like: object, sharding: ShardingFor, progress: Progress | None) -> object:
     named, structure = named_leaves(like)
     named = [(name or SCALAR, leaf) for name, leaf in named]
-
-    def wrong(what: str, name: str) -> CheckpointError:
-        return CheckpointError(what, file=str(checkpoint.path), tensor=name)
-
+    wrong = functools.partial(CheckpointError, file=str(checkpoint.path))
     missing = [name for name, _ in named if name not in checkpoint]
     if missing:
         there = ", ".join(map(repr, list(checkpoint)[:3]))
         what = f"{len(missing)} of {len(named)} leaves of `like` are not in the checkpoint, which has {there}, ..."
-        raise wrong(what, missing[0])
+        raise wrong(what, tensor=missing[0])
     for name, leaf in named:
         shape, found = tuple(getattr(leaf, "shape", ())), checkpoint.info(name).shape
         if shape != found:
-            raise wrong(f"its shape is {found}, and `like` has {shape}", name)
+            raise wrong(f"its shape is {found}, and `like` has {shape}", tensor=name)
     meter = Meter(progress, sum(checkpoint.info(name).nbytes for name, _ in named))
     leaves = []
     for name, leaf in named:

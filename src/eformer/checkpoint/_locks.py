@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,16 +44,12 @@ class OpenFile:
             return None
         return True
 
-    def is_regular(self) -> bool:
-        return stat.S_ISREG(os.fstat(self.handle).st_mode)
-
     def has_its_name(self) -> bool:
-        """Whether the file still has its name: it was neither removed nor replaced."""
+        """Whether the file was neither removed nor replaced."""
         try:
-            there = os.stat(self.path, follow_symlinks=False)
+            return os.path.samestat(os.fstat(self.handle), os.lstat(self.path))
         except FileNotFoundError:
             return False
-        return os.path.samestat(os.fstat(self.handle), there)
 
     def close(self) -> None:
         handle, self.handle = self.handle, -1

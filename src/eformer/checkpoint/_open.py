@@ -13,8 +13,7 @@ from jax import tree_util as jtu
 from ._arrays import ArrayInfo, DenseEntry, Entry, QuantizedEntry
 from ._bitsandbytes import recognise
 from ._describe import KEY, VERSION, rebuild
-from ._error import CheckpointError
-from ._file import MappedFile, StrPath
+from ._file import CheckpointError, MappedFile, StrPath
 from ._gguf import MAGIC, read_gguf
 from ._header import Json, Tensor, parse_json, read_header
 from ._paths import check_inside, find_file, is_index, read_index, state_of

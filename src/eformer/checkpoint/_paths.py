@@ -9,8 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from ._error import CheckpointError
-from ._file import StrPath, open_plain
+from ._file import CheckpointError, StrPath, open_plain
 from ._header import MAX_HEADER, Json, parse_json
 
 SUFFIX = ".safetensors"
@@ -18,8 +17,6 @@ INDEX_SUFFIX = ".index.json"
 GGUF_SUFFIX = ".gguf"
 SUFFIXES = (SUFFIX, GGUF_SUFFIX)
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
-# Endings of files that are not written here. An unknown ending of letters alone is taken for one too: no version is.
-OTHERS = (*OTHER_WEIGHTS, ".npy", ".json", ".html", ".txt", ".zip")
 MAX_NEIGHBOURS = 1000  # files that a misspelt name is compared with
 
 
@@ -94,13 +91,12 @@ def read_index(path: Path) -> tuple[dict[str, Json], dict[str, str]]:
     """The metadata of an index, and for each tensor the name of its shard, a file in the folder of the index."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > MAX_HEADER:
-            raise CheckpointError(f"an index of more than {MAX_HEADER} bytes", file=str(path))
-        text = file.read(size)
-    return parse_index(text, path)
+        return parse_index(file.read(min(size, MAX_HEADER + 1)), path)
 
 
 def parse_index(text: bytes, path: Path) -> tuple[dict[str, Json], dict[str, str]]:
+    if len(text) > MAX_HEADER:
+        raise CheckpointError(f"an index of more than {MAX_HEADER} bytes", file=str(path))
     index = parse_json(text, str(path), "the index")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     metadata = index.get("metadata", {}) if isinstance(index, dict) else None
@@ -157,8 +153,8 @@ def check_suffix(path: StrPath, suffixes: tuple[str, ...] = SUFFIXES) -> None:
     if not suffix or suffix in suffixes or is_folder:
         return
     near = difflib.get_close_matches(suffix.lower(), SUFFIXES, 1, 0.7)
-    if not near and suffix not in OTHERS and not re.fullmatch(r"\.[A-Za-z_]+", suffix):
-        return
+    if not near and suffix not in OTHER_WEIGHTS and not re.fullmatch(r"\.[A-Za-z_]+", suffix):
+        return  # no ending: the version of a model has digits
     if near and near[0] in suffixes:
         why = f"did you mean {text.removesuffix(suffix) + near[0]!r}?"
     else:

@@ -16,7 +16,7 @@ from jax import tree_util as jtu
 from eformer.model import named_leaves
 from eformer.ops.quantization import QuantizedArray
 
-from ._error import CheckpointError
+from ._file import CheckpointError
 from ._header import Json
 
 MAX_DEPTH = 100

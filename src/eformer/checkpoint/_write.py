@@ -18,8 +18,7 @@ from eformer._progress import Meter, Progress
 from ._arrays import Dense, Part, Record, contiguous_bytes, items_of, record_of
 from ._bitsandbytes_codecs import bitsandbytes_record
 from ._describe import KEY, VERSION
-from ._error import CheckpointError
-from ._file import StrPath
+from ._file import CheckpointError, StrPath
 from ._header import BY_NUMPY_NAME, MAX_HEADER, METADATA, NAMES, Json, checked_shape
 from ._leftovers import index_path
 from ._paths import SUFFIX, parse_index, target_file
@@ -152,8 +151,6 @@ def _shards(records: Sequence[Record], most: int | None) -> list[list[Record]]:
 def _check_index(text: bytes, saving: Saving) -> None:
     """Raise a ValueError if the index could not be read again."""
     try:
-        if len(text) > MAX_HEADER:
-            raise CheckpointError(f"an index of {len(text)} bytes, and {MAX_HEADER} are read")
         parse_index(text, saving.index)
     except CheckpointError as error:
         saving.abandon()
@@ -259,10 +256,9 @@ def _write_piece(file: BinaryIO, offset: int, part: Part, index: Index, piece: D
 
 def _runs(part: Part, slices: Sequence[slice], shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     """For each run of bytes of a piece: its start in the piece, its length, and its start in the tensor."""
-    whole = len(shape)  # the axes from here on are whole: together with the one before, they are one run
-    while whole and shape[whole - 1] == part.shape[whole - 1]:
-        whole -= 1
-    outer = max(whole - 1, 0)
+    outer = len(shape)  # the axes after this one are whole: together with it, they are one run
+    while outer and shape[outer:] == part.shape[outer:]:
+        outer -= 1
     length = math.prod(shape[outer:]) * part.dtype.itemsize
     strides = [math.prod(part.shape[i + 1 :]) * part.dtype.itemsize for i in range(len(shape))]
     starts = [each.start for each in slices]
