@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import shutil
 import stat
@@ -68,10 +69,7 @@ def room_for(path: Path, size: int) -> Iterator[None]:
 def make_folder(folder: Path) -> list[Path]:
     """Make a folder and its parents, each brought to the disk; the result is the folders that were missing."""
     made: list[Path] = []
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
+    missing = list(itertools.takewhile(lambda each: not each.is_dir(), (folder, *folder.parents)))
     try:
         for each in reversed(missing):
             with contextlib.suppress(FileExistsError):  # another process made it, or it is a file, which fails later

@@ -189,13 +189,10 @@ def record_of(item: Item) -> Record:
 
 
 def contiguous_bytes(value: Dense, part: Part) -> memoryview:
-    """The bytes of an array as they are written: in C order, little-endian."""
+    """The bytes of an array as they are written, in C order."""
     array = np.asarray(value)
     if array.shape != part.shape or array.dtype != part.dtype:
         raise ValueError(
             f"{part.name!r} was announced as {part.dtype}{list(part.shape)}, and is {array.dtype}{list(array.shape)}"
         )
-    ordered = np.ascontiguousarray(array).reshape(-1)
-    if not np.little_endian and ordered.dtype.itemsize > 1:
-        ordered = ordered.byteswap()
-    return ordered.view(np.uint8).data
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

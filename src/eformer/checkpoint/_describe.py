@@ -148,10 +148,7 @@ def _decoded(value: Json) -> object:
 
 
 def check_decoding(q: QuantizedArray) -> None:
-    """Raise a CheckpointError unless the leaves of `q` decode to its shape, in memory proportional to their size.
-
-    The rules of a class decide if they cover all its leaves; else decoding is traced.
-    """
+    """Raise a CheckpointError unless the leaves of `q` decode to its shape, in memory proportional to their size."""
     try:
         check_array(q)
     except FORMAT_ERRORS as error:

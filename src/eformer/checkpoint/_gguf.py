@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import struct
 from typing import Any
@@ -116,7 +117,10 @@ def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], dict[str, object]]:
         if offset % alignment:
             raise reader.wrong(f"its offset {offset} is no multiple of the alignment {alignment}", name)
         entries[name] = _entry(reader, name, shape, kind, base + offset)
-    _check_no_overlap(reader, entries)
+    placed = sorted((entry.tensors[0] for entry in entries.values()), key=lambda t: (t.start, t.stop))
+    for before, tensor in itertools.pairwise(placed):
+        if tensor.start < before.stop:
+            raise reader.wrong("overlaps the tensor before it", tensor.name)
     return entries, metadata
 
 
@@ -145,14 +149,6 @@ def _entry(reader: Reader, name: str, shape: tuple[int, ...], kind: int, start: 
         raise reader.wrong(f"its data ends at byte {stop} of a file of {len(reader.file)}: the file is cut off", name)
     dtype = PLAIN.get(form.name, np.dtype(np.uint8))
     return GgufEntry(form.name, Tensor(name, dtype, shape, reader.file, start, stop))
-
-
-def _check_no_overlap(reader: Reader, entries: dict[str, Entry]) -> None:
-    end = 0
-    for tensor in sorted((entry.tensors[0] for entry in entries.values()), key=lambda t: (t.start, t.stop)):
-        if tensor.start < end:
-            raise reader.wrong("overlaps the tensor before it", tensor.name)
-        end = max(end, tensor.stop)
 
 
 class GgufEntry(Entry):

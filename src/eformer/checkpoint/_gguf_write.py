@@ -149,7 +149,9 @@ def _data(plan: _Planned) -> memoryview:
     with np.errstate(invalid="ignore", over="ignore"):
         for start in range(0, len(blocks), AT_ONCE):
             piece = narrowed(item.name, blocks[start : start + AT_ONCE], np.float32)
-            _check_range(item.name, kind, piece, steps)
+            peak = np.max(np.abs(piece), initial=0, where=np.isfinite(piece)).astype(np.float64)
+            if peak / steps >= 65520:  # the scale, a float16, would be infinite
+                raise ValueError(f"{item.name!r} has values up to {peak:g}, which {kind} can't hold; F32 can")
             out[start : start + AT_ONCE] = encode(piece)
     return out.reshape(-1).data
 
@@ -160,13 +162,6 @@ def _cast(name: str, array: np.ndarray, kind: str) -> np.ndarray:
     if not (jnp.issubdtype(array.dtype, jnp.floating) and kind in ("F16", "BF16", "F32", "F64")):
         raise TypeError(f"{name!r} is {array.dtype}: it can't be written as {kind}")
     return narrowed(name, array, PLAIN[kind])
-
-
-def _check_range(name: str, kind: str, array: np.ndarray, steps: int) -> None:
-    """Raise a ValueError if a finite value would become infinite: scales are float16."""
-    peak = np.max(np.abs(array), initial=0, where=np.isfinite(array)).astype(np.float64)
-    if peak / steps >= 65520:  # halfway between the largest float16 and the next step
-        raise ValueError(f"{name!r} has values up to {peak:g}, which {kind} can't hold; F32 can")
 
 
 # --- metadata ---

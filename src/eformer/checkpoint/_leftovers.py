@@ -66,22 +66,17 @@ def sweep(path: Path) -> None:
     """Remove the leftovers of killed saves of `path`; call it under the lock of the path."""
     names = os.listdir(path.parent)
     journal = re.compile(re.escape(f".{short(path.name)}.") + r"([0-9a-f]{16})\.saving")
-    for found in filter(None, map(journal.fullmatch, names)):
-        with contextlib.suppress(OSError):
-            _sweep_one(path, found[1], path.with_name(found[0]), names)
-
-
-def _sweep_one(path: Path, token: str, journal: Path, names: list[str]) -> None:
-    with contextlib.closing(OpenFile(journal)) as file:
-        if not stat.S_ISREG(os.fstat(file.handle).st_mode) or not file.hold():
-            return
-        temporary = re.compile(re.escape(f".{short(path.name)}.{token}.") + r"\d+\.tmp")
-        shard = re.compile(re.escape(f"{path.stem}-{token[:8]}-") + r"\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
-        left = {path.with_name(name) for name in names if temporary.fullmatch(name) or shard.fullmatch(name)}
-        if temporary_path(path, token, 0) not in left:  # it is in place, and what it replaced can go
-            left |= _replaced(path, file.handle)
-        remove(left - named_by_indexes(path.parent))
-        remove([journal])
+    for token in [found[1] for found in map(journal.fullmatch, names) if found]:
+        with contextlib.suppress(OSError), contextlib.closing(OpenFile(journal_path(path, token))) as file:
+            if not stat.S_ISREG(os.fstat(file.handle).st_mode) or not file.hold():
+                continue
+            temporary = re.compile(re.escape(f".{short(path.name)}.{token}.") + r"\d+\.tmp")
+            shard = re.compile(re.escape(f"{path.stem}-{token[:8]}-") + r"\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
+            left = {path.with_name(name) for name in names if temporary.fullmatch(name) or shard.fullmatch(name)}
+            if temporary_path(path, token, 0) not in left:  # it is in place, and what it replaced can go
+                left |= _replaced(path, file.handle)
+            remove(left - named_by_indexes(path.parent))
+            remove([file.path])
 
 
 def _replaced(path: Path, journal: int) -> set[Path]:

@@ -112,8 +112,12 @@ def write_safetensors(
 
     def start() -> Saving:
         saving = Saving(target, single, [each.size for each in layouts])
-        if several:
-            _check_index(index(saving.names), saving)
+        try:
+            if several:
+                parse_index(index(saving.names), saving.index)
+        except CheckpointError as error:  # it could not be read again
+            saving.abandon()
+            raise ValueError(f"{single} can't be split: {error.what}") from None
         return saving
 
     with saved_together(start, index if several else None) as temporaries:
@@ -146,15 +150,6 @@ def _shards(records: Sequence[Record], most: int | None) -> list[list[Record]]:
 
 
 # --- what could not be read again ---
-
-
-def _check_index(text: bytes, saving: Saving) -> None:
-    """Raise a ValueError if the index could not be read again."""
-    try:
-        parse_index(text, saving.index)
-    except CheckpointError as error:
-        saving.abandon()
-        raise ValueError(f"{saving.path} can't be split: {error.what}") from None
 
 
 def _check_records(records: Sequence[Record]) -> None:
