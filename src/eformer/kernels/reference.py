@@ -15,29 +15,9 @@ import numpy as np
 from jax import lax
 
 # Dettmers et al., "QLoRA" (arXiv 2305.14314), appendix E: quantiles of a normal distribution, zero among them.
-NF4_CODES = np.array(
-    [
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    ],
-    np.float32,
-)
-
-
+_NEGATIVE = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036)
+_POSITIVE = (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
+NF4_CODES = np.array([*_NEGATIVE, 0.0, *_POSITIVE], np.float32)
 # What two bits stand for: zero bits are zero, as in every format that can choose.
 TERNARY_CODES = np.array([0, -1, np.nan, 1], np.float32)
 
@@ -52,10 +32,6 @@ def _boundaries(codes: np.ndarray) -> np.ndarray:
 NF4_BOUNDARIES = _boundaries(NF4_CODES)
 
 
-def compute_dtype(dtype: np.dtype) -> np.dtype:
-    return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
-
-
 def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """`x` as `dtype`; casts to integers round to the nearest."""
     return jnp.round(x).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else x.astype(dtype)
@@ -67,7 +43,7 @@ def absmax(x: jax.Array, axis: Sequence[int]) -> jax.Array:
     peak = jnp.max(jnp.abs(x), axis=tuple(axis), keepdims=True, initial=0)
     # XLA:CPU's maximum drops NaN (JAX 0.10.2 and 0.12), and testing each element is slow; a sum of zeros does neither.
     zero = jnp.sum(x - x, axis=tuple(axis), keepdims=True)
-    return jnp.where(jnp.isnan(zero), jnp.inf, peak).astype(compute_dtype(x.dtype))
+    return jnp.where(jnp.isnan(zero), jnp.inf, peak).astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
 def _divide(x: jax.Array, by: jax.Array) -> jax.Array:
@@ -96,16 +72,11 @@ def _mean_of_magnitudes(x: jax.Array, axis: Sequence[int], count: jax.Array | in
     return total / count * _finite(peak)
 
 
-def encode_int8(x: jax.Array, axis: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """`weight`, int8 in [-127, 127], and `scale`, with `x` within `scale / 2` of `weight * scale`.
+def encode_int8(x: jax.Array, axis: Sequence[int], largest: int = 127) -> tuple[jax.Array, jax.Array]:
+    """`weight`, int8 in [-largest, largest], and `scale`, with `x` within `scale / 2` of `weight * scale`.
 
     A slice of zeros has scale 1. A slice with a NaN or an infinity has scale NaN, and decodes to NaN.
     """
-    return _symmetric(x, axis, 127)
-
-
-def _symmetric(x: jax.Array, axis: Sequence[int], largest: int) -> tuple[jax.Array, jax.Array]:
-    """The int8 nearest to `x / scale`, in [-largest, largest], and the scale of each slice along `axis`."""
     peak = _finite(absmax(x, axis))
     step = _divide(peak, jnp.full_like(peak, largest))
     scale = jnp.where(peak == 0, 1, jnp.maximum(step, jnp.finfo(peak.dtype).tiny))
@@ -118,7 +89,7 @@ def _symmetric(x: jax.Array, axis: Sequence[int], largest: int) -> tuple[jax.Arr
 def encode_blocks(x: jax.Array, block_size: int, axis: int, largest: int) -> tuple[jax.Array, jax.Array]:
     """int8 in [-largest, largest] of the shape of `x`, and a scale per block along `axis`; rounded as INT8 is."""
     axis = axis % x.ndim
-    values, scale = _symmetric(split(x, axis, block_size), (axis + 1,), largest)
+    values, scale = encode_int8(split(x, axis, block_size), (axis + 1,), largest)
     return merge(values, axis, x.shape[axis]), jnp.squeeze(scale, axis + 1)
 
 
@@ -133,14 +104,12 @@ def decode_int8(weight: jax.Array, scale: jax.Array) -> jax.Array:
     return weight.astype(scale.dtype) * scale
 
 
-def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    missing = -x.shape[axis] % multiple
-    return jnp.pad(x, [(0, missing if i == axis % x.ndim else 0) for i in range(x.ndim)]) if missing else x
-
-
 def split(x: jax.Array, axis: int, size: int) -> jax.Array:
     """Axis `axis` as two: groups, and `size` within a group; the last group is filled with zeros."""
-    x, axis = _pad(x, axis, size), axis % x.ndim
+    axis %= x.ndim
+    missing = -x.shape[axis] % size
+    if missing:
+        x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
     return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
 
 
@@ -275,8 +244,7 @@ def unpack(packed: jax.Array, per_byte: int, axis: int, length: int) -> jax.Arra
 
 def signs(x: jax.Array) -> jax.Array:
     """-1 or 1; 0 becomes 1, and NaN stays NaN."""
-    found = jnp.sign(x)
-    return jnp.where(found == 0, 1, found)
+    return jnp.where(x == 0, 1, jnp.sign(x))
 
 
 def ternary(x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ operand, laid out as the matrix unit reads them. It multiplies in bfloat16 and s
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -161,7 +162,7 @@ def matmul(
     x = _padded(x, {1: grid[1] * plan.tiles.m, 2: grid[3] * plan.depth * plan.contracted_operands})
     x = deinterleaved(x, plan.contracted_operands, run, x.dtype if plan.integer else jnp.bfloat16, interpret)
     x_spec = pl.BlockSpec((None, plan.contracted_operands, plan.tiles.m, plan.depth), lambda b, i, j, k: (b, 0, i, k))
-    operands, specs = [x, matrix.codes[0]], [x_spec, _codes_spec(plan)]
+    operands, specs = [x, matrix.codes[0]], [x_spec, _spec(plan, *plan.tiles[1:])]
     if format.table is not None:
         table = alike(x, _tables(plan))
         operands.append(table)
@@ -204,27 +205,22 @@ def _tables(plan: _Plan) -> np.ndarray:
     return np.pad(words, ((0, 6), (0, LANES - 16)))
 
 
-def _codes_spec(plan: _Plan, block: tuple[int, int] | None = None) -> pl.BlockSpec:
-    """Tiles of codes, or blocks of that shape, in the same order."""
-
-    def index(b: Index, i: Index, j: Index, k: Index) -> tuple[Index, Index, Index]:
-        del i
-        return (b, k, j) if plan.contracted_axis == 0 else (b, j, k)
-
-    return pl.BlockSpec((None, *(block or plan.tiles[1:])), index)
-
-
-def _scales_spec(plan: _Plan) -> pl.BlockSpec:
-    if plan.packed_axis == 0:
-        return _codes_spec(plan, (plan.tiles.rows // plan.bytes_per_block, plan.tiles.cols))
-    per_vector = LANES * plan.bytes_per_block
+def _spec(plan: _Plan, rows: int, cols: int, block: Callable[[Index], Index] = lambda col: col) -> pl.BlockSpec:
+    """Blocks of codes or scales (rows, cols), one for each grid step; `block` gives the column of blocks for a step."""
 
     def index(b: Index, i: Index, j: Index, k: Index) -> tuple[Index, Index, Index]:
         del i
         row, col = (k, j) if plan.contracted_axis == 0 else (j, k)
-        return b, row, lax.div(col * plan.tiles.cols, per_vector)
+        return b, row, block(col)
 
-    return pl.BlockSpec((None, plan.tiles.rows, LANES), index)
+    return pl.BlockSpec((None, rows, cols), index)
+
+
+def _scales_spec(plan: _Plan) -> pl.BlockSpec:
+    rows, cols = plan.tiles[1:]
+    if plan.packed_axis == 0:
+        return _spec(plan, rows // plan.bytes_per_block, cols)
+    return _spec(plan, rows, LANES, lambda col: lax.div(col * cols, LANES * plan.bytes_per_block))
 
 
 def _kernel(x_ref: jax.Ref, codes_ref: jax.Ref, *refs: jax.Ref, plan: _Plan, scaled: bool) -> None:
@@ -325,10 +321,7 @@ def _permuted(table: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _permuted_lanes(table: jax.Array, index: jax.Array) -> jax.Array:
-    parts = [
-        jnp.take_along_axis(table, index[:, at : at + LANES], axis=1, mode="promise_in_bounds")
-        for at in range(0, index.shape[1], LANES)
-    ]
+    parts = [_permuted(table, index[:, at : at + LANES]) for at in range(0, index.shape[1], LANES)]
     return jnp.concatenate(parts, 1)
 
 
@@ -338,13 +331,8 @@ def _scale_of_bytes(scales: jax.Array, shape: tuple[int, ...], start: int, plan:
     rows, cols = shape
     if plan.packed_axis == 0:
         same = min(per_block, rows)
-        return jnp.concatenate(
-            [
-                jnp.broadcast_to(scales[row // per_block][None], (same, cols))
-                for row in range(start, start + rows, same)
-            ],
-            0,
-        )
+        firsts = range(start, start + rows, same)
+        return jnp.concatenate([jnp.broadcast_to(scales[row // per_block][None], (same, cols)) for row in firsts], 0)
     per_step = plan.tiles.cols // per_block
     step = pl.program_id(2 if plan.contracted_axis == 0 else 3)
     first = (step * per_step) & (LANES - 1) if per_step < LANES else 0
