@@ -291,26 +291,15 @@ def _unflatten(cls: type[ImplicitArray], static: _Static, children: Iterable[Lea
     if cls._vmap_error is not ImplicitArray._vmap_error and record.misuse is None:
         for leaf in children:
             if isinstance(leaf, Tracer) and hasattr(type(leaf), "batch_dim"):  # the tracers of `vmap` have it
-                _note_misuse(array, leaf)
+                from ._trace import note_misuse  # the trace is built on this class
+
+                note_misuse(array, leaf)
     return array
-
-
-def _note_misuse(array: ImplicitArray, leaf: Tracer) -> None:
-    """Keep why `vmap` should not have taken an axis off the leaf, if it should not."""
-    from ._trace import vmapped_axes  # the trace is built on this class
-
-    errors = (array._vmap_error(each, axis) for each, axis in vmapped_axes(leaf))
-    if (error := next(filter(None, errors), None)) is not None:
-        array._keep(misuse=error)
 
 
 _TREE_FUNCTIONS = jtu.tree_map.__globals__  # of the module that has them all
 _TREE_MODULES = frozenset({_TREE_FUNCTIONS["__name__"], jax.tree.map.__module__})
 _getframe = sys._getframe
-_HOW_TO_TRAIN = (
-    "`eformer.model.partition` takes a tree apart into what is trained and what is frozen, and "
-    "`eformer.ops.quantization.straight_through` trains through the rounding of a dense weight"
-)
 
 
 def _check_taken_apart(name: str, leaves: Iterable[Leaf], frame: FrameType | None) -> None:
@@ -332,7 +321,11 @@ def _check_taken_apart(name: str, leaves: Iterable[Leaf], frame: FrameType | Non
         return
     if any(map(_is_integer, leaves)):
         what = "differentiated" if differentiates else f"given to Optax's `{function}`"
-        raise TypeError(f"an {name} cannot be {what}: its codes are integers. {_HOW_TO_TRAIN}")
+        raise TypeError(
+            f"an {name} cannot be {what}: its codes are integers. `eformer.model.partition` takes a tree apart into "
+            f"what is trained and what is frozen, and `eformer.ops.quantization.straight_through` trains through the "
+            f"rounding of a dense weight"
+        )
 
 
 def _is_integer(leaf: Leaf) -> bool:

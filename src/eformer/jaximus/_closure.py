@@ -36,9 +36,7 @@ def _materialize(*leaves: Leaf, treedef: Structure) -> jax.Array:
 
 @implicit_array_p.def_abstract_eval
 def _abstract_eval(*avals: ShapedArray, treedef: Structure) -> ShapedArray:
-    from ._trace import abstract_value  # knows JAX's types; binds this primitive
-
-    return abstract_value(jtu.tree_unflatten(treedef, avals))
+    return jtu.tree_unflatten(treedef, avals).aval
 
 
 def _jvp(primals: Sequence[Leaf], tangents: Sequence[Leaf], *, treedef: Structure) -> tuple[jax.Array, jax.Array]:

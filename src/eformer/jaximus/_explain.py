@@ -28,8 +28,6 @@ class Explanation(tuple[tuple[Met, int, int], ...]):
         ]
         return "\n".join(table(header, rows, words=3))
 
-    __str__ = __repr__
-
     @property
     def dense_bytes(self) -> int:
         """Bytes of dense arrays made, in all."""
@@ -68,6 +66,5 @@ def _recorded(run: Callable[[], object]) -> Explanation:
     with mode(dataclasses.replace(mode.value, recorder=recorder)):
         run()
     counts, dense = recorder.counts, recorder.dense_bytes
-    rows = [(met, counts.get(met, 0), dense.get(met, 0)) for met in {**counts, **dense}]
-    shown = [row for row in rows if row[1] or row[2]]
-    return Explanation(sorted(shown, key=lambda row: (-row[2], row[0].primitive)))
+    rows = [(met, counts[met], dense[met]) for met in counts | dense]  # the union is without zeros
+    return Explanation(sorted(rows, key=lambda row: (-row[2], row[0].primitive)))

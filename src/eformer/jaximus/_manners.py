@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -20,45 +21,34 @@ from ._types import Device, Leaf, Tree, Value
 _Operator = Callable[..., Tree]  # takes whatever the dense array would take
 
 
-def _unary(function: _Operator) -> _Operator:
-    return lambda self: self._apply(function, self)
-
-
-def _binary(function: _Operator) -> _Operator:
-    return lambda self, other: self._apply(function, self, other)
+def _operator(function: _Operator) -> _Operator:
+    return lambda self, *other: self._apply(function, self, *other)
 
 
 def _reflected(function: _Operator) -> _Operator:
     return lambda self, other: self._apply(function, other, self)
 
 
-def _method(name: str) -> _Operator:
+def _method(name: str, *, dense: bool = False) -> _Operator:
     def call(self: ArrayManners, *args: Value, **kwargs: Value) -> Tree:
-        return self._apply(lambda array: getattr(array, name)(*args, **kwargs), self)
+        method = operator.methodcaller(name, *args, **kwargs)
+        return method(self.materialize()) if dense else self._apply(method, self)
 
-    call.__name__, call.__doc__ = name, f"As `jax.Array.{name}`, through the registered rules."
+    how = "of the dense array, which is made for it" if dense else "through the registered rules"
+    call.__name__, call.__doc__ = name, f"As `jax.Array.{name}`, {how}."
     return call
+
+
+dense_method = functools.partial(_method, dense=True)
 
 
 def _attribute(name: str) -> property:
-    return property(_unary(operator.attrgetter(name)))
-
-
-def _dense(function: _Operator) -> _Operator:
-    return lambda self: function(self.materialize())
-
-
-def _dense_method(name: str) -> _Operator:
-    def call(self: ArrayManners, *args: Value, **kwargs: Value) -> Tree:
-        return getattr(self.materialize(), name)(*args, **kwargs)
-
-    call.__name__, call.__doc__ = name, f"As `jax.Array.{name}`, of the dense array, which is made for it."
-    return call
+    return property(_operator(operator.attrgetter(name)))
 
 
 def _for_all_leaves(name: str) -> property:
     get = operator.attrgetter(name)
-    return property(lambda self: all(map(get, self._leaves())), doc=f"Whether all leaves are `{name}`.")
+    return property(lambda self: all(map(get, jtu.tree_leaves(self))), doc=f"Whether all leaves are `{name}`.")
 
 
 def check_matmul(lhs: Value, rhs: Value) -> None:
@@ -124,26 +114,26 @@ class ArrayManners:
 
     # As for jax.Array: `==` compares elements, so the array can't be hashed.
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # object declares it a method
-    __eq__ = _binary(operator.eq)  # pyright: ignore[reportAssignmentType]  # object declares it to return bool
-    __ne__ = _binary(operator.ne)  # pyright: ignore[reportAssignmentType]
-    __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
-    __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
+    __eq__ = _operator(operator.eq)  # pyright: ignore[reportAssignmentType]  # object declares it to return bool
+    __ne__ = _operator(operator.ne)  # pyright: ignore[reportAssignmentType]
+    __lt__, __le__ = _operator(operator.lt), _operator(operator.le)
+    __gt__, __ge__ = _operator(operator.gt), _operator(operator.ge)
 
-    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
-    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
-    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
-    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
-    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
-    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
-    __divmod__, __rdivmod__ = _binary(divmod), _reflected(divmod)
-    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
-    __and__, __rand__ = _binary(operator.and_), _reflected(operator.and_)
-    __or__, __ror__ = _binary(operator.or_), _reflected(operator.or_)
-    __xor__, __rxor__ = _binary(operator.xor), _reflected(operator.xor)
-    __lshift__, __rlshift__ = _binary(operator.lshift), _reflected(operator.lshift)
-    __rshift__, __rrshift__ = _binary(operator.rshift), _reflected(operator.rshift)
-    __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
-    __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
+    __add__, __radd__ = _operator(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _operator(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _operator(operator.mul), _reflected(operator.mul)
+    __truediv__, __rtruediv__ = _operator(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _operator(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _operator(operator.mod), _reflected(operator.mod)
+    __divmod__, __rdivmod__ = _operator(divmod), _reflected(divmod)
+    __pow__, __rpow__ = _operator(operator.pow), _reflected(operator.pow)
+    __and__, __rand__ = _operator(operator.and_), _reflected(operator.and_)
+    __or__, __ror__ = _operator(operator.or_), _reflected(operator.or_)
+    __xor__, __rxor__ = _operator(operator.xor), _reflected(operator.xor)
+    __lshift__, __rlshift__ = _operator(operator.lshift), _reflected(operator.lshift)
+    __rshift__, __rrshift__ = _operator(operator.rshift), _reflected(operator.rshift)
+    __neg__, __pos__ = _operator(operator.neg), _operator(operator.pos)
+    __abs__, __invert__ = _operator(operator.abs), _operator(operator.invert)
 
     def __matmul__(self, other: Value) -> Value:
         return self._matmul(self, other)
@@ -162,20 +152,19 @@ class ArrayManners:
     def __iter__(self) -> Iterator[Value]:
         return (self[i] for i in range(len(self)))
 
-    __bool__, __int__, __index__ = _dense(bool), _dense(int), _dense(operator.index)
-    __float__, __complex__ = _dense(float), _dense(complex)
-    item, tolist, byteswap = map(_dense_method, ("item", "tolist", "byteswap"))
-    addressable_data, __dlpack__ = _dense_method("addressable_data"), _dense_method("__dlpack__")
-    addressable_shards = property(_dense(operator.attrgetter("addressable_shards")), doc="Those of the dense array.")
-    global_shards = property(_dense(operator.attrgetter("global_shards")), doc="Those of the dense array.")
+    __bool__, __int__, __index__ = map(dense_method, ("__bool__", "__int__", "__index__"))
+    __float__, __complex__ = map(dense_method, ("__float__", "__complex__"))
+    item, tolist, byteswap = map(dense_method, ("item", "tolist", "byteswap"))
+    addressable_data, __dlpack__ = map(dense_method, ("addressable_data", "__dlpack__"))
+    addressable_shards = property(lambda self: self.materialize().addressable_shards, doc="Those of the dense array.")
+    global_shards = property(lambda self: self.materialize().global_shards, doc="Those of the dense array.")
 
     @property
     def at(self) -> _IndexUpdates:
         """As `jax.Array.at`: `q.at[index].set(value)` is a new array."""
         return _IndexUpdates(self)
 
-    T, mT = _attribute("T"), _attribute("mT")
-    real, imag = _attribute("real"), _attribute("imag")
+    T, mT, real, imag = map(_attribute, ("T", "mT", "real", "imag"))
     astype, view = _method("astype"), _method("view")
     reshape, transpose, swapaxes = map(_method, ("reshape", "transpose", "swapaxes"))
     ravel, flatten, squeeze = map(_method, ("ravel", "flatten", "squeeze"))
@@ -207,7 +196,7 @@ class ArrayManners:
         return jnp
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self._leaves()[0].__dlpack_device__()
+        return jtu.tree_leaves(self)[0].__dlpack_device__()
 
     @property
     def itemsize(self) -> int:
@@ -227,9 +216,6 @@ class ArrayManners:
 
     # Of leaves. An array without leaves is nowhere, and always ready.
 
-    def _leaves(self) -> list[Leaf]:
-        return jtu.tree_leaves(self)
-
     def copy(self) -> Self:
         """The same array in memory of its own."""
         return jtu.tree_map(jnp.copy, self)
@@ -238,7 +224,7 @@ class ArrayManners:
         return jax.block_until_ready(self)
 
     def copy_to_host_async(self) -> None:
-        for leaf in self._leaves():
+        for leaf in jtu.tree_leaves(self):
             leaf.copy_to_host_async()
 
     def to_device(self, device: Device | jax.sharding.Sharding, *, stream: object = None) -> Self:
@@ -246,17 +232,17 @@ class ArrayManners:
 
     def delete(self) -> None:
         """Free the memory of all leaves now; a use afterwards raises JAX's error for deleted arrays."""
-        for leaf in self._leaves():
+        for leaf in jtu.tree_leaves(self):
             leaf.delete()
 
     def is_deleted(self) -> bool:
-        return any(leaf.is_deleted() for leaf in self._leaves())
+        return any(leaf.is_deleted() for leaf in jtu.tree_leaves(self))
 
     def is_ready(self) -> bool:
-        return all(leaf.is_ready() for leaf in self._leaves())
+        return all(leaf.is_ready() for leaf in jtu.tree_leaves(self))
 
     def devices(self) -> set[Device]:
-        return {device for leaf in self._leaves() for device in leaf.devices()}
+        return {device for leaf in jtu.tree_leaves(self) for device in leaf.devices()}
 
     @property
     def device(self) -> Device | jax.sharding.Sharding:
@@ -265,10 +251,10 @@ class ArrayManners:
         return next(iter(devices)) if len(devices) == 1 else self.materialize().sharding
 
     def platform(self) -> str:
-        return self._leaves()[0].platform()
+        return jtu.tree_leaves(self)[0].platform()
 
     def on_device_size_in_bytes(self) -> int:
-        return sum(leaf.on_device_size_in_bytes() for leaf in self._leaves())
+        return sum(leaf.on_device_size_in_bytes() for leaf in jtu.tree_leaves(self))
 
     committed = _for_all_leaves("committed")
     is_fully_addressable = _for_all_leaves("is_fully_addressable")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax.extend.core import Primitive
@@ -15,6 +16,7 @@ from jax.extend.core import Primitive
 from eformer._warnings import warn as warn_user
 
 if TYPE_CHECKING:
+    from ._array import ImplicitArray
     from ._manners import ArrayManners
 
 
@@ -37,12 +39,9 @@ class Met:
 
 @dataclasses.dataclass(eq=False)
 class Recorder:
-    counts: dict[Met, int] = dataclasses.field(default_factory=dict)
-    dense_bytes: dict[Met, int] = dataclasses.field(default_factory=dict)
+    counts: Counter[Met] = dataclasses.field(default_factory=Counter)
+    dense_bytes: Counter[Met] = dataclasses.field(default_factory=Counter)
     repeats: int = 1  # how often the code being traced runs: the lengths of the scans around it, multiplied
-
-    def count(self, met: Met) -> None:
-        self.counts[met] = self.counts.get(met, 0) + self.repeats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +88,7 @@ def unobserved() -> AbstractContextManager[None]:
 @contextlib.contextmanager
 def repeated(times: int) -> Iterator[None]:
     """The code traced inside runs `times` times; 0 if it is traced only for its types, and again to run."""
-    recorder = mode.value.recorder
-    if recorder is None:
-        yield
-        return
+    recorder = mode.value.recorder or Recorder()
     outer, recorder.repeats = recorder.repeats, recorder.repeats * times
     try:
         yield
@@ -131,7 +127,7 @@ def note_served(out: object = None) -> None:
     """Count the rule that `serving` surrounds, unless it declined."""
     recorder, met = mode.value.recorder, _running.met
     if recorder is not None and met is not None and out is not NotImplemented:
-        recorder.count(met)
+        recorder.counts[met] += recorder.repeats
 
 
 def note_materialized(array: ArrayManners, why: str = "") -> None:
@@ -148,8 +144,8 @@ def note_materialized(array: ArrayManners, why: str = "") -> None:
         raise MaterializationError(_refusal(met, array, cost, why or _running.why))
     if met is _FUNCTION:
         met = dataclasses.replace(met, classes=(type(array).__name__,))
-        now.recorder.count(met)
-    now.recorder.dense_bytes[met] = now.recorder.dense_bytes.get(met, 0) + cost * now.recorder.repeats
+        now.recorder.counts[met] += now.recorder.repeats
+    now.recorder.dense_bytes[met] += cost * now.recorder.repeats
 
 
 def _refusal(met: Met, array: ArrayManners, cost: int, why: str) -> str:
@@ -167,7 +163,7 @@ def _refusal(met: Met, array: ArrayManners, cost: int, why: str) -> str:
 _warned: set[tuple[type, str]] = set()
 
 
-def note_fallback(primitive: Primitive, classes: Sequence[type], warn: Callable[[Any], bool]) -> None:
+def note_fallback(primitive: Primitive, classes: Sequence[type[ImplicitArray]]) -> None:
     """Warn once per class and primitive that it is materialized; raise under `materialization_error`."""
     names = " and ".join(c.__name__ for c in classes)
     if mode.value.strict:
@@ -178,7 +174,7 @@ def note_fallback(primitive: Primitive, classes: Sequence[type], warn: Callable[
     if mode.value.silent or mode.value.recorder is not None:  # nothing is made dense, or whoever asks is told
         return
     for cls in classes:
-        if warn(cls) and (cls, primitive.name) not in _warned:
+        if cls.warn_on_materialize and (cls, primitive.name) not in _warned:
             warn_user(
                 f"no rule serves `{primitive.name}` of {cls.__name__}: it is materialized "
                 f"(`eformer.jaximus.explain` shows what this costs)",

@@ -55,11 +55,14 @@ class _Operand:
         return min(steps, default=len(kind.__mro__)), breadth
 
 
+_NOTHING = _Operand((), dense=False, anything=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Rule:
     handler: Handler
     operands: tuple[_Operand, ...]
-    rest: _Operand | None  # the annotation of `*operands`
+    rest: _Operand  # the annotation of `*operands`
     required: int
     precedence: int
     order: int
@@ -67,9 +70,9 @@ class _Rule:
     def specificity(self, kinds: Sequence[type]) -> tuple[int | tuple[int, ...], ...] | None:
         """A sort key, smallest first; None if the handler does not take operands of these classes."""
         count = len(kinds)
-        if count < self.required or (self.rest is None and count > len(self.operands)):
+        if count < self.required:
             return None
-        annotations = [*self.operands[:count], *([self.rest or _NOTHING] * (count - len(self.operands)))]
+        annotations = [*self.operands, *[self.rest] * count][:count]
         distances = [each.distance(kind) for each, kind in zip(annotations, kinds, strict=True)]
         admitted = [distance for distance in distances if distance is not None]
         if len(admitted) < count:
@@ -80,7 +83,6 @@ class _Rule:
         return (-self.precedence, *zip(*admitted, strict=True), -self.order)
 
 
-_NOTHING = _Operand((), dense=False, anything=False)
 _rules: dict[Primitive, list[_Rule]] = {}
 on_register: list[Callable[[], None]] = []  # caches that hold traces of older rules
 
@@ -135,7 +137,7 @@ def dispatch(
             return out if expected is None else _checked(primitive, name, expected, out)
     if not classes:
         return primitive.bind(*operands, **params)
-    note_fallback(primitive, classes, lambda cls: cls.warn_on_materialize)
+    note_fallback(primitive, classes)
     with serving(primitive, classes, "materialize"):
         note_served()
         return materialize_rule(primitive, *operands, **params)
@@ -214,15 +216,6 @@ def _known_primitives() -> dict[str, list[Primitive]]:
 _OPERAND_NAMES = frozenset({"lhs", "rhs", "x", "y", "operand", "operands", "q"})
 
 
-def _without_primitive(handler: Handler) -> Handler:
-    @functools.wraps(handler)
-    def call(primitive: Primitive, *operands: Operand, **params: object) -> Value:
-        del primitive
-        return handler(*operands, **params)
-
-    return call
-
-
 def _rule_of(handler: Handler, primitive: Primitive, precedence: int, order: int) -> _Rule:
     try:
         hints = typing.get_type_hints(handler)
@@ -231,29 +224,29 @@ def _rule_of(handler: Handler, primitive: Primitive, precedence: int, order: int
             f"handler {handler.__qualname__} for `{primitive.name}` has an annotation that its module does not define: "
             f"{error}; define or import the class there, or leave out `from __future__ import annotations`"
         ) from error
-    positional, rest = [], None
+    positional, rest = [], _NOTHING
     parameters = list(inspect.signature(handler).parameters.values())
     first = parameters[0] if parameters else None
     if first is not None and first.kind is not first.VAR_POSITIONAL and not _is_operand(first, hints):
         parameters = parameters[1:]  # the primitive
         run = handler
     else:
-        run = _without_primitive(handler)
+        run = functools.wraps(handler)(lambda primitive, *operands, **params: handler(*operands, **params))
     for parameter in parameters:
         annotation = hints.get(parameter.name, Any)
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             positional.append((parameter, _operand_of(annotation)))
         elif parameter.kind is parameter.VAR_POSITIONAL:
             rest = _operand_of(annotation)
-    admitted = [operand for _, operand in positional] + ([rest] if rest else [])
-    if not any(operand.classes for operand in admitted):
+    operands = tuple(operand for _, operand in positional)
+    if not any(operand.classes for operand in (*operands, rest)):
         given = ", ".join(str(p) for p in parameters if p.kind is not p.VAR_KEYWORD) or "none"
         raise TypeError(
             f"handler {handler.__qualname__} for `{primitive.name}` annotates no operand with an ImplicitArray class, "
             f"so it would never run (operands: {given}); write, say, `x: MyArray` or `x: jax.Array | MyArray`"
         )
     required = sum(parameter.default is parameter.empty for parameter, _ in positional)
-    return _Rule(run, tuple(operand for _, operand in positional), rest, required, precedence, order)
+    return _Rule(run, operands, rest, required, precedence, order)
 
 
 def _is_operand(parameter: inspect.Parameter, hints: dict[str, Annotation]) -> bool:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,7 +40,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ._array import ImplicitArray, is_implicit, materialize
 from ._closure import bind_implicit, implicit_array_p
-from ._manners import ArrayManners, check_matmul
+from ._manners import ArrayManners, check_matmul, dense_method
 from ._observe import UNWATCHED, because, in_function, mode, serving, unobserved
 from ._rules import dispatch, on_register
 from ._state import Loan
@@ -75,17 +75,7 @@ class ImplicitTracer(Tracer):
     def __array__(self, *args: Any, **kwargs: Any) -> Any:  # JAX declares it to raise
         return np.asarray(self.materialize(), *args, **kwargs)
 
-    def __float__(self) -> float:
-        return float(self.materialize())
-
-    def __complex__(self) -> complex:
-        return complex(self.materialize())
-
-    def item(self, *index: int) -> Any:
-        return self.materialize().item(*index)
-
-    def tolist(self) -> Any:
-        return self.materialize().tolist()
+    __float__, __complex__, item, tolist = map(dense_method, ("__float__", "__complex__", "item", "tolist"))
 
     def __repr__(self) -> str:
         return f"ImplicitTracer<{self.value!r}>"
@@ -203,7 +193,7 @@ def implicit(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         trace = _trace_on(trace_ctx.trace)
-        loan = Loan(trace.wrap, _implicit_of)
+        loan = Loan(trace.wrap, unwrap)
         with in_function():
             try:
                 with jexc.set_current_trace(trace):
@@ -222,10 +212,6 @@ def implicit(function: Callable[P, R]) -> Callable[P, R]:
 
 
 use_implicit = implicit
-
-
-def _implicit_of(x: object) -> ImplicitArray | None:
-    return x.value if type(x) is ImplicitTracer else None
 
 
 def apply(function: Callable[..., Tree], *operands: Value) -> Tree:
@@ -331,11 +317,13 @@ def _makes_implicit(jaxpr: jexc.Jaxpr) -> bool:
     return any(_closes_over_implicit(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
 
 
-def vmapped_axes(leaf: Value) -> Iterator[tuple[jax.Array, int]]:
-    """The leaf without an axis, and that axis, for each surrounding `vmap`, the inner first."""
+def note_misuse(array: ImplicitArray, leaf: Value) -> None:
+    """Keep why a surrounding `vmap`, the inner first, should not have taken an axis off the leaf, if it should not."""
     while isinstance(axis := getattr(leaf, "batch_dim", None), int):  # JAX's tracers of `vmap` have it
-        yield leaf, axis
+        if (error := array._vmap_error(leaf, axis)) is not None:
+            return array._keep(misuse=error)
         leaf = leaf.val
+    return None
 
 
 # How JAX writes control flow down, which differs between versions.
