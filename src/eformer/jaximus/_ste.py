@@ -53,7 +53,4 @@ def _with_tangent_of(value: jax.Array, x: jax.Array) -> jax.Array:
     return value
 
 
-@_with_tangent_of.defjvp
-def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    value, x = primals
-    return _with_tangent_of(value, x), tangents[1].astype(value.dtype)
+_with_tangent_of.defjvps(None, lambda tangent, out, value, x: tangent.astype(out.dtype))
