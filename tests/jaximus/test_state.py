@@ -40,6 +40,24 @@ class Slotted:
         self.value, self.extra = value, {}
 
 
+class PrivatelySlotted:
+    __slots__ = ("__extra", "value")
+
+    def __init__(self, value):
+        self.value, self.__extra = value, {}
+
+    @property
+    def extra(self):
+        return self.__extra
+
+    @extra.setter
+    def extra(self, extra):
+        self.__extra = extra
+
+
+jtu.register_pytree_node(
+    PrivatelySlotted, lambda box: ((box.value,), None), lambda _, children: PrivatelySlotted(*children)
+)
 jtu.register_pytree_node(Box, lambda box: ((box.value,), None), lambda _, children: Box(*children))
 jtu.register_pytree_node(Slotted, lambda box: ((box.value,), None), lambda _, children: Slotted(*children))
 
@@ -83,7 +101,7 @@ def test_a_list_changes_as_the_dense_one_does(change, q):
     assert all(p is q for p in params if isinstance(p, ImplicitArray))
 
 
-@pytest.mark.parametrize("box", [Box, Slotted])
+@pytest.mark.parametrize("box", [Box, Slotted, PrivatelySlotted])
 def test_attributes_of_an_object(box, q, x):
     holder = box({"w": q})
 
@@ -96,8 +114,9 @@ def test_attributes_of_an_object(box, q, x):
     assert holder.value[0]["w"] is q
 
 
-def test_a_dict_that_is_an_attribute(q):
-    holder = Slotted(q)
+@pytest.mark.parametrize("box", [Slotted, PrivatelySlotted])
+def test_a_dict_that_is_an_attribute(box, q):
+    holder = box(q)
     implicit(lambda holder: holder.extra.update(seen=True))(holder)
     assert holder.extra == {"seen": True}
 

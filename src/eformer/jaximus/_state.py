@@ -7,7 +7,6 @@ one that raised, every change to a copy is made to its original, and no tracer i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,11 +32,11 @@ class _Copy(NamedTuple):
 class Loan:
     """The arguments of one call: `lend` makes copies for the function, `give_back` copies its changes to the originals.
 
-    `wrap` makes a tracer of an implicit array; `unwrap` makes an implicit array of a tracer, and gives None for all
-    else. An object that occurs twice stays one object.
+    `wrap` makes a tracer of an implicit array; `unwrap` makes an implicit array of a tracer, and leaves all else as it
+    is. An object that occurs twice stays one object.
     """
 
-    def __init__(self, wrap: Callable[[ImplicitArray], Node], unwrap: Callable[[Node], ImplicitArray | None]) -> None:
+    def __init__(self, wrap: Callable[[ImplicitArray], Node], unwrap: Callable[[Node], Node]) -> None:
         self._wrap, self._unwrap = wrap, unwrap
         self._lent: list[Node] = []
         self._copies: dict[int, _Copy] = {}  # by the id of the original
@@ -87,14 +86,13 @@ class Loan:
             if changed or removed:
                 _update(original, {name: self.restored(value) for name, value in after.items()}, changed, removed)
         for tree in self._lent:
-            if any(self._unwrap(leaf) is not None for leaf in jtu.tree_leaves(tree)):
+            if any(self._unwrap(leaf) is not leaf for leaf in jtu.tree_leaves(tree)):
                 self.restored(tree)
 
     def restored(self, value: Node) -> Node:
         """`value` with the original in place of each copy, and the implicit array in place of each tracer."""
         if isinstance(value, _PLAIN):
-            array = self._unwrap(value)
-            return value if array is None else array
+            return self._unwrap(value)
         if id(value) in self._originals:
             return self._originals[id(value)]
         if id(value) not in self._restored:
@@ -168,24 +166,10 @@ def _cloned(node: Node, changes: Mapping[int, Node]) -> Node:
 
 
 def _attributes(node: Node) -> dict[str, Node]:
-    """The object's own attributes, past a `__getattr__` that would ask another object for them."""
-    found = {name: _own(node, name) for name in _slots(type(node))}
-    own = _own(node, "__dict__")
-    return {**{n: v for n, v in found.items() if v is not _MISSING}, **({} if own is _MISSING else own)}
-
-
-def _own(node: Node, name: str) -> Node:
-    try:
-        return object.__getattribute__(node, name)
-    except AttributeError:
-        return _MISSING
-
-
-@functools.cache
-def _slots(cls: type) -> tuple[str, ...]:
-    declared = [each.__dict__.get("__slots__", ()) for each in cls.__mro__]
-    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
-    return tuple(name for name in names if not name.startswith("__"))
+    """The object's own attributes, in slots and in its `__dict__`, whatever its class says to pickle."""
+    state: Any = object.__getstate__(node)
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(slots or {}), **(attributes or {})}
 
 
 def _update(target: Node, contents: Contents, changed: Sequence[Any], removed: Sequence[Any]) -> None:
@@ -201,12 +185,11 @@ def _update(target: Node, contents: Contents, changed: Sequence[Any], removed: S
         target.update((key, contents[key]) for key in changed)
     else:
         names = {name[0] if isinstance(name, tuple) else name for name in (*changed, *removed)}
-        for name in sorted(
-            names, key=lambda name: name.startswith("_")
-        ):  # private attributes, which a class may set itself, come last
+        # Private attributes, which a class may set itself, come last.
+        for name in sorted(names, key=lambda name: name.startswith("_")):
             if name not in contents:
                 delattr(target, name)
-            elif not _equal(_own(target, name), contents[name]):
+            elif not _equal(_attributes(target).get(name, _MISSING), contents[name]):
                 setattr(target, name, contents[name])
 
 
