@@ -222,8 +222,6 @@ def is_implicit(x: object) -> TypeGuard[ImplicitArray]:
 
 def materialize(tree: Tree) -> Tree:
     """`tree` with each implicit array in it made dense; a lone array is a tree too."""
-    if isinstance(tree, ImplicitArray):
-        return tree.materialize()
     return jtu.tree_map(lambda x: x.materialize() if is_implicit(x) else x, tree, is_leaf=is_implicit)
 
 

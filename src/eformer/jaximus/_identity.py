@@ -14,15 +14,13 @@ from ._array import ImplicitArray, is_implicit
 from ._rules import Operand, register
 from ._types import Value
 
-# `name` is `checkpoint_name`'s; `pvary`, in `shard_map`, says that values differ between devices.
-_OF_EACH_LEAF = ("stop_gradient", "name", "copy", "pvary")
-
 
 def _of_each_leaf(primitive: Primitive, array: ImplicitArray, **params: object) -> ImplicitArray:
     return jtu.tree_map(lambda leaf: primitive.bind(leaf, **params), array)
 
 
-for _name in _OF_EACH_LEAF:
+# `name` is `checkpoint_name`'s; `pvary`, in `shard_map`, says that values differ between devices.
+for _name in ("stop_gradient", "name", "copy", "pvary"):
     register(_name)(_of_each_leaf)
 
 

@@ -79,6 +79,7 @@ class ArrayManners:
 
     shape: Any
     dtype: Any
+    weak_type: ClassVar[bool] = False
 
     # The engine is built on arrays: `_trace` sets these when it is imported.
     _apply: ClassVar[staticmethod[..., Tree]]
@@ -202,10 +203,6 @@ class ArrayManners:
     def itemsize(self) -> int:
         """Bytes of one element of the dense array; `nbytes` has those stored."""
         return self.dtype.itemsize
-
-    @property
-    def weak_type(self) -> bool:
-        return False
 
     @property
     def aval(self) -> ShapedArray:

@@ -226,9 +226,8 @@ def _rule_of(handler: Handler, primitive: Primitive, precedence: int, order: int
         ) from error
     positional, rest = [], _NOTHING
     parameters = list(inspect.signature(handler).parameters.values())
-    first = parameters[0] if parameters else None
-    if first is not None and first.kind is not first.VAR_POSITIONAL and not _is_operand(first, hints):
-        parameters = parameters[1:]  # the primitive
+    if parameters and not _is_operand(parameters[0], hints):
+        del parameters[0]  # the primitive
         run = handler
     else:
         run = functools.wraps(handler)(lambda primitive, *operands, **params: handler(*operands, **params))
@@ -251,7 +250,9 @@ def _rule_of(handler: Handler, primitive: Primitive, precedence: int, order: int
 
 def _is_operand(parameter: inspect.Parameter, hints: dict[str, Annotation]) -> bool:
     """Whether a handler's first parameter is an operand and not the primitive: its annotation tells, or its name."""
-    if parameter.name not in hints or hints[parameter.name] is Any:
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return True
+    if hints.get(parameter.name, Any) is Any:
         return parameter.name in _OPERAND_NAMES
     admitted = _members(hints[parameter.name])
     return any(inspect.isclass(m) and issubclass(m, (ImplicitArray, *_DENSE)) for m in admitted)

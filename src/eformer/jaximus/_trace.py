@@ -72,10 +72,8 @@ class ImplicitTracer(Tracer):
         dense = self.materialize()
         return None if isinstance(dense, Tracer) else dense
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:  # JAX declares it to raise
-        return np.asarray(self.materialize(), *args, **kwargs)
-
-    __float__, __complex__, item, tolist = map(dense_method, ("__float__", "__complex__", "item", "tolist"))
+    __array__, __float__, __complex__ = map(dense_method, ("__array__", "__float__", "__complex__"))
+    item, tolist = map(dense_method, ("item", "tolist"))
 
     def __repr__(self) -> str:
         return f"ImplicitTracer<{self.value!r}>"

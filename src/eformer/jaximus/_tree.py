@@ -57,7 +57,8 @@ def tree_norm(tree: Tree) -> jax.Array:
 
     Implicit arrays count with the values they stand for, one after the other.
     """
-    squares = [_sum_of_squares(materialize(leaf)) for leaf in tree_leaves_with_implicit(tree) if _is_floating(leaf)]
+    arrays = [leaf for leaf in tree_leaves_with_implicit(tree) if _is_floating(leaf)]
+    squares = [jnp.sum(jnp.square(materialize(array).astype(_wide(array.dtype)))) for array in arrays]
     return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
@@ -103,10 +104,6 @@ _ARRAYS = (ImplicitArray, jax.Array, np.ndarray)
 
 def _is_floating(leaf: Leaf) -> bool:
     return isinstance(leaf, _ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _sum_of_squares(array: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(array.astype(_wide(array.dtype))))
 
 
 def _wide(dtype: DTypeLike) -> DTypeLike:

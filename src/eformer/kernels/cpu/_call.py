@@ -109,10 +109,8 @@ def matmul(
 
 def decode(matrix: Matrix) -> jax.Array:
     """The values of the matrix as float32 (count, rows, cols)."""
-    call = jax.ffi.ffi_call(
-        "eformer_decode", jax.ShapeDtypeStruct((matrix.count, matrix.rows, matrix.cols), jnp.float32)
-    )
-    return call(*matrix.codes, *matrix.scales, **_attributes(matrix))
+    values = jax.ShapeDtypeStruct((matrix.count, matrix.rows, matrix.cols), jnp.float32)
+    return jax.ffi.ffi_call("eformer_decode", values)(*matrix.codes, *matrix.scales, **_attributes(matrix))
 
 
 def segment_matmul(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.Array:

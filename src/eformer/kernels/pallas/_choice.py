@@ -62,14 +62,9 @@ def permutes_sublanes(chip: str | None) -> bool:
 def kernel_is_faster(matrix: Matrix, contracted_axis: int, m: int, chip: str | None) -> bool:
     """By the entry for the nearest m that is not larger; for a chip without entries, as on most of the others."""
     rows = _table().get((f"{matrix.format} packed {matrix.packed_axis}", contracted_axis), {})
-    votes = []
-    for of_chip, entries in rows.items():
-        nearest = max((n for n in entries if n <= m), default=min(entries))
-        faster = entries[nearest]
-        if of_chip == chip:
-            return faster
-        votes.append(faster)
-    return sum(votes) * 2 >= len(votes)
+    nearest = {each: max((n for n in entries if n <= m), default=min(entries)) for each, entries in rows.items()}
+    faster = {each: entries[nearest[each]] for each, entries in rows.items()}
+    return faster.get(chip or "", 2 * sum(faster.values()) >= len(faster))
 
 
 @functools.cache
