@@ -624,6 +624,17 @@ def test_replicated_on_an_explicit_mesh_stays_implicit():
         np.testing.assert_array_equal(jax.jit(lambda v, q: v @ q)(v, q), v @ A)
 
 
+@may_materialize
+def test_an_operator_on_the_left_has_the_sharding_asked_for():
+    q = RSROperatorTernary.from_matrix(matrix(RSROperatorTernary, (16, 32)), k=4)
+    v = integers((8, 16)).astype(np.float32)
+    numbers = (((0,), (1,)), ((), ()))
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        product = implicit(lambda q, v: jax.lax.dot_general(q, v, numbers, out_sharding=PartitionSpec("y", None)))
+        result = jax.jit(product)(q.with_sharding(PartitionSpec()), v)
+    assert jax.typeof(result).sharding.spec == PartitionSpec("y", None)
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_shard_map_hands_every_device_its_part(spec: PartitionSpec):
     A = matrix(RSROperatorTernary, (16, 32))

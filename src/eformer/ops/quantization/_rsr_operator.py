@@ -8,8 +8,8 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,14 @@ from jax.typing import ArrayLike, DTypeLike
 from eformer.jaximus import ImplicitArray, is_implicit, materialize, register
 from eformer.kernels import cpu, reference
 
+from . import _rsr_codes as rsr
+from ._input import without_loss
 from ._matmul._lowering import matmul_on_cpu
 from ._matmul._operand import Grain, Leaves, MatmulOperand
-from ._matmul._primitive import matmul_in_xla, matmul_stacks, note_partly_manual
-from ._sharding import asked_of, is_explicit, sharding_of, shards, typed_as
+from ._matmul._primitive import matmul_in_xla, note_partly_manual
+from ._matmul._rule import contraction_of, has_explicit_sharding, matmul_of_stack
+from ._matmul._tiles import Contraction, Numbers
+from ._sharding import asked_of, laid_out, sharding_of, shards, typed_as
 from ._stored import check_array
 
 if TYPE_CHECKING:
@@ -38,6 +42,44 @@ MAX_ROWS = 256
 
 class RSROperator(MatmulOperand):
     """A matrix (..., n, m) given by codes (..., num_blocks, n) of one binary matrix, or two that are subtracted."""
+
+    _smallest: ClassVar[int] = 0  # the values of the matrix are from this one to 1
+
+    @classmethod
+    def from_matrix(cls, A: jax.Array, k: int = 8, org_dtype: DTypeLike = jnp.float32) -> Self:
+        """The operator of an integer matrix of {0, 1}, or {-1, 0, 1} if it is ternary, materialized as `org_dtype`.
+
+        Another value raises a ValueError where values can be seen; under tracing it is clipped. A TypeError if the
+        matrix is not of an integer dtype.
+        """
+        return laid_out(lambda x: cls._of(x, k, org_dtype), rsr.checked_integers(A, cls._smallest))
+
+    @classmethod
+    def quantize(cls, A: jax.Array, k: int = 8) -> Self:
+        """The operator of `A` rounded to the values it has codes for, in the dtype of `A`.
+
+        A binary one is 1 where `A` is above 0, and else 0. A ternary one is rounded as by
+        `quantize(A, dtype="ternary")`: 1 above half a standard deviation of the whole matrix, -1 below minus that, else
+        0. A NaN, or without a standard deviation an infinity too, raises a ValueError where values can be seen; under
+        tracing it becomes 0. Integers must be held exactly; `from_matrix` takes those it holds under tracing too.
+        """
+
+        def make(x: jax.Array) -> Self:
+            values = cls._rounded(x)
+            rsr.check_no_nan(values)
+            return laid_out(lambda values: cls._of(values, k, x.dtype), values)
+
+        return without_loss(make, rsr.checked_matrix(A), cls.__name__)
+
+    @classmethod
+    @abc.abstractmethod
+    def _of(cls, values: jax.Array, k: int, dtype: DTypeLike) -> Self:
+        """The operator of a matrix of its values, to be materialized as `dtype`."""
+
+    @classmethod
+    @abc.abstractmethod
+    def _rounded(cls, x: jax.Array) -> jax.Array:
+        """`x` rounded to the values that the operator has codes for."""
 
     @abc.abstractmethod
     def _binaries(self) -> tuple[RSROperatorBinary, ...]:
@@ -76,38 +118,31 @@ class RSROperator(MatmulOperand):
         return {f"codes{i}": binary.codes for i, binary in enumerate(self._binaries())}
 
     def _leaf_axes(self) -> dict[str, tuple[tuple[int, Grain], ...]]:
-        stack = tuple((axis, 1) for axis in range(self.ndim - 2))
-        return {
-            name: (*stack, (self.ndim - 1, binary.k), (self.ndim - 2, 1))
-            for name, binary in zip(self._named_leaves(), self._binaries(), strict=True)
-        }
+        stack, k = tuple((axis, 1) for axis in range(self.ndim - 2)), self._binaries()[0].k
+        return dict.fromkeys(self._named_leaves(), (*stack, (self.ndim - 1, k), (self.ndim - 2, 1)))
 
     def _of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
         del grains  # no part cuts a code
-        return self._with_leaves(list(leaves.values()))
-
-    def _with_leaves(self, leaves: Sequence[Any]) -> Self:
-        """This tree with other leaves: arrays, specs or shardings."""
-        return jtu.tree_unflatten(jtu.tree_structure(self), leaves)
+        return jtu.tree_unflatten(jtu.tree_structure(self), leaves.values())
 
     def leaf_specs(self, spec: PartitionSpec) -> Self | None:
         mesh = jax.sharding.get_abstract_mesh()
-        *stack, rows, columns = [*spec, *[None] * (self.ndim - len(spec))]
         if mesh.empty:
             return super().leaf_specs(spec)
-        if columns is not None and not all(b._splits_columns(shards(mesh, columns)) for b in self._binaries()):
+        *stack, rows, columns = [*spec, *[None] * (self.ndim - len(spec))]
+        if not self._splits_columns(shards(mesh, columns)):
             return None
-        return self._with_leaves([PartitionSpec(*stack, columns, rows)] * len(self._binaries()))
+        return jtu.tree_map(lambda _: PartitionSpec(*stack, columns, rows), self)
 
     def _leaf_shardings(self, sharding: NamedSharding) -> Self:
         mesh, (*stack, rows, columns) = sharding.mesh, sharding.spec
+        spec = PartitionSpec(*stack, columns if self._splits_columns(shards(mesh, columns)) else None, rows)
+        return jtu.tree_map(lambda _: NamedSharding(mesh, spec, memory_kind=sharding.memory_kind), self)
 
-        def place(binary: RSROperatorBinary) -> NamedSharding:
-            whole = not binary._splits_columns(shards(mesh, columns))
-            spec = PartitionSpec(*stack, None if whole else columns, rows)
-            return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
-
-        return self._with_leaves(list(map(place, self._binaries())))
+    def _splits_columns(self, parts: int) -> bool:
+        """Whether each of `parts` devices can have whole blocks and the same number of columns."""
+        first = self._binaries()[0]
+        return parts == 1 or (first.padding == 0 and first.codes.shape[-2] % parts == 0)
 
     @property
     def sharding(self) -> NamedSharding | None:
@@ -122,13 +157,11 @@ class RSROperator(MatmulOperand):
 
 
 def _segment_matmul(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.Array:
-    """`x` (*stack, rows, n) @ the bits of `codes[0]` (*stack, blocks, n), minus `x` @ those of `codes[1]`, if given.
+    """`x` (rows, n) @ the bits of `codes[0]` (blocks, n), minus `x` @ those of `codes[1]`, if given.
 
     It goes block by block: the sums of all blocks at once would be `2**k / k` times as large as the result.
     """
-    rows, n = x.shape[-2:]
-    if codes[0].ndim > 2:
-        return lax.map(lambda each: _segment_matmul(each[0], each[1], k), (x, codes))
+    rows, n = x.shape
     if isinstance(rows, int) and rows > MAX_ROWS:  # a symbol, in a program to export, is not known to be more
         pieces = -(-rows // MAX_ROWS)
         filled = jnp.pad(x, ((0, -rows % pieces), (0, 0))).reshape(pieces, -(-rows // pieces), n)
@@ -147,14 +180,12 @@ def _segment_matmul(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.A
     return lax.collapse(lax.map(one_block, codes), 0, 2).T
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _matmul(x: jax.Array, q: RSROperator, dtype: np.dtype) -> jax.Array:
-    """`x` (*stack, ..., n) @ `q` (*stack, n, m) as `dtype`."""
-    stack, free = x.shape[: q.ndim - 2], x.shape[q.ndim - 2 : -1]
-    count = math.prod(stack)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _matmul(x: jax.Array, q: RSROperator, contraction: Contraction, dtype: np.dtype) -> jax.Array:
+    """`x` times `q` (*stack, n, m) as `dtype`."""
+    count = math.prod(q.shape[:-2])
     stacked = jtu.tree_map(lambda codes: codes.reshape(count, *codes.shape[-2:]), q)
-    x = x.reshape(count, *free, x.shape[-1]).astype(_accumulator(dtype))
-    return matmul_stacks(x, stacked, 0, dtype).reshape(*stack, *free, q.shape[-1])
+    return matmul_of_stack(x.astype(_accumulator(dtype)), stacked, 0, contraction, dtype)
 
 
 @matmul_on_cpu.register
@@ -177,7 +208,7 @@ def _matmul_of_stack(q: RSROperator, x: jax.Array) -> jax.Array:
     """`x` (count, ..., n) @ `q` (count, n, m), in the dtype of `x`."""
     count, *free, n = x.shape
     rows, (codes, k) = x.reshape(count, math.prod(free), n), q._codes_and_k()
-    out = _segment_matmul(rows[0], tuple(c[0] for c in codes), k) if count == 1 else _segment_matmul(rows, codes, k)
+    out = lax.map(lambda each: _segment_matmul(*each, k), (rows, codes))
     return out[..., : q.shape[-1]].reshape(count, *free, q.shape[-1])
 
 
@@ -195,13 +226,30 @@ def dot_general(
     lhs: Any,  # another implicit array too
     rhs: RSROperator,
     *,
-    dimension_numbers: lax.DotDimensionNumbers,
+    dimension_numbers: Numbers,
+    preferred_element_type: DTypeLike | None,
     **params: Any,
 ) -> Any:
     """`x @ operator`, over any axis of `x`, and of stacks of both. Whatever `precision` is asked for is met."""
-    del primitive
-    (x_summed, q_summed), (x_batch, q_batch) = dimension_numbers
-    return _contract(lhs, rhs, (x_batch, x_summed), (q_batch, q_summed), **params)
+    stack, contraction = rhs.ndim - 2, contraction_of(dimension_numbers, lhs.ndim, rhs.ndim)
+    over_rows = (contraction.q_batch, contraction.q_summed) == (tuple(range(stack)), (stack,))
+    dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype))
+    loses = _accumulator(dtype).itemsize < lhs.dtype.itemsize
+    asked = asked_of(params) - {"precision"}
+    if not over_rows or not rhs.use_kernel or loses or asked - {"out_sharding"}:
+        return NotImplemented
+
+    def by_codes(x: jax.Array, q: RSROperator) -> jax.Array:
+        note_partly_manual(q)
+        return _matmul(x, q, contraction, dtype)
+
+    def dense(x: jax.Array, q: RSROperator) -> jax.Array:
+        how = {"dimension_numbers": dimension_numbers, "preferred_element_type": dtype, **params}
+        return primitive.bind(x, q.materialize(), **how)
+
+    x = materialize(lhs)
+    run = typed_as(dense, by_codes) if asked or has_explicit_sharding(x, rhs) else by_codes
+    return run(x, rhs)
 
 
 @register("dot_general")
@@ -210,46 +258,13 @@ def dot_general_lhs(
     lhs: RSROperator,
     rhs: Any,  # another implicit array too
     *,
-    dimension_numbers: lax.DotDimensionNumbers,
+    dimension_numbers: Numbers,
     **params: Any,
 ) -> Any:
     """The same, transposed, as `einsum` asks for it. `operator @ x`, which sums over columns, has no rule."""
-    del primitive
-    (q_summed, x_summed), (q_batch, x_batch) = dimension_numbers
-    out = _contract(rhs, lhs, (x_batch, x_summed), (q_batch, q_summed), **params)
-    return out if out is NotImplemented else jnp.moveaxis(out, -1, lhs.ndim - 2)
-
-
-def _contract(
-    x: Any,
-    q: RSROperator,
-    x_axes: tuple[Sequence[int], Sequence[int]],
-    q_axes: tuple[Sequence[int], Sequence[int]],
-    *,
-    preferred_element_type: DTypeLike | None,
-    precision: object = None,
-    **params: Any,
-) -> Any:
-    """The matmul with (batch axes, summed axes) of each operand; NotImplemented unless those of `q` are its rows."""
-    del precision
-    stack = q.ndim - 2
-    rows = (tuple(range(stack)), (stack,))
-    dtype = jnp.dtype(preferred_element_type or jnp.result_type(x.dtype, q.dtype))
-    loses = _accumulator(dtype).itemsize < x.dtype.itemsize
-    asked = asked_of(params)
-    if tuple(map(tuple, q_axes)) != rows or not q.use_kernel or loses or asked - {"out_sharding"}:
+    if "out_sharding" in asked_of(params):  # it names the axes in their order before
         return NotImplemented
-    x = materialize(x)
-    x_batch, x_summed = x_axes
-
-    def by_codes(x: jax.Array, q: RSROperator) -> jax.Array:
-        note_partly_manual(q)
-        return _matmul(jnp.moveaxis(x, (*x_batch, *x_summed), (*range(stack), -1)), q, dtype)
-
-    def dense(x: jax.Array, q: RSROperator) -> jax.Array:
-        numbers = ((x_summed, q_axes[1]), (x_batch, q_axes[0]))
-        return lax.dot_general(x, q.materialize(), numbers, preferred_element_type=dtype, **params)
-
-    if asked or any(is_explicit(sharding_of(leaf)) for leaf in (x, *jtu.tree_leaves(q))):
-        return typed_as(dense, by_codes)(x, q)
-    return by_codes(x, q)
+    (q_summed, x_summed), (q_batch, x_batch) = dimension_numbers
+    swapped = ((x_summed, q_summed), (x_batch, q_batch))
+    out = dot_general(primitive, rhs, lhs, dimension_numbers=swapped, **params)
+    return out if out is NotImplemented else jnp.moveaxis(out, -1, lhs.ndim - 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,12 @@ from eformer.kernels import cpu
 from eformer.ops.quantization._leafwise import LeafwiseArray, reshaped
 from eformer.ops.quantization._sharding import asked_of, typed_as
 
+from ._operand import MatmulOperand
 from ._primitive import Precision, matmul_stacks, note_partly_manual
 from ._tiles import AsDense, Axes, Contraction, Numbers, map_tiles, matmul_in_tiles
 
 Either: TypeAlias = jax.Array | LeafwiseArray
+Stack = TypeVar("Stack", bound=MatmulOperand)
 
 _use_kernels = jax.make_user_context(default_value=True)
 
@@ -68,7 +70,7 @@ def dot_general(
     return typed_as(lambda lhs, rhs: primitive.bind(*materialize([lhs, rhs]), **how), run)(lhs, rhs)
 
 
-def has_explicit_sharding(*operands: Either) -> bool:
+def has_explicit_sharding(*operands: jax.Array | MatmulOperand) -> bool:
     """Whether the sharding of an operand is part of its type, as on meshes with explicit axes."""
     leaves = jax.tree.leaves(operands)
     return any(AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves)
@@ -187,7 +189,7 @@ def _by_kernel(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: 
     if stack is None or not stack[0]._fits_kernels():
         return matmul_in_tiles(x, q, contraction, dtype)
     note_partly_manual(q)
-    out = _matmul_of_stack(x, *stack, contraction, dtype)
+    out = matmul_of_stack(x, *stack, contraction, dtype)
     return lax.reshape(out, (*out.shape[:-1], *(q.shape[a] for a in contraction.q_free)))
 
 
@@ -211,7 +213,7 @@ def as_stack(q: LeafwiseArray, contraction: Contraction) -> tuple[LeafwiseArray,
     return None if q is NotImplemented else (q, contracted_axis)
 
 
-def with_count(q: LeafwiseArray) -> LeafwiseArray:
+def with_count(q: Stack) -> Stack:
     """The matrix or stack `q` as a stack, in which no leaf is broadcast along the first axis."""
     if q.ndim == 2:
         return jax.tree.map(lambda leaf: lax.expand_dims(leaf, (0,)), q)
@@ -220,8 +222,8 @@ def with_count(q: LeafwiseArray) -> LeafwiseArray:
 
 # An eager call runs this as one program. In a program that is being traced it is inlined.
 @functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
-def _matmul_of_stack(
-    x: jax.Array, q: LeafwiseArray, contracted_axis: int, contraction: Contraction, dtype: np.dtype
+def matmul_of_stack(
+    x: jax.Array, q: MatmulOperand, contracted_axis: int, contraction: Contraction, dtype: np.dtype
 ) -> jax.Array:
     """x times q, which `as_stack` gave, by the primitive: (*batch, *free axes of x, n)."""
     x = lax.transpose(x, (*contraction.x_batch, *contraction.x_free, *contraction.x_summed))
