@@ -208,7 +208,7 @@ def _matmul_of_stack(q: RSROperator, x: jax.Array) -> jax.Array:
     """`x` (count, ..., n) @ `q` (count, n, m), in the dtype of `x`."""
     count, *free, n = x.shape
     rows, (codes, k) = x.reshape(count, math.prod(free), n), q._codes_and_k()
-    out = lax.map(lambda each: _segment_matmul(*each, k), (rows, codes))
+    out = lax.map(lambda each: _segment_matmul(each[0], each[1], k), (rows, codes))
     return out[..., : q.shape[-1]].reshape(count, *free, q.shape[-1])
 
 

@@ -13,9 +13,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from eformer.jaximus import aux_field
+from eformer.jaximus import aux_field, ste
 from eformer.kernels import reference
 
+from ._config import format_name
 from ._input import as_floats, checked_array, normalized_axes
 from ._matmul._operand import Leaves
 from ._packed import PackedArray
@@ -165,6 +166,18 @@ def quantize_ternary(array: jax.Array, scale: str | None = None, *, use_kernel: 
     summed in another order: an element that lies on the threshold to the last bit can fall on its other side.
     """
     return _quantize("ternary", reference.ternary, array, scale, use_kernel)
+
+
+@ste
+def straight_through_1bit(
+    array: jax.Array, dtype: str | None = None, scale: str | None = None, *, format: str | None = None
+) -> Array1B:
+    """`quantize(array, dtype="ternary")`, the default, or `"binary"` made dense, with the gradient of the identity."""
+    name = format_name(dtype, format, "ternary")
+    rules = {"ternary": quantize_ternary, "binary": quantize_binary}
+    if name not in rules:
+        raise ValueError(f"`dtype={name!r}` must be 'ternary' or 'binary'")
+    return rules[name](array, scale)
 
 
 register_format("ternary", Array1B, quantize_ternary)

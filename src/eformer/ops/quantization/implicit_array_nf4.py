@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from eformer.jaximus import aux_field
+from eformer.jaximus import aux_field, ste
 from eformer.kernels import reference
 
 from ._matmul._operand import Leaves
@@ -203,6 +203,22 @@ def _decode_absmax(codes: jax.Array, nested: jax.Array, offset: jax.Array) -> ja
     # The axes that `offset` has are stacked: in front of a matrix, or of the vectors that were quantized one by one.
     matrix = codes.reshape(*codes.shape[: offset.ndim], math.prod(codes.shape[offset.ndim :]))
     return reference.decode_dynamic(matrix, nested, offset).reshape(codes.shape)
+
+
+@ste
+def straight_through_nf4(array: jax.Array, block_size: int = 64, axis: int = -1) -> ArrayNF4:
+    """`ArrayNF4.quantize(array, block_size, axis=axis)` made dense, with the gradient of the identity."""
+    return ArrayNF4.quantize(array, block_size, axis=axis)
+
+
+def safe_materialize(arr: Any) -> tuple[Any, bool]:
+    """`arr` made dense if it is an `ArrayNF4`, and whether it was."""
+    return (arr.materialize(), True) if isinstance(arr, ArrayNF4) else (arr, False)
+
+
+def safe_delete(arr: Any, materialized: bool) -> None:
+    """Do nothing, as documented: JAX frees an array when the last reference to it goes."""
+    del arr, materialized
 
 
 register_format("nf4", ArrayNF4, ArrayNF4.quantize)

@@ -85,9 +85,12 @@ class RSROperatorBinary(RSROperator):
         activation_dtype: str | None = None,
     ) -> None:
         rsr.check_k("k", k)
-        if (one_hot_maps is None) == (codes is None):
+        if one_hot_maps is not None and codes is None:
+            codes = rsr.codes_of_maps(one_hot_maps, k)
+        elif one_hot_maps is None and codes is not None:
+            codes = rsr.checked_codes(jnp.asarray(codes), k)
+        else:
             raise TypeError("give `one_hot_maps` or `codes`: either says what the matrix is, and none or both do not")
-        codes = rsr.codes_of_maps(one_hot_maps, k) if codes is None else rsr.checked_codes(jnp.asarray(codes), k)
         org_dtype = jax.dtypes.canonicalize_dtype(org_dtype)
         static = {"k": k, "padding": padding, "org_dtype": org_dtype, "use_kernel": use_kernel}
         dtype = org_dtype if dtype is None else dtype
