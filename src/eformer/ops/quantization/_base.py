@@ -1,9 +1,9 @@
-"""`QuantizedArray`: what all formats share."""
+"""`QuantizedArray` is what all formats share; `MatmulOperand` adds what kernels and devices have to know."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -14,11 +14,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from eformer.jaximus import ImplicitArray, aux_field
+from eformer.kernels import Matrix
 from eformer.kernels.reference import cast
 
 from ._notebook import array_html
 from ._sharding import ShardingType, checked_sharding, is_explicit, named_sharding, place
 from ._validation import Rules, a_bool, a_number_type, check_fields, int8_or_none
+
+Grain = int  # how many elements along an axis an entry of a leaf covers; 0 for a length of 1 that is broadcast
+Leaves = dict[str, jax.Array]
 
 
 class QuantizedArray(ImplicitArray):
@@ -169,6 +173,36 @@ class QuantizedArray(ImplicitArray):
             raise TypeError(f"the axes must be None, a PartitionSpec, a tuple or a str, got {axes!r}")
         spec = PartitionSpec(axes) if isinstance(axes, str) else PartitionSpec(*(axes or ()))
         return self.with_sharding(named_sharding(mesh, spec))
+
+
+class MatmulOperand(QuantizedArray):
+    """A quantized array whose leaf dimensions each follow one array axis, with a fixed grain along it."""
+
+    _kernel_format: ClassVar[str | None] = None  # the name that kernels know the format by, if there are any
+
+    @abc.abstractmethod
+    def _named_leaves(self) -> Leaves:
+        """The leaves that follow the array's axes, the codes first."""
+
+    @abc.abstractmethod
+    def _leaf_axes(self) -> dict[str, tuple[tuple[int, Grain], ...]]:
+        """The array axis and the grain of every dimension of every leaf."""
+
+    @abc.abstractmethod
+    def _of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
+        """The shard of this array that has these shards of the leaves, whose grains may be smaller than before."""
+
+    def _divisible(self) -> Self:
+        """An equal array that has only `_named_leaves`, computed without communication between devices."""
+        return self
+
+    def _fits_kernels(self) -> bool:
+        """Whether kernels can read this array, a matrix or a stack of matrices, as it is stored."""
+        return False
+
+    def _stored_matrix(self) -> Matrix:
+        """This array (count, rows, cols), whose leaves all have the first axis, as kernels read it."""
+        raise NotImplementedError(f"{type(self).__name__} has no kernel that reads a stored matrix")
 
 
 @jax.jit  # one program: a product and a sum that are compiled together round once, so they must be everywhere

@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 
 from eformer.jaximus import register
 
+from ._base import Leaves
 from ._leafwise import ALL, LeafwiseArray, Moved
-from ._matmul._operand import Leaves
 
 
 @register("gather")

@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.jaximus import Deferred, ImplicitArray, register
 
+from ._base import Grain, Leaves, MatmulOperand
 from ._input import as_floats
-from ._matmul._operand import Grain, Leaves, MatmulOperand
 from ._sharding import Entry, sharding_of, shards
 
 ALL: Grain = 0

@@ -21,8 +21,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from eformer.jaximus import register
 
+from ._base import Leaves
 from ._leafwise import ALL, LeafwiseArray, Moved, replaced
-from ._matmul._operand import Leaves
 
 
 @register("broadcast_in_dim")

@@ -17,9 +17,9 @@ from jax.typing import ArrayLike
 from eformer.jaximus import aux_field
 from eformer.kernels import Matrix, reference
 
+from ._base import Grain, Leaves
 from ._input import checked_array, normalized_axes, without_loss
 from ._leafwise import AxisMap, LeafwiseArray
-from ._matmul._operand import Grain, Leaves
 from ._sharding import laid_out
 from ._validation import COUNTS, FLOATS, Leaf, Rules, a_block_size, an_int, check_fields
 

@@ -24,9 +24,9 @@ from eformer.jaximus import ImplicitArray, is_implicit, materialize, register
 from eformer.kernels import cpu, reference
 
 from . import _rsr_codes as rsr
+from ._base import Grain, Leaves, MatmulOperand
 from ._input import without_loss
 from ._matmul._lowering import matmul_on_cpu
-from ._matmul._operand import Grain, Leaves, MatmulOperand
 from ._matmul._primitive import matmul_in_xla, note_partly_manual
 from ._matmul._rule import contraction_of, has_explicit_sharding, matmul_of_stack
 from ._matmul._tiles import Contraction, Numbers

@@ -16,9 +16,9 @@ from jax.typing import DTypeLike
 from eformer.jaximus import aux_field, ste
 from eformer.kernels import reference
 
+from ._base import Leaves
 from ._config import format_name
 from ._input import as_floats, checked_array, normalized_axes
-from ._matmul._operand import Leaves
 from ._packed import PackedArray
 from ._registry import register_format
 from ._validation import FLOATS, Leaf, Rules

@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 from eformer.jaximus import aux_field, implicit, ste
 from eformer.kernels import Matrix, reference
 
+from ._base import Leaves
 from ._input import checked_array, normalized_axes, without_loss
 from ._leafwise import AxisMap, LeafwiseArray
-from ._matmul._operand import Leaves
 from ._registry import register_format
 from ._sharding import ShardingType, laid_out
 from ._validation import FLOATS, Leaf, Rules, check_fields, ints_or_none

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from eformer.jaximus import aux_field, ste
 from eformer.kernels import reference
 
-from ._matmul._operand import Leaves
+from ._base import Leaves
 from ._packed import PackedArray
 from ._registry import register_format
 from ._sharding import ShardingType

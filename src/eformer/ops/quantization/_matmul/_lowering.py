@@ -16,8 +16,8 @@ from jax.interpreters import mlir
 
 from eformer.jaximus import serving, unobserved
 from eformer.kernels import cpu, pallas
+from eformer.ops.quantization._base import MatmulOperand
 
-from ._operand import MatmulOperand
 from ._partitioning import SUMMED, Dim, Problem, partitioned
 from ._primitive import Static, matmul_in_xla, matmul_p, matmul_stacks
 

@@ -20,8 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from eformer.jaximus import note_materialized
-
-from ._operand import MatmulOperand
+from eformer.ops.quantization._base import MatmulOperand
 
 # What `lax.dot_general` makes of its argument `precision`.
 Precision: TypeAlias = tuple[lax.Precision, lax.Precision] | lax.DotAlgorithm | lax.DotAlgorithmPreset | None

@@ -17,10 +17,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from eformer.jaximus import materialize, note_materialized, register, unobserved
 from eformer.kernels import cpu
+from eformer.ops.quantization._base import MatmulOperand
 from eformer.ops.quantization._leafwise import LeafwiseArray, reshaped
 from eformer.ops.quantization._sharding import asked_of, typed_as
 
-from ._operand import MatmulOperand
 from ._primitive import Precision, matmul_stacks, note_partly_manual
 from ._tiles import AsDense, Axes, Contraction, Numbers, map_tiles, matmul_in_tiles
 
