@@ -29,10 +29,7 @@ from ._registry import register_format as register_format
 from ._sharding import checked_sharding as checked_sharding
 from ._stored import array_from_fields as array_from_fields
 from ._stored import check_array as check_array
-from ._stored import check_codes as check_codes
-from ._stored import code_version as code_version
 from ._stored import declares_leaves as declares_leaves
-from ._stored import recode as recode
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_1bit import straight_through_1bit as straight_through_1bit
 from .implicit_array_8bit import Array8B as Array8B

@@ -35,14 +35,10 @@ def gather(
     indexed = numbers.start_index_map
     batched = numbers.operand_batching_dims
     for axis, size in enumerate(slice_sizes):
-        in_blocks = any(q._grain(name, axis) > 1 for name in q._named_leaves())
-        if in_blocks and (axis in indexed or axis in batched or size != q.shape[axis]):
+        is_part, cuts = size != q.shape[axis], axis in indexed or axis in batched
+        if q._block(axis) > 1 and (cuts or is_part or axis in numbers.collapsed_slice_dims):
             return NotImplemented
-        if in_blocks and axis in numbers.collapsed_slice_dims:
-            return NotImplemented
-        if axis in batched and ALL in q._grains(axis).values():
-            return NotImplemented
-        if axis not in indexed and axis not in batched and size != q.shape[axis]:
+        if (axis in batched and ALL in q._grains(axis).values()) or (is_part and not cuts):
             return NotImplemented
 
     def beside_indices(values: Sequence[int]) -> jax.Array:

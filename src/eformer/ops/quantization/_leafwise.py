@@ -29,7 +29,6 @@ from ._sharding import Entry, sharding_of, shards
 
 ALL: Grain = 0
 AxisMap = Mapping[int, int]  # where axes go
-OfLeaf = Callable[[str, jax.Array], jax.Array]  # of its name and itself
 
 
 class LeafwiseArray(MatmulOperand):
@@ -55,7 +54,9 @@ class LeafwiseArray(MatmulOperand):
     def _rebuilt(self, leaves: Leaves, shape: tuple[int, ...], moved: AxisMap | None = None) -> Self:
         """This array with other leaves and another shape; `moved` says where its axes went, if any did."""
 
-    def _mapped_to(self, function: OfLeaf, shape: tuple[int, ...], moved: AxisMap | None = None) -> Self:
+    def _mapped_to(
+        self, function: Callable[..., jax.Array], shape: tuple[int, ...], moved: AxisMap | None = None
+    ) -> Self:
         """`_rebuilt` from `function(name, leaf)` of each leaf."""
         return self._rebuilt({name: function(name, leaf) for name, leaf in self._named_leaves().items()}, shape, moved)
 
@@ -145,12 +146,9 @@ class LeafwiseArray(MatmulOperand):
         """How many elements along `axis` share whole entries of every leaf, if none is broadcast; 1 without blocks."""
         return math.lcm(*(self._grain(name, axis) for name in self._named_leaves()))
 
-    def _is_blocked(self, axis: int) -> bool:
-        return any(grain > 1 for grain in self._grains(axis).values())
-
     def is_stacked(self) -> bool:
         lengths = {leaf.shape[:1] for leaf in jtu.tree_leaves(self)}
-        return self.ndim > 0 and not self._is_blocked(0) and lengths == {self.shape[:1]}
+        return self.ndim > 0 and self._alignment(0) == 1 and lengths == {self.shape[:1]}
 
     def _vmap_error(self, leaf: jax.Array, axis: int) -> str | None:
         packed = getattr(self, "axis", None)  # counted from the end
@@ -232,7 +230,7 @@ class LeafwiseArray(MatmulOperand):
 
     def _alignment(self, axis: int) -> int:
         """Positions along `axis` at which every leaf can be cut."""
-        return math.lcm(*(max(grain, 1) for grain in self._single()._grains(axis % self.ndim).values()))
+        return math.lcm(*(max(grain, 1) for grain in self._grains(axis % self.ndim).values()))
 
 
 Moved = LeafwiseArray | NotImplementedType  # what a rule gives
@@ -327,7 +325,5 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
                     olds, a, i = [*olds, i], a * old[i], i + 1
                 else:
                     news, b, j = [*news, j], b * new[j], j + 1
-            groups.append((olds, news))
-            continue
         groups.append((olds, news))
     return groups

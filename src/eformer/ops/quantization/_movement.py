@@ -38,7 +38,7 @@ def broadcast_in_dim(
         return NotImplemented
     q = q._single()
     moved = dict(enumerate(broadcast_dimensions))
-    if any(q.shape[old] != shape[new] and q._is_blocked(old) for old, new in moved.items()):
+    if any(q.shape[old] != shape[new] and q._alignment(old) > 1 for old, new in moved.items()):
         return NotImplemented
 
     def broadcast(name: str, leaf: jax.Array) -> jax.Array:
@@ -56,7 +56,7 @@ def squeeze(primitive: Primitive, q: LeafwiseArray, *, dimensions: Sequence[int]
     q = q._single()
     gone = {axis % q.ndim for axis in dimensions}
     kept = [axis for axis in range(q.ndim) if axis not in gone]
-    if any(q._grain(name, axis) > 1 for axis in gone for name in q._named_leaves()):
+    if any(q._block(axis) > 1 for axis in gone):
         return NotImplemented
     shape, moved = tuple(q.shape[axis] for axis in kept), {old: new for new, old in enumerate(kept)}
     return q._mapped_to(lambda _, leaf: primitive.bind(leaf, dimensions=dimensions, **params), shape, moved)

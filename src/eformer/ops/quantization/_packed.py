@@ -131,7 +131,12 @@ class PackedArray(LeafwiseArray):
         shape = self._codes()[0].shape
         if not shape:
             return ()
-        axis = _axis_from_start(self.axis, len(shape))
+        if self.axis < -len(shape):
+            raise ValueError(
+                f"codes are packed along axis {self.axis}, but the leaves have {len(shape)} axes left: `vmap` and "
+                f"slices of the leaves may take axes before it only; inside `implicit` any axis works"
+            )
+        axis = self.axis % len(shape)
         return (*shape[:axis], shape[axis] * self._first_count - self.padding, *shape[axis + 1 :])
 
     def _codes(self) -> list[jax.Array]:
@@ -154,9 +159,8 @@ class PackedArray(LeafwiseArray):
         """`values`, of this array's shape, times the scales of their blocks."""
         if not self.ndim or self._per_scale == 1:
             return values.astype(scale.dtype) * scale
-        block = min(
-            self._per_scale, max(self.shape[self.axis], 1)
-        )  # blocks are filled up, and a file chooses their length
+        # Blocks are filled up, and a file chooses their length.
+        block = min(self._per_scale, max(self.shape[self.axis], 1))
         return reference.scale_blocks(values, scale, block, self.axis)
 
     def _unscaled(self) -> jax.Array:
@@ -208,13 +212,3 @@ class PackedArray(LeafwiseArray):
         packed = leaves[self._code_fields[0]].shape
         padding = packed[axis] * self._first_count - shape[axis] if shape else 0
         return self._replaced(**leaves, axis=axis, padding=padding)
-
-
-def _axis_from_start(axis: int, ndim: int) -> int:
-    """The non-negative form of the `axis` that codes are packed along."""
-    if axis < -ndim:
-        raise ValueError(
-            f"codes are packed along axis {axis}, but the leaves have {ndim} axes left: `vmap` and slices of the "
-            f"leaves may take axes before it only; inside `implicit` any axis works"
-        )
-    return axis % ndim

@@ -30,13 +30,7 @@ class Leaf(NamedTuple):
     optional: bool = False
 
 
-class Part(NamedTuple):
-    """A leaf that is an implicit array of this class."""
-
-    kind: type
-
-
-Rules = Mapping[str, Leaf | Part | Static]
+Rules = Mapping[str, Leaf | Static]
 
 FLOATS = (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16)
 
@@ -45,23 +39,15 @@ def check_fields(array: object, rules: Rules) -> None:
     """A TypeError or ValueError unless each field holds what its rule says."""
     for name, rule in rules.items():
         value = getattr(array, name)
-        if isinstance(rule, Leaf):
-            _check_leaf(type(array).__name__, name, value, rule)
-        elif isinstance(rule, Part):
-            if not isinstance(value, rule.kind):
-                raise TypeError(f"`{name}` must be an {rule.kind.__name__}, got {type(value).__name__}")
-        else:
+        if not isinstance(rule, Leaf):
             rule(name, value)
-
-
-def _check_leaf(owner: str, name: str, value: Any, rule: Leaf) -> None:
-    if value is None:
-        if not rule.optional:
-            raise TypeError(f"{owner} needs `{name}`: {rule.words}")
-    elif is_implicit(value) or not hasattr(value, "dtype"):
-        raise TypeError(f"{name} must be an array, {rule.words}, got {type(value).__name__}")
-    elif not _is_one_of(value.dtype, rule.dtypes):
-        raise TypeError(f"{name} must be {rule.words}, got {value.dtype}")
+        elif value is None:
+            if not rule.optional:
+                raise TypeError(f"{type(array).__name__} needs `{name}`: {rule.words}")
+        elif is_implicit(value) or not hasattr(value, "dtype"):
+            raise TypeError(f"{name} must be an array, {rule.words}, got {type(value).__name__}")
+        elif not _is_one_of(value.dtype, rule.dtypes):
+            raise TypeError(f"{name} must be {rule.words}, got {value.dtype}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -77,14 +63,6 @@ def an_int(name: str, value: object) -> None:
 def a_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {value!r}")
-
-
-def ints_or_none(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, (int, np.integer, list, tuple)):
-        raise TypeError(f"`{name}` must be an int or a tuple of ints, got {value!r}")
-    for each in value if isinstance(value, (list, tuple)) else ():
-        if isinstance(each, bool) or not isinstance(each, (int, np.integer)):
-            raise TypeError(f"`{name}` must be an int or a tuple of ints, got {value!r}")
 
 
 def a_block_size(per_byte: int) -> Static:

@@ -42,7 +42,7 @@ class Array1B(PackedArray):
     _nan_codes: ClassVar = {"weight": 0xAA}
     _unit_codes: ClassVar = {"weight": 0xFF}
     _rules: ClassVar[Rules] = {"scale": Leaf("floating point", FLOATS, optional=True)}
-    _code_version: ClassVar[int] = 2  # of what the two bits stand for, in checkpoints
+    code_version: ClassVar[int] = 2  # of what the two bits stand for, in checkpoints
 
     weight: jax.Array
     scale: jax.Array | None = dataclasses.field(default=None, kw_only=True)
@@ -96,9 +96,9 @@ class Array1B(PackedArray):
     def _encoded_again(self, array: jax.Array) -> Array1B:
         return quantize_ternary(array, scale=None if self.scale is None else "tensor")
 
-    def _recoded(self, version: int) -> Self:
+    def recoded(self, version: int) -> Self:
         """In version 1, the codes 0, 1 and 2 were -1, 0 and 1, and 3 was NaN."""
-        return self._replaced(weight=self.weight ^ np.uint8(0x55)) if version == 1 else super()._recoded(version)
+        return self._replaced(weight=self.weight ^ np.uint8(0x55)) if version == 1 else super().recoded(version)
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
         # Nothing is known of what made the values but their sign: an element became 0, or the scale with its sign.

@@ -19,7 +19,7 @@ from ._input import checked_array, normalized_axes, without_loss
 from ._leafwise import AxisMap, LeafwiseArray
 from ._registry import register_format
 from ._sharding import ShardingType, laid_out
-from ._validation import FLOATS, Leaf, Rules, check_fields, ints_or_none
+from ._validation import FLOATS, Leaf, Rules, check_fields
 
 
 class Array8B(LeafwiseArray):
@@ -43,7 +43,6 @@ class Array8B(LeafwiseArray):
     _rules: ClassVar[Rules] = {
         "weight": Leaf("int8", (jnp.int8,)),
         "scale": Leaf("floating point, a scale per slice", FLOATS),
-        "axis": ints_or_none,
     }
 
     scale: jax.Array

@@ -90,10 +90,6 @@ class ArrayNF4(PackedArray):
 
     def _check_shapes(self) -> None:
         super()._check_shapes()
-        self._check_nested()
-
-    def _check_nested(self) -> None:
-        """Scales of scales come together: codes per block, a scale per 256 of them, and a mean per matrix."""
         if self.nested is None and self.offset is None and self.absmax.dtype != jnp.uint8:
             return
         if self.nested is None or self.offset is None or self.absmax.dtype != jnp.uint8:
@@ -144,7 +140,10 @@ class ArrayNF4(PackedArray):
     def _scale(self) -> jax.Array:
         if self.nested is None or self.offset is None:
             return self.absmax
-        return _decode_absmax(self.absmax, self.nested, self.offset)
+        # The axes that `offset` has are stacked: in front of a matrix, or of vectors that were quantized one by one.
+        shape, stacked = self.absmax.shape, self.offset.ndim
+        matrix = self.absmax.reshape(*shape[:stacked], math.prod(shape[stacked:]))
+        return reference.decode_dynamic(matrix, self.nested, self.offset).reshape(shape)
 
     def _fits_kernels(self) -> bool:
         if self.nested is None or self.offset is None:
@@ -189,20 +188,9 @@ def _encode(x: jax.Array, axis: int, block_size: int, nested: bool) -> Leaves:
     packed, absmax = reference.encode_nf4(x, block_size, axis)
     if not nested:
         return {"packed": packed, "absmax": absmax}
-    return {"packed": packed, **_encode_absmax(absmax)}
-
-
-def _encode_absmax(absmax: jax.Array) -> Leaves:
-    """Codes of the absmax's shape; scales and mean per matrix of its last two axes."""
     matrix = absmax.reshape(*absmax.shape[:-2], math.prod(absmax.shape[-2:]))
-    codes, nested, offset = reference.encode_dynamic(matrix)
-    return {"absmax": codes.reshape(absmax.shape), "nested": nested, "offset": offset}
-
-
-def _decode_absmax(codes: jax.Array, nested: jax.Array, offset: jax.Array) -> jax.Array:
-    # The axes that `offset` has are stacked: in front of a matrix, or of the vectors that were quantized one by one.
-    matrix = codes.reshape(*codes.shape[: offset.ndim], math.prod(codes.shape[offset.ndim :]))
-    return reference.decode_dynamic(matrix, nested, offset).reshape(codes.shape)
+    codes, scales, mean = reference.encode_dynamic(matrix)
+    return {"packed": packed, "absmax": codes.reshape(absmax.shape), "nested": scales, "offset": mean}
 
 
 @ste

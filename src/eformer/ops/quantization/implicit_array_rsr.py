@@ -44,7 +44,7 @@ from ._input import as_floats
 from ._registry import register_array_type
 from ._rsr_operator import RSROperator
 from ._stored import check_array
-from ._validation import Leaf, Part, Rules, a_number_type, an_int, check_fields
+from ._validation import Leaf, Rules, a_number_type, an_int, check_fields
 
 
 @register_array_type
@@ -106,7 +106,7 @@ class RSROperatorBinary(RSROperator):
                 f"columns of no block"
             )
 
-    def _check_codes(self) -> None:
+    def check_codes(self) -> None:
         largest = int(np.max(self.codes, initial=0))
         if largest >= 2**self.k:
             raise ValueError(f"codes for `k={self.k}` are from 0 to {2**self.k - 1}, and there is a {largest}")
@@ -146,6 +146,11 @@ class RSROperatorBinary(RSROperator):
         return jnp.where(x > 0, jnp.abs(x - 1), -x)
 
 
+def _a_binary(name: str, value: object) -> None:
+    if not isinstance(value, RSROperatorBinary):
+        raise TypeError(f"`{name}` must be an RSROperatorBinary, got {type(value).__name__}")
+
+
 @register_array_type
 class RSROperatorTernary(RSROperator):
     """A matrix of {-1, 0, 1} as `rsr_b1 - rsr_b2`, two of {0, 1}: where it is 1, and where it is -1.
@@ -154,7 +159,7 @@ class RSROperatorTernary(RSROperator):
     """
 
     _smallest: ClassVar = -1
-    _rules: ClassVar[Rules] = {"rsr_b1": Part(RSROperatorBinary), "rsr_b2": Part(RSROperatorBinary)}
+    _rules: ClassVar[Rules] = {"rsr_b1": _a_binary, "rsr_b2": _a_binary}
 
     rsr_b1: RSROperatorBinary
     rsr_b2: RSROperatorBinary
@@ -176,9 +181,9 @@ class RSROperatorTernary(RSROperator):
         if jnp.issubdtype(self.dtype, jnp.unsignedinteger):
             raise ValueError(f"`dtype={self.dtype}` can't hold -1; a signed or floating point dtype can")
 
-    def _check_codes(self) -> None:
+    def check_codes(self) -> None:
         for binary in self._binaries():
-            binary._check_codes()
+            binary.check_codes()
 
     @classmethod
     def _of(cls, values: jax.Array, k: int, dtype: DTypeLike) -> Self:

@@ -21,8 +21,6 @@ from eformer.ops.quantization._base import MatmulOperand
 from ._partitioning import SUMMED, Dim, Problem, partitioned
 from ._primitive import Static, matmul_in_xla, matmul_p, matmul_stacks
 
-Kernel = Callable[[MatmulOperand, jax.Array, int], jax.Array | None]
-
 
 def _devices(ctx: mlir.LoweringRuleContext) -> tuple[object, ...]:
     """As many devices as the program runs on; which ones does not matter to XLA. Empty if they are not known."""
@@ -64,7 +62,7 @@ def matmul_on_accelerator(
     return pallas.matmul(x, q._stored_matrix(), contracted_axis, device, round_x=q.activation_dtype == "int8")
 
 
-def _by_kernel(kernel: Kernel, x: jax.Array, *leaves: jax.Array, static: Static) -> jax.Array:
+def _by_kernel(kernel: Callable[..., jax.Array | None], x: jax.Array, *leaves: jax.Array, static: Static) -> jax.Array:
     """The matmul by `kernel`, or in XLA's operations where that gives None."""
     q = static.array(leaves)
     out = kernel(q, lax.reshape(x, (x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])), static.contracted_axis)
