@@ -312,18 +312,15 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
     """The finest pairs of runs of axes, (old, new), that hold the same elements; sizes are positive."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
-        olds, news, a, b = [], [], 1, 1
+        first, a, b = (i, j), 1, 1
         if i < len(old) and j < len(new) and old[i] == new[j]:
-            olds, news, i, j = [i], [j], i + 1, j + 1
-        elif i < len(old) and old[i] == 1:
-            olds, i = [i], i + 1
+            i, j = i + 1, j + 1
         elif j < len(new) and new[j] == 1:
-            news, j = [j], j + 1
-        else:
-            while not olds or a != b:
-                if a <= b:
-                    olds, a, i = [*olds, i], a * old[i], i + 1
-                else:
-                    news, b, j = [*news, j], b * new[j], j + 1
-        groups.append((olds, news))
+            j += 1
+        while (i, j) == first or a != b:
+            if a <= b:
+                a, i = a * old[i], i + 1
+            else:
+                b, j = b * new[j], j + 1
+        groups.append((list(range(first[0], i)), list(range(first[1], j))))
     return groups

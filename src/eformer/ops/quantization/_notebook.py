@@ -43,18 +43,13 @@ def array_html(q: QuantizedArray) -> str:
 
 def _histogram(q: QuantizedArray) -> str:
     """The distribution of the values, as SVG; nothing for an array that is large, traced, abstract, freed or remote."""
-    leaves = jtu.tree_leaves(q)
-    there = all(
-        isinstance(leaf, np.ndarray)
-        or (
-            isinstance(leaf, jax.Array)
-            and not isinstance(leaf, Tracer)
-            and not leaf.is_deleted()
-            and leaf.is_fully_addressable
-        )
-        for leaf in leaves
-    )
-    if not there or not 0 < q.size <= MOST:
+
+    def is_here(leaf: object) -> bool:
+        if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array):
+            return isinstance(leaf, np.ndarray)
+        return not leaf.is_deleted() and leaf.is_fully_addressable
+
+    if not all(map(is_here, jtu.tree_leaves(q))) or not 0 < q.size <= MOST:
         return ""
     with unobserved():
         values = np.asarray(q.materialize()).astype(np.float64)

@@ -1,7 +1,4 @@
-"""`RSROperator`: what the binary and the ternary operator share, which is all that follows from their codes.
-
-In a matmul, rows of `x` that meet the same code are summed first.
-"""
+"""`RSROperator`: what the binary and the ternary operator share, which is all that follows from their codes."""
 
 from __future__ import annotations
 
@@ -96,12 +93,10 @@ class RSROperator(MatmulOperand):
     def dot(self, v: ArrayLike | ImplicitArray) -> Any:
         """`v @ A` for `v` of shape (..., n), without `A`: note the order, which is not that of `jax.Array.dot`.
 
-        The result has the shape and dtype of the dense matmul. Half precision is summed in float32 and rounded once;
-        integers wrap as they do in the dense matmul. Floats are summed in another order, so last digits may differ.
-
-        A NaN or an infinity in `v` gives NaN wherever it does in the dense matmul (that multiplies it by each 0 too).
-        It gives NaN also in place of an infinity in a ternary matmul, and in place of some finite numbers when finite
-        elements of `v` sum up to more than the largest float; never a finite number that is wrong.
+        Half precision is summed in float32 and rounded once; integers wrap as in the dense matmul. Floats are summed in
+        another order, so last digits may differ. A NaN or an infinity in `v` gives NaN wherever it does in the dense
+        matmul. It does so also in place of an infinity in a ternary matmul, and of some finite numbers where elements
+        of `v` sum up to more than the largest float; never a finite number that is wrong.
 
         Inside `implicit` an argument is an array among arrays, and has their `dot`: write `v @ operator` there.
         """

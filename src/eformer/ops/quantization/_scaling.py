@@ -1,11 +1,9 @@
 """Multiplication, division and negation of a quantized array: its scales take them over, and its codes stay.
 
-`decode()` is linear in the scales, so `(code * scale) * x == code * (scale * x)` but for rounding. In float32 each side
-rounds twice, so they differ by at most two epsilons. In half precision the dense array rounds twice too. The scales are
-float32, so on this side one such rounding is left, at the end: the result is nearer to the exact product, and at most
-three halves of an epsilon from the dense one. Infinities, NaN and division by zero come out alike, for 0 times them is
-NaN on both sides. The ends of float32's range do differ: a `scale * x` below the smallest normal number may be flushed
-to zero, while an element of INT8 is up to 127 times as large; where `scale * x` overflows, so does all that it scales.
+`decode()` is linear in the scales, so `(code * scale) * x == code * (scale * x)` but for rounding. They differ by at
+most two epsilons in float32, and by three halves of one in half precision, where this side rounds once. Infinities,
+NaN and division by zero come out alike. At the ends of float32's range they do differ: a `scale * x` below the smallest
+normal number may be flushed to zero, and where it overflows, so does all that it scales.
 """
 
 from __future__ import annotations

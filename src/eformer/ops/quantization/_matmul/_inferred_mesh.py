@@ -17,23 +17,15 @@ def infer_mesh(devices: Sequence[object], starts: Sequence[np.ndarray]) -> Mesh:
     def explained(sizes: tuple[int, ...]) -> int:
         return sum(len(axes) for each in starts for axes in mesh_axes(each, sizes))
 
-    sizes = max(_orders(_primes(len(devices))), key=explained)
+    sizes = max(_orders(len(devices)), key=explained)
     names, automatic = tuple(f"axis{i}" for i in range(len(sizes))), (AxisType.Auto,) * len(sizes)
     return Mesh(np.array(devices, object).reshape(sizes), names, automatic)
 
 
-def _primes(n: int) -> list[int]:
-    """The prime factors of `n`, smallest first."""
-    smallest = next((p for p in range(2, n + 1) if n % p == 0), None)
-    return [] if smallest is None else [smallest, *_primes(n // smallest)]
-
-
-def _orders(factors: list[int]) -> list[tuple[int, ...]]:
-    """All different orders: one for a power of a prime, and few for the device counts of real machines."""
-    if not factors:
-        return [()]
-    without = {factor: [*factors[: factors.index(factor)], *factors[factors.index(factor) + 1 :]] for factor in factors}
-    return [(factor, *rest) for factor, others in without.items() for rest in _orders(others)]
+def _orders(n: int) -> list[tuple[int, ...]]:
+    """All orders of the prime factors of `n`: one for a power of a prime, and few for real numbers of devices."""
+    primes = [p for p in range(2, n + 1) if n % p == 0 and all(p % divisor for divisor in range(2, p))]
+    return [(p, *rest) for p in primes for rest in _orders(n // p)] or [()]
 
 
 def shard_starts(sharding: Sharding, ndim: int, devices: Sequence[object]) -> np.ndarray:

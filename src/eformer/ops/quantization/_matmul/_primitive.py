@@ -75,8 +75,11 @@ def note_partly_manual(q: MatmulOperand) -> None:
         note_materialized(q, PARTLY_MANUAL)
 
 
-def matmul_primitive(name: str, in_xla: Callable[..., jax.Array]) -> Primitive:
-    """A primitive `(x, *rest, static=Static(...))` with a derivative; `in_xla` computes it in XLA's own operations."""
+def matmul_primitive(name: str, in_xla: Callable[..., jax.Array], batch_rest: Callable[..., jax.Array]) -> Primitive:
+    """A primitive `(x, *rest, static=Static(...))` with a derivative; `in_xla` computes it in XLA's own operations.
+
+    `batch_rest(operands, axes, static)` maps it over axes of other operands than `x`, and puts the new axis first.
+    """
     primitive = Primitive(name)
     compiled: Any = jax.jit(primitive.bind, static_argnames="static")
 
@@ -101,10 +104,17 @@ def matmul_primitive(name: str, in_xla: Callable[..., jax.Array]) -> Primitive:
         dx = ad.Zero(x.aval) if isinstance(ct, ad.Zero) else primitive.bind(ct, *rest, static=static)
         return [dx, *[None] * len(rest)]
 
+    def batch(operands: Sequence[jax.Array], axes: Sequence[int | None], static: Static) -> tuple[jax.Array, int]:
+        (x, *rest), (x_axis, *rest_axes) = operands, axes
+        if x_axis is None or any(axis is not None for axis in rest_axes):
+            return batch_rest(operands, axes, static), 0
+        return primitive.bind(jnp.moveaxis(x, x_axis, 1), *rest, static=static), 1  # more rows of x
+
     primitive.def_impl(run)
     primitive.def_abstract_eval(abstract_eval)
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = batch
     return primitive
 
 
@@ -112,11 +122,7 @@ def in_xla(x: jax.Array, *leaves: jax.Array, static: Static) -> jax.Array:
     return matmul_in_xla(static.array(leaves), x, static.contracted_axis).astype(static.dtype)
 
 
-def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], static: Static) -> tuple[jax.Array, int]:
-    (x, *leaves), (x_axis, *leaf_axes) = operands, axes
-    if all(axis is None for axis in leaf_axes):  # more rows of x
-        assert x_axis is not None
-        return matmul_p.bind(jnp.moveaxis(x, x_axis, 1), *leaves, static=static), 1
+def _in_longer_stack(operands: Sequence[jax.Array], axes: Sequence[int | None], static: Static) -> jax.Array:
     size = next(o.shape[a] for o, a in zip(operands, axes, strict=True) if a is not None)
 
     def stack(operand: jax.Array, axis: int | None) -> jax.Array:
@@ -124,8 +130,7 @@ def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], static: St
         return whole.reshape(size * whole.shape[1], *whole.shape[2:])
 
     out = matmul_p.bind(*map(stack, operands, axes), static=static)
-    return out.reshape(size, out.shape[0] // size, *out.shape[1:]), 0
+    return out.reshape(size, out.shape[0] // size, *out.shape[1:])
 
 
-matmul_p = matmul_primitive("quantized_matmul", in_xla)
-batching.primitive_batchers[matmul_p] = _batch
+matmul_p = matmul_primitive("quantized_matmul", in_xla, _in_longer_stack)

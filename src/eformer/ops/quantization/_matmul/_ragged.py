@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax import tree_util as jtu
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import mlir
 from jax.typing import DTypeLike
 
 from eformer.jaximus import register
@@ -114,14 +114,9 @@ def _in_steps(x: jax.Array, sizes: jax.Array, *leaves: jax.Array, static: Static
     return lax.slice_in_dim(out, 0, count)
 
 
-def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], static: Static) -> tuple[jax.Array, int]:
-    (x, *rest), (x_axis, *rest_axes) = operands, axes
-    if all(axis is None for axis in rest_axes):  # more columns of the same rows
-        assert x_axis is not None
-        return grouped_matmul_p.bind(jnp.moveaxis(x, x_axis, 1), *rest, static=static), 1
-    return jax.vmap(functools.partial(_in_steps, static=static), tuple(axes))(*operands), 0
+def _one_by_one(operands: Sequence[jax.Array], axes: Sequence[int | None], static: Static) -> jax.Array:
+    return jax.vmap(functools.partial(_in_steps, static=static), tuple(axes))(*operands)
 
 
-grouped_matmul_p = matmul_primitive("grouped_matmul", _in_steps)
-batching.primitive_batchers[grouped_matmul_p] = _batch
+grouped_matmul_p = matmul_primitive("grouped_matmul", _in_steps, _one_by_one)
 mlir.register_lowering(grouped_matmul_p, mlir.lower_fun(_in_steps, multiple_results=False))
