@@ -149,12 +149,11 @@ def items_of(named: Sequence[tuple[str, object]], *, spread: bool = False) -> li
 
     An array with shards in other processes raises too, unless it may be `spread`.
     """
-    found = [_item(name, leaf, spread) for name, leaf in named]
-    names = [item.name for item in found]
+    names = [name for name, _ in named]
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise ValueError(f"two leaves have the name {twice!r}: a key with a dot in it reads like a key in a key")
-    return found
+    return [_item(name, leaf, spread) for name, leaf in named]
 
 
 def _item(name: str, leaf: object, spread: bool) -> Item:

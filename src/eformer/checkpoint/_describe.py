@@ -73,7 +73,7 @@ def describe(name: str, q: ImplicitArray) -> tuple[dict[str, Json], list[str]]:
     tensors: list[str] = []
     for field in dataclasses.fields(q):
         value, tensor = getattr(q, field.name), f"{name}.{field.name}"
-        if _is_static(field):
+        if field.metadata.get("static"):
             static[field.name] = _encoded(value, name, field.name)
         elif isinstance(value, ImplicitArray):
             leaves[field.name], inner = describe(tensor, value)
@@ -103,7 +103,7 @@ def rebuild(described: Json, leaf: Callable[[str], jax.ShapeDtypeStruct], depth:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for given, what in ((static, "static field"), (leaves, "leaf")):
         for name in given:
-            if name not in fields or _is_static(fields[name]) != (given is static):
+            if name not in fields or bool(fields[name].metadata.get("static")) != (given is static):
                 raise CheckpointError(f"{cls.__name__} has no {what} {name[:50]!r}")
     values: dict[str, object] = {name: _decoded(value) for name, value in static.items()}
     for name, value in leaves.items():
@@ -117,10 +117,6 @@ def rebuild(described: Json, leaf: Callable[[str], jax.ShapeDtypeStruct], depth:
         raise CheckpointError(f"a {cls.__name__} of shape {str(made.shape)[:100]} is absurd")
     _check_trial(made)
     return made, version
-
-
-def _is_static(field: dataclasses.Field[object]) -> bool:
-    return bool(field.metadata.get("static"))
 
 
 def _encoded(value: object, name: str, field: str) -> Json:

@@ -31,8 +31,7 @@ def load(
 
     `like` is any pytree (a Flax or Equinox model, shapes from `jax.eval_shape`). Its leaves are filled with the arrays
     of the same names ("layers.0.mlp.kernel"), which must have its shapes; dtypes and formats are the file's. A number
-    in it is filled with a number. Arrays that `like` does not name are not read. `flat` gives a dict of names in any
-    case.
+    in it is filled with a number. Arrays that `like` does not name are not read. `flat` always gives a dict of names.
 
     `sharding` is one for all arrays, a dict by name, or a function of name and shape; it names the axes of the array,
     whatever its format. Without it, a NamedSharding of a leaf of `like` is used. Each device reads its shard from the

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 from jax import tree_util as jtu
@@ -23,7 +24,7 @@ ATTEMPTS = 100  # to open a checkpoint that other processes keep replacing
 
 
 @dataclass(eq=False, repr=False)
-class Checkpoint(Mapping[str, Any]):
+class Checkpoint(Mapping[str, Any], AbstractContextManager["Checkpoint"]):
     """The arrays of a checkpoint by name, read anew at each access; a context manager that closes the file.
 
     `kind` is "safetensors", "bitsandbytes" or "gguf". `metadata` is the file's own: text, or for GGUF also numbers and
@@ -73,9 +74,6 @@ class Checkpoint(Mapping[str, Any]):
         self._closed = True
         for file in self._files:
             file.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -22,14 +22,12 @@ ALIGNMENT = 64  # bytes; JAX on CPU takes memory over from there, and copies any
 
 def sharding_for(sharding: ShardingFor, name: str, shape: tuple[int, ...]) -> OneSharding:
     if isinstance(sharding, Mapping):
-        found = sharding.get(name)
-    elif isinstance(sharding, (Sharding, PartitionSpec)) or sharding is None:
-        found = sharding
-    else:
-        found = sharding(name, shape)
-    if found is not None and not isinstance(found, (Sharding, PartitionSpec)):
-        raise TypeError(f"the sharding of {name!r} must be a Sharding, a PartitionSpec or None, got {found!r}")
-    return found
+        sharding = sharding.get(name)
+    elif callable(sharding):
+        sharding = sharding(name, shape)
+    if sharding is not None and not isinstance(sharding, (Sharding, PartitionSpec)):
+        raise TypeError(f"the sharding of {name!r} must be a Sharding, a PartitionSpec or None, got {sharding!r}")
+    return sharding
 
 
 def place(name: str, host: np.ndarray | QuantizedArray, sharding: OneSharding) -> Value:

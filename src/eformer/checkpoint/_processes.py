@@ -64,10 +64,7 @@ def _all(value: bool) -> bool:
 
 @contextlib.contextmanager
 def saved_together(start: Callable[[], Saving], index: Callable[[Sequence[str]], bytes] | None) -> Iterator[list[Path]]:
-    """The files of a save that the first process starts and all fill; they get their names when all are done.
-
-    `index(names of shards)` gives the text of the index.
-    """
+    """The files of a save that the first process starts and all fill; they get their names when all are done."""
     started: list[Saving] = []
 
     def begin() -> list[str]:

@@ -95,7 +95,8 @@ def convert(
         raise ValueError(f"`type={type!r}` is for GGUF; `quantize_checkpoint` changes the format of arrays")
     with open_checkpoint(source) as checkpoint:
         to = Target(target, overwrite, progress, _files_of(checkpoint), _small_files(source, target))
-        items = [_stored(name, checkpoint.entry(name)) for name in checkpoint]
+        entries = [checkpoint.entry(name) for name in checkpoint]
+        items = [Item(entry.name, entry.like, entry.host, entry.drop) for entry in entries]
         to_record = KINDS[kind]
         if to_record is None:
             metadata = {name: value for name, value in checkpoint.metadata.items() if name != "total_size"}
@@ -107,7 +108,7 @@ def convert(
 def _quantized(name: str, entry: Entry, rule: Rule | None) -> Item:
     like = entry.like
     if rule is None or rule.format is None or isinstance(like, QuantizedArray):
-        return _stored(name, entry)
+        return Item(name, like, entry.host, entry.drop)
     dtype = jax.dtypes.canonicalize_dtype(like.dtype)
 
     def make() -> Value:
@@ -117,11 +118,6 @@ def _quantized(name: str, entry: Entry, rule: Rule | None) -> Item:
         return jax.block_until_ready(apply_rule(rule, name, jax.device_put(copy)))
 
     return Item(name, apply_rule(rule, name, jax.ShapeDtypeStruct(like.shape, dtype)), make)
-
-
-def _stored(name: str, entry: Entry) -> Item:
-    """An array of a checkpoint as it is."""
-    return Item(name, entry.like, entry.host, entry.drop)
 
 
 def _text_metadata(checkpoint: Checkpoint) -> dict[str, str]:

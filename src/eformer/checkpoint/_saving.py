@@ -38,16 +38,13 @@ _living: weakref.WeakSet[Saving] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint is written, whether it may replace another one, and who is told of the progress.
-
-    `sources` are files that must not be replaced; copies of `beside` go into the same folder.
-    """
+    """Where a checkpoint is written, whether it may replace another one, and who is told of the progress."""
 
     path: StrPath
     overwrite: bool = False
     progress: Progress | None = None
-    sources: Sequence[Path] = ()
-    beside: Sequence[Path] = ()
+    sources: Sequence[Path] = ()  # must not be replaced
+    beside: Sequence[Path] = ()  # are copied into the same folder
 
 
 class Saving:

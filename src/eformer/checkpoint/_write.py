@@ -103,7 +103,7 @@ def write_safetensors(
     meter = Meter(target.progress, sum(record.nbytes for record in records))
     given = _checked_metadata(metadata)
     several = len(shards) > 1
-    layouts = [_laid_out(shard, {**given, **_ours(shard, None if several else tree)}) for shard in shards]
+    layouts = [_laid_out(shard, given, None if several else tree) for shard in shards]
 
     def index(names: Sequence[str]) -> bytes:
         weight_map = {p.name: name for name, shard in zip(names, shards, strict=True) for r in shard for p in r.parts}
@@ -125,11 +125,6 @@ def write_safetensors(
             with room_for(single, layout.size), to_disk(temporary, "r+b") as file:
                 _write_file(file, shard, layout, meter)
     return index_path(single) if several else single
-
-
-def _ours(records: Sequence[Record], tree: Json) -> dict[str, str]:
-    arrays = {record.name: record.described for record in records if record.described}
-    return {KEY: json.dumps({"version": VERSION, "arrays": arrays, "tree": tree}, separators=(",", ":"))}
 
 
 def _shards(records: Sequence[Record], most: int | None) -> list[list[Record]]:
@@ -188,11 +183,13 @@ class _Layout(NamedTuple):
     size: int
 
 
-def _laid_out(records: Sequence[Record], metadata: dict[str, str]) -> _Layout:
+def _laid_out(records: Sequence[Record], metadata: dict[str, str], tree: Json) -> _Layout:
+    arrays = {record.name: record.described for record in records if record.described}
+    ours = json.dumps({"version": VERSION, "arrays": arrays, "tree": tree}, separators=(",", ":"))
     # Widest elements first: then each tensor lies at a multiple of its element's size, and there are no gaps.
     parts = sorted((part for record in records for part in record.parts), key=lambda part: -part.dtype.itemsize)
     offsets: dict[str, int] = {}
-    entries: dict[str, Json] = {METADATA: dict(metadata)}
+    entries: dict[str, Json] = {METADATA: {**metadata, KEY: ours}}
     end = 0
     for part in parts:
         if part.dtype not in NAMES:
