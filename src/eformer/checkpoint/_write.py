@@ -236,8 +236,6 @@ def _write_piece(file: BinaryIO, offset: int, part: Part, index: Index, piece: D
     slices = [slice(*each.indices(n)) for each, n in zip(index, part.shape, strict=False)]
     shape = tuple(each.stop - each.start for each in slices) or part.shape
     data = contiguous_bytes(piece, Part(part.name, part.dtype, shape))
-    if not len(data):
-        return
     for start, length, at in _runs(part, slices, shape):
         for begin in range(0, length, CHUNK):
             count = min(CHUNK, length - begin)
@@ -253,7 +251,6 @@ def _runs(part: Part, slices: Sequence[slice], shape: tuple[int, ...]) -> Iterat
         outer -= 1
     length = math.prod(shape[outer:]) * part.dtype.itemsize
     strides = [math.prod(part.shape[i + 1 :]) * part.dtype.itemsize for i in range(len(shape))]
-    starts = [each.start for each in slices]
-    base = sum(map(operator.mul, starts, strides))
+    base = sum(each.start * stride for each, stride in zip(slices, strides, strict=False))
     for number, position in enumerate(np.ndindex(*shape[:outer])):
         yield number * length, length, base + sum(map(operator.mul, position, strides))
