@@ -14,7 +14,7 @@ import numpy as np
 from jax import tree_util as jtu
 
 from eformer.jaximus import is_implicit
-from eformer.ops.quantization import QuantizedArray
+from eformer.ops.quantization import QuantizedArray, check_codes, recode
 
 from ._describe import FORMAT_ERRORS, check_decoding, describe, format_name
 from ._file import CheckpointError
@@ -67,7 +67,7 @@ class Entry(abc.ABC):
         """`make()`, of NumPy arrays; a CheckpointError if that fails, or if the codes are none of its format."""
         try:
             made = make()
-            made.check_codes()
+            check_codes(made)
         except FORMAT_ERRORS as error:
             raise self.wrong(str(error)[:300]) from None
         return made
@@ -95,7 +95,7 @@ class QuantizedEntry(Entry):
         likes, structure = jtu.tree_flatten(self.like)
         pairs = zip(self.tensors, likes, strict=True)
         leaves = [tensor.view().astype(like.dtype, copy=False) for tensor, like in pairs]
-        return self.checked(lambda: jtu.tree_unflatten(structure, leaves)).recoded(self._codes)
+        return recode(self.checked(lambda: jtu.tree_unflatten(structure, leaves)), self._codes)
 
 
 # --- to be written ---

@@ -1,7 +1,7 @@
 """Quantized arrays as JSON and tensors: the class, its static fields, and which tensor is which leaf.
 
 A description is `{"class": ..., "static": {field: value}, "leaves": {field: tensor name, or a description}}`. Classes
-are looked up among the registered ones, and nowhere else. `"codes"` is the class's `code_version` if that is not 1:
+are looked up among the registered ones, and nowhere else. `"codes"` is the class's `code_version`, if that is not 1:
 codes of an older version are read with the meaning they had then.
 """
 
@@ -25,6 +25,7 @@ from eformer.ops.quantization import (
     array_from_fields,
     array_types,
     check_array,
+    code_version,
     declares_leaves,
     formats,
 )
@@ -81,7 +82,7 @@ def describe(name: str, q: ImplicitArray) -> tuple[dict[str, Json], list[str]]:
         elif value is not None:
             leaves[field.name] = tensor
             tensors.append(tensor)
-    version = array_types()[cls.__name__].code_version
+    version = code_version(array_types()[cls.__name__])
     codes: dict[str, Json] = {} if version == 1 else {"codes": version}
     return {"class": cls.__name__, **codes, "static": static, "leaves": leaves}, tensors
 
@@ -95,7 +96,7 @@ def rebuild(described: Json, leaf: Callable[[str], jax.ShapeDtypeStruct], depth:
     cls = array_types().get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise CheckpointError(f"the class {str(kind)[:50]!r} is not one of {', '.join(array_types())}")
-    version, newest = described.get("codes", 1), cls.code_version
+    version, newest = described.get("codes", 1), code_version(cls)
     if type(version) is not int or not 1 <= version <= newest or (depth and version != newest):
         raise CheckpointError(f"its codes have version {str(version)[:20]}; this release reads {newest}")
     if not isinstance(static, dict) or not isinstance(leaves, dict):

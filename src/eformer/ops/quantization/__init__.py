@@ -5,7 +5,6 @@ import pkgutil as _pkgutil
 
 from . import _collectives as _collectives  # these register rules
 from . import _gather as _gather
-from . import _handlers as _handlers
 from . import _layout as _layout
 from . import _movement as _movement
 from . import _scaling as _scaling
@@ -29,15 +28,19 @@ from ._registry import register_format as register_format
 from ._sharding import checked_sharding as checked_sharding
 from ._stored import array_from_fields as array_from_fields
 from ._stored import check_array as check_array
+from ._stored import check_codes as check_codes
+from ._stored import code_version as code_version
 from ._stored import declares_leaves as declares_leaves
+from ._stored import recode as recode
 from .implicit_array_1bit import Array1B as Array1B
-from .implicit_array_1bit import straight_through_1bit as straight_through_1bit
 from .implicit_array_8bit import Array8B as Array8B
-from .implicit_array_8bit import straight_through_8bit as straight_through_8bit
 from .implicit_array_nf4 import ArrayNF4 as ArrayNF4
-from .implicit_array_nf4 import straight_through_nf4 as straight_through_nf4
 from .implicit_array_rsr import RSROperatorBinary as RSROperatorBinary
 from .implicit_array_rsr import RSROperatorTernary as RSROperatorTernary
+
+from ._documented import straight_through_1bit as straight_through_1bit  # isort: skip  # after the formats it adds to
+from ._documented import straight_through_8bit as straight_through_8bit  # isort: skip
+from ._documented import straight_through_nf4 as straight_through_nf4  # isort: skip
 
 for _module in _pkgutil.iter_modules(__path__):  # a format registers itself when its file is imported
     if _module.name.startswith("implicit_array_"):

@@ -34,7 +34,7 @@ class QuantizedArray(ImplicitArray):
 
     _rules: ClassVar[Rules] = {"use_kernel": a_bool, "activation_dtype": int8_or_none, "dtype": a_number_type}
 
-    code_version: ClassVar[int] = 1  # of what the codes stand for, in checkpoints
+    _code_version: ClassVar[int] = 1  # of what the codes stand for, in checkpoints
 
     use_kernel: bool = aux_field(default=True, kw_only=True)
     activation_dtype: str | None = aux_field(default=None, kw_only=True)
@@ -75,13 +75,13 @@ class QuantizedArray(ImplicitArray):
     def _check_shapes(self) -> None:
         """Raise a ValueError unless the shapes of the leaves, whose dtypes are right, make one array together."""
 
-    def check_codes(self) -> None:
+    def _check_codes(self) -> None:
         """Raise a ValueError if leaves, which are NumPy arrays, hold codes that the format does not have."""
 
-    def recoded(self, version: int) -> Self:
+    def _recoded(self, version: int) -> Self:
         """This array, whose codes are of an earlier version or today's, in codes of today's."""
-        if version != self.code_version:
-            raise ValueError(f"codes of {type(self).__name__} have version {self.code_version}, not {version}")
+        if version != self._code_version:
+            raise ValueError(f"codes of {type(self).__name__} have version {self._code_version}, not {version}")
         return self
 
     @abc.abstractmethod

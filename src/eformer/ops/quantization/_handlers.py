@@ -1,4 +1,4 @@
-"""The documented handlers of primitives, such as `add_8bit_xy`, put into the documented modules by name.
+"""The documented handlers of primitives, such as `add_8bit_xy`; `_documented` puts them into the formats' modules.
 
 They are there to be called; `implicit` dispatches to the rules. A handler takes the primitive and then the documented
 arguments. It is made from a function of `jax.lax`; if that has a rule, it runs the rule.
@@ -6,7 +6,6 @@ arguments. It is made from a function of `jax.lax`; if that has a rule, it runs 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from inspect import Parameter
@@ -100,9 +99,3 @@ def _parameter(text: str) -> Parameter:
     name = text.lstrip("*")
     kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     return Parameter(name, kinds[len(text) - len(name)])
-
-
-for _tag in ("1bit", "8bit", "nf4"):
-    _module = importlib.import_module(f"{__package__}.implicit_array_{_tag}")
-    for _name, _described in HANDLERS.items():
-        setattr(_module, _name.format(_tag), handler(_name.format(_tag), _module.__name__, *_described))

@@ -13,11 +13,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from eformer.jaximus import aux_field, ste
+from eformer.jaximus import aux_field
 from eformer.kernels import reference
 
 from ._base import Leaves
-from ._config import format_name
 from ._input import as_floats, checked_array, normalized_axes
 from ._packed import PackedArray
 from ._registry import register_format
@@ -42,7 +41,7 @@ class Array1B(PackedArray):
     _nan_codes: ClassVar = {"weight": 0xAA}
     _unit_codes: ClassVar = {"weight": 0xFF}
     _rules: ClassVar[Rules] = {"scale": Leaf("floating point", FLOATS, optional=True)}
-    code_version: ClassVar[int] = 2  # of what the two bits stand for, in checkpoints
+    _code_version: ClassVar[int] = 2  # of what the two bits stand for, in checkpoints
 
     weight: jax.Array
     scale: jax.Array | None = dataclasses.field(default=None, kw_only=True)
@@ -96,9 +95,9 @@ class Array1B(PackedArray):
     def _encoded_again(self, array: jax.Array) -> Array1B:
         return quantize_ternary(array, scale=None if self.scale is None else "tensor")
 
-    def recoded(self, version: int) -> Self:
+    def _recoded(self, version: int) -> Self:
         """In version 1, the codes 0, 1 and 2 were -1, 0 and 1, and 3 was NaN."""
-        return self._replaced(weight=self.weight ^ np.uint8(0x55)) if version == 1 else super().recoded(version)
+        return self._replaced(weight=self.weight ^ np.uint8(0x55)) if version == 1 else super()._recoded(version)
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
         # Nothing is known of what made the values but their sign: an element became 0, or the scale with its sign.
@@ -166,18 +165,6 @@ def quantize_ternary(array: jax.Array, scale: str | None = None, *, use_kernel: 
     summed in another order: an element that lies on the threshold to the last bit can fall on its other side.
     """
     return _quantize("ternary", reference.ternary, array, scale, use_kernel)
-
-
-@ste
-def straight_through_1bit(
-    array: jax.Array, dtype: str | None = None, scale: str | None = None, *, format: str | None = None
-) -> Array1B:
-    """`quantize(array, dtype="ternary")`, the default, or `"binary"` made dense, with the gradient of the identity."""
-    name = format_name(dtype, format, "ternary")
-    rules = {"ternary": quantize_ternary, "binary": quantize_binary}
-    if name not in rules:
-        raise ValueError(f"`dtype={name!r}` must be 'ternary' or 'binary'")
-    return rules[name](array, scale)
 
 
 register_format("ternary", Array1B, quantize_ternary)

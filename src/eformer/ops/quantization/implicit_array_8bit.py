@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
-from eformer.jaximus import aux_field, implicit, ste
+from eformer.jaximus import aux_field
 from eformer.kernels import Matrix, reference
 
 from ._base import Leaves
@@ -139,31 +138,6 @@ class Array8B(LeafwiseArray):
 @functools.partial(jax.jit, static_argnums=1)
 def _encode(x: jax.Array, axis: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     return reference.encode_int8(x, axis)
-
-
-@ste
-def straight_through_8bit(array: jax.Array, axis: int | tuple[int, ...] | None = None) -> Array8B:
-    """`Array8B.quantize(array, axis=axis)` made dense, with the gradient of the identity."""
-    return Array8B.quantize(array, axis=axis)
-
-
-def matmul_bf16_int8_weight_only(lhs_bf16: jax.Array, rhs_q_int8: jax.Array, rhs_scale: jax.Array) -> jax.Array:
-    """`lhs @ (rhs * scale)` by the kernel of `Array8B`, summed in float32, as bfloat16; no dense copy is made.
-
-    `lhs` is (..., M, K) and `rhs` (K, N); the scale has two axes, each of length 1 or that of `rhs`.
-    """
-    if lhs_bf16.ndim < 1 or rhs_q_int8.ndim != 2 or rhs_scale.ndim != 2:
-        raise ValueError(
-            f"expected lhs (..., M, K), rhs (K, N) and a scale of two axes, got {lhs_bf16.shape}, {rhs_q_int8.shape} "
-            f"and {rhs_scale.shape}"
-        )
-    rows = rhs_q_int8.shape[0]
-    if lhs_bf16.shape[-1] != rows:
-        raise ValueError(f"lhs {lhs_bf16.shape} @ rhs {rhs_q_int8.shape}: {lhs_bf16.shape[-1]} columns, {rows} rows")
-    q = Array8B(rhs_scale.astype(jnp.float32), rhs_q_int8)
-    lhs = lhs_bf16 if lhs_bf16.dtype in (jnp.bfloat16, jnp.float16) else lhs_bf16.astype(jnp.float32)
-    matmul: Any = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
-    return implicit(matmul)(lhs, q, (((lhs.ndim - 1,), (0,)), ((), ())))
 
 
 register_format("int8", Array8B, Array8B.quantize)

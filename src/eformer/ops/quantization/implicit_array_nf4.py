@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from eformer.jaximus import aux_field, ste
+from eformer.jaximus import aux_field
 from eformer.kernels import reference
 
 from ._base import Leaves
@@ -191,22 +191,6 @@ def _encode(x: jax.Array, axis: int, block_size: int, nested: bool) -> Leaves:
     matrix = absmax.reshape(*absmax.shape[:-2], math.prod(absmax.shape[-2:]))
     codes, scales, mean = reference.encode_dynamic(matrix)
     return {"packed": packed, "absmax": codes.reshape(absmax.shape), "nested": scales, "offset": mean}
-
-
-@ste
-def straight_through_nf4(array: jax.Array, block_size: int = 64, axis: int = -1) -> ArrayNF4:
-    """`ArrayNF4.quantize(array, block_size, axis=axis)` made dense, with the gradient of the identity."""
-    return ArrayNF4.quantize(array, block_size, axis=axis)
-
-
-def safe_materialize(arr: Any) -> tuple[Any, bool]:
-    """`arr` made dense if it is an `ArrayNF4`, and whether it was."""
-    return (arr.materialize(), True) if isinstance(arr, ArrayNF4) else (arr, False)
-
-
-def safe_delete(arr: Any, materialized: bool) -> None:
-    """Do nothing, as documented: JAX frees an array when the last reference to it goes."""
-    del arr, materialized
 
 
 register_format("nf4", ArrayNF4, ArrayNF4.quantize)

@@ -106,7 +106,7 @@ class RSROperatorBinary(RSROperator):
                 f"columns of no block"
             )
 
-    def check_codes(self) -> None:
+    def _check_codes(self) -> None:
         largest = int(np.max(self.codes, initial=0))
         if largest >= 2**self.k:
             raise ValueError(f"codes for `k={self.k}` are from 0 to {2**self.k - 1}, and there is a {largest}")
@@ -181,9 +181,9 @@ class RSROperatorTernary(RSROperator):
         if jnp.issubdtype(self.dtype, jnp.unsignedinteger):
             raise ValueError(f"`dtype={self.dtype}` can't hold -1; a signed or floating point dtype can")
 
-    def check_codes(self) -> None:
+    def _check_codes(self) -> None:
         for binary in self._binaries():
-            binary.check_codes()
+            binary._check_codes()
 
     @classmethod
     def _of(cls, values: jax.Array, k: int, dtype: DTypeLike) -> Self:
