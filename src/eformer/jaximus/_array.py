@@ -19,12 +19,11 @@ from jax import tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from ._derive import derive_stacked, derive_struct
 from ._export import make_serializable
 from ._fields import STATIC, ArrayMeta, aux_field, check_hashable, delete_attribute, make_dataclass, set_attribute
-from ._manners import ArrayManners
-from ._observe import note_materialized
-from ._types import Leaf, Tree
+from ._manners import ArrayManners, struct
+from ._observe import note_materialized, unobserved
+from ._types import Leaf, Structure, Tree
 
 
 class _Record(NamedTuple):
@@ -63,6 +62,7 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
     _data_fields: ClassVar[tuple[str, ...]]
     _static_fields: ClassVar[tuple[str, ...]]
     _mutable: ClassVar[bool] = False  # the class said `@dataclass` without `frozen=True`
+    _kept: ClassVar[_Record] = _Record()  # `_keep` gives an array its own
 
     # The constructor takes any dtype-like, and stores an `np.dtype`.
     dtype: Any = dataclasses.field(default=None, kw_only=True, metadata={STATIC: True})
@@ -87,12 +87,8 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
         jtu.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
         make_serializable(cls, _Record)
 
-    @property
-    def _record(self) -> _Record:
-        return vars(self).get("_kept", _NOTHING)
-
     def _keep(self, **known: object) -> None:
-        vars(self)["_kept"] = self._record._replace(**known)
+        vars(self)["_kept"] = self._kept._replace(**known)
 
     def _settle(self, shape: Sequence[int] | None) -> None:
         """Check the constructor's `shape` and `dtype` against the leaves, and complete them."""
@@ -104,22 +100,22 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
         states_shape = _states_shape(self)
         if not states_shape:
             try:
-                derive_struct(self)
+                _derived(self)
             except _ShapeNeeded:
                 if given is None:
                     raise
                 self._keep(given_shape=(given, tuple(np.ndim(leaf) for leaf in jtu.tree_leaves(self))))
-        found = self.shape if states_shape else derive_struct(self).shape
+        found = self.shape if states_shape else _derived(self).shape
         if given is not None and given != found:
             raise ValueError(
                 f"{type(self).__name__} was given `shape={given}`, but its leaves make an array of shape {found}"
             )
         if self.dtype is None:
-            object.__setattr__(self, "dtype", derive_struct(self).dtype)
-        elif not states_shape and derive_struct(self).dtype != self.dtype:
+            object.__setattr__(self, "dtype", _derived(self).dtype)
+        elif not states_shape and _derived(self).dtype != self.dtype:
             raise ValueError(
                 f"{type(self).__name__} was given `dtype={self.dtype}`, but `materialize` returns "
-                f"{derive_struct(self).dtype}: end it with `.astype(self.dtype)`"
+                f"{_derived(self).dtype}: end it with `.astype(self.dtype)`"
             )
         self._keep(leaf_dtypes=tuple(map(_dtype, jtu.tree_leaves(self))))
 
@@ -128,10 +124,9 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
 
         A function that maps over all leaves of a tree reaches codes and scales, and may leave them without a meaning.
         """
-        record = vars(self).get("_kept", _NOTHING)
-        if record.misuse is not None:
-            raise ValueError(record.misuse)
-        made_of = record.leaf_dtypes
+        if self._kept.misuse is not None:
+            raise ValueError(self._kept.misuse)
+        made_of = self._kept.leaf_dtypes
         if made_of is None:
             return
         # Most arrays have arrays for all their fields; each array of a model is checked whenever it is traced.
@@ -155,13 +150,12 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array represented."""
-        record = self._record
-        if record.shapeless:
+        if self._kept.shapeless:
             raise _ShapeNeeded(f"{type(self).__name__} needs `shape=...`: its `materialize` reads `self.shape`")
-        if record.given_shape is None:
-            return derive_struct(self).shape
+        if self._kept.given_shape is None:
+            return _derived(self).shape
         # A shape is kept with the ranks of the leaves: where all leaves gain or lose leading axes, so does the shape.
-        shape, ranks = record.given_shape
+        shape, ranks = self._kept.given_shape
         leaves = jtu.tree_leaves(self)
         gained = {np.ndim(leaf) - rank for leaf, rank in zip(leaves, ranks, strict=True)}
         added = gained.pop() if len(gained) == 1 else 0
@@ -173,7 +167,7 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
         `lax.scan` over an array that says yes hands its body the slices still implicit. By default the answer is a
         proof: yes if `materialize` and `vmap(materialize)` trace to the same program.
         """
-        return derive_stacked(self)
+        return _is_stacked(jtu.tree_structure(self), tuple(map(struct, jtu.tree_leaves(self))))
 
     def _deferred(self) -> ImplicitArray | Deferred:
         """What to pass into a separately traced function: this array, or a cheaper one it can be rebuilt from there."""
@@ -254,8 +248,45 @@ def _dtype(leaf: object) -> np.dtype | None:
     return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)  # pyright: ignore[reportReturnType]
 
 
+# What a class need not state is derived: its `materialize` is traced, never run.
+
+
+def _derived(array: ImplicitArray) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of `array.materialize()`, which may read `self.shape` only if the array keeps one."""
+    return _struct(jtu.tree_structure(array), tuple(map(struct, jtu.tree_leaves(array))))
+
+
+@functools.lru_cache(maxsize=4096)
+def _struct(treedef: Structure, structs: tuple[jax.ShapeDtypeStruct, ...]) -> jax.ShapeDtypeStruct:
+    def dense(leaves: Sequence[jax.Array]) -> jax.Array:
+        array: ImplicitArray = jtu.tree_unflatten(treedef, leaves)
+        array._keep(shapeless=array._kept.given_shape is None)
+        return array.materialize()
+
+    with unobserved():
+        return jax.eval_shape(dense, structs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_stacked(treedef: Structure, structs: tuple[jax.ShapeDtypeStruct, ...]) -> bool:
+    def dense(leaves: Sequence[jax.Array]) -> jax.Array:
+        return jtu.tree_unflatten(treedef, leaves).materialize()
+
+    lengths = {struct.shape[:1] for struct in structs}
+    if len(lengths) != 1 or () in lengths:
+        return False
+    with unobserved():
+        whole = jax.make_jaxpr(dense)(structs)
+        try:
+            sliced = jax.make_jaxpr(jax.vmap(dense))(structs)
+        except (TypeError, ValueError, IndexError, AssertionError):  # not an array any more without that axis
+            return False
+    # JAX has no equality of programs but of their printed forms.
+    same_consts = [np.array_equal(a, b) for a, b in zip(whole.consts, sliced.consts, strict=False)]
+    return str(whole) == str(sliced) and all(same_consts)
+
+
 _Static = tuple[tuple[Hashable, ...], _Record]  # values of the static fields, and the record
-_NOTHING = _Record()
 
 
 def _flattener(cls: type[ImplicitArray]) -> Callable[[ImplicitArray], tuple[tuple[Leaf, ...], _Static]]:
@@ -266,7 +297,7 @@ def _flattener(cls: type[ImplicitArray]) -> Callable[[ImplicitArray], tuple[tupl
         found = leaves(array)
         if _getframe(1).f_globals is _TREE_FUNCTIONS:
             _check_taken_apart(cls.__name__, found, _getframe(1))
-        return found, (static(array), vars(array).get("_kept", _NOTHING))
+        return found, (static(array), array._kept)
 
     return flatten
 
@@ -303,8 +334,7 @@ _getframe = sys._getframe
 def _check_taken_apart(name: str, leaves: Iterable[Leaf], frame: FrameType | None) -> None:
     """Raise if the caller of `frame`, a function of `jax.tree`, is about to differentiate or optimize integer leaves.
 
-    `jax.grad` and Optax see a tree, reach its integer codes, and fail in their own words or train nonsense. They
-    flatten the tree first. Where JAX or Optax rename their functions, people see the original error.
+    `jax.grad` and Optax flatten a tree first. Without this they fail in their own words, or train nonsense.
     """
     while frame is not None and frame.f_globals["__name__"] in _TREE_MODULES:
         frame = frame.f_back

@@ -62,7 +62,7 @@ class QuantizedArray(ImplicitArray):
         """A copy with these fields; every other field is kept. New leaves are checked as a constructor checks them."""
         copy = object.__new__(type(self))
         kept = {name: getattr(self, name) for name in (*self._data_fields, *self._static_fields)}
-        vars(copy).update({**kept, "_kept": self._record, **fields})
+        vars(copy).update({**kept, "_kept": self._kept, **fields})
         if not fields.keys().isdisjoint(self._data_fields):
             copy._settle(None)
         return copy
