@@ -57,10 +57,9 @@ def _finite(peak: jax.Array) -> jax.Array:
 
 
 def _mean_of_magnitudes(x: jax.Array, axis: Sequence[int], count: jax.Array | int) -> jax.Array:
-    """The sum of non-negative `x` over `axis`, kept with length 1, by `count`; equal in every order of summation.
+    """The sum of non-negative `x` over `axis`, kept with length 1, by `count`; the same however `x` is sharded.
 
-    So a sharded array has the scale that it would have on one device. Each element is rounded to 24 bits of the largest
-    one, and groups of these bits, small enough not to overflow, are summed as integers.
+    Each element is rounded to 24 bits of the largest one. Groups of these bits are summed as integers, and fit.
     """
     peak = absmax(x, axis)
     whole = jnp.round(_divide(x.astype(peak.dtype), jnp.where(peak == 0, 1, peak)) * 2.0**24).astype(jnp.int32)
@@ -191,20 +190,16 @@ def decode_dynamic(codes: jax.Array, nested: jax.Array, offset: jax.Array, block
 
 
 def decode_dynamic_matrix(codes: jax.Array, nested: jax.Array, offset: jax.Array, block_size: int = 256) -> jax.Array:
-    """`decode_dynamic` of codes (..., rows, cols) in row order, by index and without a reshape.
-
-    Devices that hold a part of the codes and all scales need not exchange codes.
-    """
+    """`decode_dynamic` of codes (..., rows, cols) without a reshape, for which devices would exchange codes."""
     rows, cols = (lax.broadcasted_iota(jnp.int32, codes.shape[-2:], axis) for axis in (0, 1))
     scale = jnp.take(nested, (rows * codes.shape[-1] + cols) // block_size, axis=-1)
     return _scaled(jnp.asarray(dynamic_map())[codes], scale) + offset[..., None, None]
 
 
 def _scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """`values * scale`, rounded before anything is added.
+    """`values * scale`, rounded before anything is added: an integer operation prevents a fused multiply-add.
 
-    Some programs multiply and add in one instruction that rounds once, which would change the last bit. An integer
-    operation in between prevents that; it adds 0, or changes the payload of a NaN.
+    It adds 0, or changes the payload of a NaN.
     """
     scaled = values * scale
     integer = jnp.dtype(f"int{8 * scaled.dtype.itemsize}")

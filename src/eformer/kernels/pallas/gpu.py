@@ -1,8 +1,7 @@
 """Matmuls with quantized matrices on GPU, through Triton: each program decodes the tiles it multiplies.
 
-A byte may hold several codes along the contracted axis: each place in the byte is multiplied with its own columns of x,
-every second or every fourth. Or it holds several codes along the free axis: each place gives its own columns of the
-result.
+A byte may hold several codes along the contracted axis: each place in the byte is multiplied with its own columns of x.
+Or it holds several codes along the free axis: each place gives its own columns of the result.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class _Plan(NamedTuple):
     values: tuple[int, int]  # along the contracted and the free axis
     tiles: Tiles
     splits: int  # parts of the contracted axis, to keep all processors busy
-    scaled: bool  # the result is multiplied by a scale per column
 
     @property
     def contracted_per_byte(self) -> int:
@@ -63,15 +61,13 @@ def default_tiles(matrix: Matrix, contracted_axis: int, m: int) -> Tiles:
     return Tiles(64, 16 if several else 32, 64)
 
 
-def matmul(
-    x: jax.Array, matrix: Matrix, contracted_axis: int, *, tiles: Tiles | None = None, interpret: bool = False
-) -> jax.Array:
+def matmul(x: jax.Array, matrix: Matrix, contracted_axis: int, *, interpret: bool = False) -> jax.Array:
     """`x @ matrix`, or `x @ matrix.T` for `contracted_axis=1`: float32 (count, m, n) of x (count, m, k).
 
     It multiplies in bfloat16 if x is bfloat16, else in float32 at JAX's default precision.
     """
     count, m, k = x.shape
-    tiles = tiles or default_tiles(matrix, contracted_axis, m)
+    tiles = default_tiles(matrix, contracted_axis, m)
     format = FORMATS[matrix.format]
     dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
     x, scales, out_scale = applied_scales(x, matrix, contracted_axis)
@@ -89,11 +85,10 @@ def matmul(
         (k, n),
         tiles,
         splits,
-        out_scale is not None,
     )
     table = None if format.table is None else alike(x, format.table)
-    column_scale = None if out_scale is None else out_scale[:, 0]
-    optional = [each for each in (table, scales, column_scale) if each is not None]
+    scales = scales if out_scale is None else out_scale[:, 0]  # of blocks or of columns: no format has both
+    optional = [each for each in (table, scales) if each is not None]
     out = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(count * splits, pl.cdiv(m, tiles.m), pl.cdiv(n_bytes, tiles.n)),
@@ -139,7 +134,7 @@ def _kernel(x_ref: jax.Ref, codes_ref: jax.Ref, *refs: jax.Ref, plan: _Plan) -> 
     sums = lax.fori_loop(first, jnp.minimum(first + per_split, steps), step, (zero,) * plan.free_per_byte)
     for place, total in enumerate(sums):
         at = cols * plan.free_per_byte + place
-        if plan.scaled:
+        if inputs and not plan.format.block_scales:  # a scale per column
             total *= plgpu.load(inputs[0].at[count, at], mask=at < n, other=0.0)[None, :]
         plgpu.store(
             out_ref.at[count, split, rows[:, None], at[None, :]], total, mask=(rows < m)[:, None] & (at < n)[None, :]

@@ -121,7 +121,7 @@ def matmul(
     contracted_axis: int,
     *,
     tiles: Tiles | None = None,
-    scale_after: bool | None = None,
+    scale_after: bool = True,
     sublanes: bool = True,
     round_x: bool = False,
     interpret: Interpret = False,
@@ -137,8 +137,6 @@ def matmul(
     if round_x and format.table is None:
         x, x_scale = reference.encode_int8(x, (2,))
         x_scale, out_scale = x_scale if out_scale is None else x_scale * out_scale, None
-    if scale_after is None:
-        scale_after = m <= 64
     plan = _Plan(
         matrix.format,
         contracted_axis,
@@ -148,7 +146,7 @@ def matmul(
         length,
         () if scales is None else scales.shape[1:],
         tiles or default_tiles(matrix, m),
-        scale_after and matrix.packed_axis == 0 == contracted_axis and matrix.block_size >= 32,
+        scale_after and m <= 64 and matrix.packed_axis == 0 == contracted_axis and matrix.block_size >= 32,
         sublanes,
         x_scale is not None,
     )
