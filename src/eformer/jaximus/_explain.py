@@ -44,15 +44,12 @@ def explain(function: Callable[..., Any]) -> Callable[..., Explanation]:
     @functools.wraps(function)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         leaves, treedef = jtu.tree_flatten((args, kwargs))
-        traced = [isinstance(leaf, jax.Array) for leaf in leaves]
+        arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
 
-        def run(arrays: list[jax.Array]) -> None:
-            given = iter(arrays)
-            mixed = [next(given) if t else leaf for t, leaf in zip(traced, leaves, strict=True)]
-            args, kwargs = jtu.tree_unflatten(treedef, mixed)
+        def run(arrays: dict[int, jax.Array]) -> None:
+            args, kwargs = jtu.tree_unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
             implicit(function)(*args, **kwargs)
 
-        arrays = [leaf for t, leaf in zip(traced, leaves, strict=True) if t]
         try:
             return _recorded(lambda: jax.eval_shape(run, arrays))
         except jax.errors.ConcretizationTypeError:

@@ -70,11 +70,10 @@ def check_matmul(lhs: Value, rhs: Value) -> None:
 
 
 class ArrayManners:
-    """Operators, methods and attributes of an array that has a shape, a dtype, leaves, and a dense form.
+    """Operators, indexing and most methods take the rules that `implicit` takes.
 
-    Operators, indexing and most methods take the rules that `implicit` takes. A method that needs the dense array, such
-    as `tobytes` or `addressable_shards`, takes `materialize()`; attributes of storage (`nbytes`, `devices`,
-    `is_deleted`) are those of the leaves.
+    A method that needs the dense array, such as `tobytes`, takes `materialize()`; attributes of storage, such as
+    `nbytes`, are those of the leaves.
     """
 
     shape: Any

@@ -32,8 +32,7 @@ class _Copy(NamedTuple):
 class Loan:
     """The arguments of one call: `lend` makes copies for the function, `give_back` copies its changes to the originals.
 
-    `wrap` makes a tracer of an implicit array; `unwrap` makes an implicit array of a tracer, and leaves all else as it
-    is. An object that occurs twice stays one object.
+    `wrap` makes a tracer of an implicit array, and `unwrap` the reverse. An object that occurs twice stays one object.
     """
 
     def __init__(self, wrap: Callable[[ImplicitArray], Node], unwrap: Callable[[Node], Node]) -> None:
@@ -130,8 +129,7 @@ def _one_level(node: Node) -> tuple[list[Node], Structure]:
 def _contents(node: Node) -> dict[Any, Node]:
     """What can be changed in place: the entries of a dict or list, the attributes of an object; of a tuple nothing.
 
-    An attribute that is a dict belongs to its object, as the mapping of a state does: its entries are there too, under
-    (attribute, key).
+    An attribute that is a dict belongs to its object: its entries are there too, under (attribute, key).
     """
     if isinstance(node, dict):
         return dict(node)
@@ -173,10 +171,7 @@ def _attributes(node: Node) -> dict[str, Node]:
 
 
 def _update(target: Node, contents: Contents, changed: Sequence[Any], removed: Sequence[Any]) -> None:
-    """Set the changed entries or attributes of `target` to their values in `contents`, and delete the removed ones.
-
-    Attributes are set as the function itself would have set them, so that a class which forbids it can object.
-    """
+    """Set what changed in `target`, by `setattr`, so that a class which forbids it can object; delete what is gone."""
     if isinstance(target, list):
         target[:] = contents.values()
     elif isinstance(target, dict):

@@ -36,15 +36,15 @@ from jax.core import ShapedArray, Trace, Tracer
 from jax.extend import core as jexc
 from jax.extend.core import Primitive
 from jax.extend.linear_util import WrappedFun
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ._array import ImplicitArray, is_implicit, materialize
-from ._closure import bind_implicit, implicit_array_p
 from ._manners import ArrayManners, check_matmul, dense_method
 from ._observe import UNWATCHED, because, in_function, mode, serving, unobserved
 from ._rules import dispatch, on_register
 from ._state import Loan
-from ._types import Structure, Tree, Value
+from ._types import Leaf, Structure, Tree, Value
 
 UNSPECIFIED: Any = sharding_impls.UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 P = ParamSpec("P")
@@ -119,22 +119,19 @@ class ImplicitTrace(Trace):
     def process_custom_jvp_call(
         self, primitive: Primitive, fun: WrappedFun, jvp: WrappedFun, tracers: Sequence[Value], /, **params: Any
     ) -> Value:
-        from ._derivatives import custom_jvp  # built on this file
-
-        return self._differentiated(custom_jvp, primitive, (fun, jvp), tracers, params)
+        return self._differentiated(primitive, (fun, jvp), tracers, params)
 
     def process_custom_vjp_call(
         self, primitive: Primitive, fun: WrappedFun, fwd: WrappedFun, bwd: WrappedFun, tracers: Any, /, **params: Any
     ) -> Value:
-        from ._derivatives import custom_vjp
+        return self._differentiated(primitive, (fun, fwd, bwd), tracers, params)
 
-        return self._differentiated(custom_vjp, primitive, (fun, fwd, bwd), tracers, params)
+    def _differentiated(self, primitive: Primitive, funs: Tree, tracers: Sequence[Value], params: Tree) -> Value:
+        from ._derivatives import custom_jvp, custom_vjp  # built on this file
 
-    def _differentiated(
-        self, run: Callable[..., Value], primitive: Primitive, funs: Tree, tracers: Sequence[Value], params: Tree
-    ) -> Value:
         operands = [unwrap(t) for t in tracers]
         with jexc.set_current_trace(self.parent_trace), _serving(primitive, operands):
+            run: Callable[..., Value] = custom_jvp if len(funs) == 2 else custom_vjp
             return run(primitive, *funs, operands, params)
 
     def process_shard_map(
@@ -260,8 +257,7 @@ _ON_EVALUATION = ImplicitTrace(eval_trace)
 def lift_closed_over(array: ImplicitArray) -> Callable[[], jax.Array]:
     """A function giving an array that the surrounding `implicit` understands; an AttributeError outside `implicit`.
 
-    There `__jax_array__` must be missing: with it, JAX's own operators would make the array dense before `__rmatmul__`
-    is asked.
+    There, with `__jax_array__`, JAX's own operators would make the array dense before `__rmatmul__` is asked.
     """
     trace = trace_ctx.trace
     while trace is not None and not isinstance(trace, ImplicitTrace):
@@ -271,7 +267,41 @@ def lift_closed_over(array: ImplicitArray) -> Callable[[], jax.Array]:
             f"{type(array).__name__} is no JAX array outside `implicit`; wrap the function, `implicit(f)(...)`, or use "
             f"an operator such as `x @ q`"
         )
-    return functools.partial(bind_implicit, array)
+    leaves, treedef = jtu.tree_flatten(array)
+    return lambda: implicit_array_p.bind(*leaves, treedef=treedef)
+
+
+# How JAX sees an implicit array that a function closes over, or that reaches a `jit` inside `implicit`: the output of a
+# primitive that takes its leaves. Under `implicit`, however deep in jits, scans or branches, it turns back into the
+# implicit array; elsewhere it is dense.
+implicit_array_p = Primitive("implicit_array")
+
+
+@implicit_array_p.def_impl
+def _materialize(*leaves: Leaf, treedef: Structure) -> jax.Array:
+    array = jtu.tree_unflatten(treedef, leaves)
+    with serving(implicit_array_p, (type(array),), "materialize"):
+        return array.materialize()
+
+
+@implicit_array_p.def_abstract_eval
+def _abstract_eval(*avals: ShapedArray, treedef: Structure) -> ShapedArray:
+    return abstract_value(jtu.tree_unflatten(treedef, avals))
+
+
+def _jvp(primals: Sequence[Leaf], tangents: Sequence[Leaf], *, treedef: Structure) -> tuple[jax.Array, jax.Array]:
+    tangents = [ad.instantiate_zeros(t) for t in tangents]
+    _, tangent = jax.jvp(lambda *leaves: _materialize(*leaves, treedef=treedef), primals, tangents)
+    return implicit_array_p.bind(*primals, treedef=treedef), tangent
+
+
+def _batch(leaves: Sequence[Leaf], axes: Sequence[int | None], *, treedef: Structure) -> tuple[jax.Array, int]:
+    return jax.vmap(lambda *leaves: _materialize(*leaves, treedef=treedef), axes)(*leaves), 0
+
+
+ad.primitive_jvps[implicit_array_p] = _jvp
+batching.primitive_batchers[implicit_array_p] = _batch
+mlir.register_lowering(implicit_array_p, mlir.lower_fun(_materialize, multiple_results=False))
 
 
 def abstract_value(array: ImplicitArray) -> ShapedArray:

@@ -53,10 +53,7 @@ def tree_cast(tree: Tree, dtype: DTypeLike) -> Tree:
 
 
 def tree_norm(tree: Tree) -> jax.Array:
-    """The Euclidean norm of all floating point arrays of `tree` together, summed in float32 or more.
-
-    Implicit arrays count with the values they stand for, one after the other.
-    """
+    """The Euclidean norm of all floating point arrays of `tree` together, implicit ones too, in float32 or more."""
     arrays = [leaf for leaf in tree_leaves_with_implicit(tree) if _is_floating(leaf)]
     squares = [jnp.sum(jnp.square(materialize(array).astype(_wide(array.dtype)))) for array in arrays]
     return jnp.sqrt(sum(squares, jnp.float32(0)))
