@@ -129,10 +129,9 @@ class QuantizedArray(ImplicitArray):
     def with_activation_dtype(self, activation_dtype: str | None) -> Self:
         """The same array, whose matmuls may round the activations to "int8" where that is faster; None: never.
 
-        On CPU this holds for one row of activations, if the codes are packed along the contracted axis: the row, times
-        the array's scales along it, is rounded to 127 steps on either side of zero, and the values of NF4 to as many
-        per block. Each term of the sum is off by at most half a step of either. On TPU it holds for INT8, at any
-        number of rows.
+        On CPU this holds for one row of activations, if codes are packed along the contracted axis: the row, times the
+        scales along it, is rounded to 127 steps on either side of zero, and the values of NF4 to as many per block. A
+        term is off by at most half a step of either. On TPU it holds for INT8, at any number of rows.
         """
         int8_or_none("activation_dtype", activation_dtype)
         return self._replaced(activation_dtype=activation_dtype)
@@ -162,9 +161,7 @@ class QuantizedArray(ImplicitArray):
         placed = self._leaf_shardings(checked_sharding(sharding, self.shape, traced))
         return jtu.tree_map(place, self, placed)
 
-    def reshard(self, sharding: ShardingType) -> Self:
-        """`with_sharding` by another name."""
-        return self.with_sharding(sharding)
+    reshard = with_sharding
 
     def with_mesh_and_axis(self, mesh_and_axis: tuple[Mesh, PartitionSpec | Sequence[str | None] | str | None]) -> Self:
         """`with_sharding` over a mesh; the spec may be None (replicated), a `PartitionSpec`, a tuple, or one axis."""
@@ -181,6 +178,10 @@ class MatmulOperand(QuantizedArray):
     """A quantized array whose leaf dimensions each follow one array axis, with a fixed grain along it."""
 
     _kernel_format: ClassVar[str | None] = None  # the name that kernels know the format by, if there are any
+
+    def _can_become(self, dtype: DTypeLike) -> bool:
+        """Whether `astype(dtype)` can change the dtype on record alone, to which decoding rounds."""
+        return jnp.issubdtype(dtype, jnp.floating)
 
     @abc.abstractmethod
     def _named_leaves(self) -> Leaves:

@@ -46,10 +46,6 @@ class QuantizationConfig:
     `simulate`, `quantize` returns a dense array of quantized values, with the gradient of the identity.
     `use_kernel=False` makes matmuls decode the whole array first. `activation_dtype="int8"` lets matmuls round the
     activations: see `with_activation_dtype`. Config fields that a format does not have are ignored.
-
-    >>> from eformer.ops.quantization import QuantizationConfig, QuantizationType
-    >>> QuantizationConfig(dtype="int8").dtype is QuantizationType.INT8
-    True
     """
 
     dtype: QuantizationType | str = QuantizationType.NF4

@@ -115,13 +115,10 @@ class LeafwiseArray(MatmulOperand):
 
     def _grains(self, axis: int) -> dict[str, Grain]:
         """The grain of each leaf along `axis`."""
-        size = self.shape[axis]
-
-        def grain(name: str, leaf: jax.Array) -> Grain:
-            given = self._grain(name, axis)
-            return ALL if leaf.shape[axis] == 1 and -(-size // max(given, 1)) != 1 else given
-
-        return {name: grain(name, leaf) for name, leaf in self._named_leaves().items()}
+        size, leaves = self.shape[axis], self._named_leaves()
+        grains = {name: self._grain(name, axis) for name in leaves}
+        broadcast = [n for n, leaf in leaves.items() if leaf.shape[axis] == 1 and not 0 < size <= grains[n]]
+        return grains | dict.fromkeys(broadcast, ALL)
 
     def _spread(self, axes: Mapping[str, Iterable[int]]) -> Leaves | None:
         """The leaves, each repeated along its `axes` where it was broadcast.

@@ -1,8 +1,7 @@
 """Slices, joins, updates and padding move the leaves of an array, and decode nothing.
 
-Along each axis a leaf has one entry per element, per block, or for the whole axis (see `_leafwise`). A rule cuts and
-joins leaves between blocks. To join arrays along an axis that a scale covers whole, it first repeats the scale along
-that axis (`_spread`), as long as the scale stays smaller than the array. Everything else is declined.
+A rule cuts and joins leaves between blocks. To join arrays along an axis that a scale covers whole, it first repeats
+the scale (`_spread`), as long as that stays smaller than the array. Everything else is declined.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from eformer.jaximus import register
 
-from ._base import Leaves
+from ._base import Leaves, MatmulOperand
 from ._leafwise import ALL, LeafwiseArray, Moved, replaced
+from ._sharding import asked_of
 
 
 @register("broadcast_in_dim")
@@ -136,9 +136,6 @@ def tile(primitive: Primitive, q: LeafwiseArray, *, reps: Sequence[int], **param
     return q._mapped_to(tiled, shape)
 
 
-# --- several arrays ---
-
-
 def _alike(arrays: Sequence[LeafwiseArray], axes: Sequence[int]) -> list[Leaves] | None:
     """The leaves of arrays of one format, repeated along `axes` where they are broadcast, and alike in all other axes.
 
@@ -194,9 +191,6 @@ def select_n(primitive: Primitive, which: jax.Array, *cases: LeafwiseArray, **pa
     if leaves is None or (which.ndim and any(leaf.shape != first.shape for leaf in leaves[0].values())):
         return NotImplemented
     return first._rebuilt(_bound(functools.partial(primitive.bind, which, **params), leaves), first.shape)
-
-
-# --- where the place is known only when the program runs ---
 
 
 def _clipped(starts: Sequence[ArrayLike], shape: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
@@ -279,11 +273,10 @@ def pad(
 
 @register("convert_element_type")
 def convert_element_type(
-    primitive: Primitive, q: LeafwiseArray, *, new_dtype: DTypeLike, weak_type: bool = False, **params: object
-) -> Moved:
-    """Change the dtype on record alone: the array is rounded to it when it is decoded."""
-    del primitive, params
-    if weak_type or not jnp.issubdtype(new_dtype, jnp.floating):
+    primitive: Primitive, q: MatmulOperand, *, new_dtype: DTypeLike, weak_type: bool = False, **params: object
+) -> MatmulOperand | NotImplementedType:
+    del primitive
+    if weak_type or asked_of(params) or not q._can_become(new_dtype):
         return NotImplemented
     return q.with_dtype(new_dtype)
 

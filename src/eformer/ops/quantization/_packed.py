@@ -1,8 +1,4 @@
-"""`PackedArray`: formats that put several codes into a byte along one axis, with a scale per block or without blocks.
-
-A format says what is particular to it: its fields, the `_values_per_byte` of each leaf of codes, its `_scale_fields`,
-what codes stand for (`_values`), how to find them (an encoder for `_quantized`) and their error (`_step_bound`).
-"""
+"""`PackedArray`: formats that put several codes into a byte along one axis, with or without a scale per block."""
 
 from __future__ import annotations
 
@@ -29,9 +25,10 @@ Encode = Callable[[jax.Array, int], Leaves]  # of an array and the axis to pack 
 class PackedArray(LeafwiseArray):
     """A quantized array whose codes are packed along `axis`, counted from the end.
 
-    `_values_per_byte` says how many values each leaf of codes has in a byte; a format of 3 bits has a leaf of 2-bit
-    codes and one of 1-bit codes. A format with a field `block_size` has a scale per block of that many elements along
-    `axis`. `padding` is how many values the last byte of the first code leaf has beyond the array's length.
+    A format declares its fields, the `_values_per_byte` of each leaf of codes (a format of 3 bits has a leaf of 2-bit
+    codes and one of 1-bit codes), its `_scale_fields`, what codes mean (`_values`) and their error (`_step_bound`).
+    With a field `block_size` it has a scale per block of that many elements along `axis`. `padding` is how many values
+    the last byte of the first code leaf has beyond the array's length.
     """
 
     _values_per_byte: ClassVar[Mapping[str, int]] = {}

@@ -74,9 +74,9 @@ class RSROperator(MatmulOperand):
         """The operator of a matrix of its values, to be materialized as `dtype`."""
 
     @classmethod
-    @abc.abstractmethod
     def _rounded(cls, x: jax.Array) -> jax.Array:
-        """`x` rounded to the values that the operator has codes for."""
+        """`x` rounded to numbers whose sign `_of` encodes."""
+        return x
 
     @abc.abstractmethod
     def _binaries(self) -> tuple[RSROperatorBinary, ...]:
@@ -105,6 +105,11 @@ class RSROperator(MatmulOperand):
     @property
     def shape(self) -> tuple[int, ...]:
         return self._binaries()[0].shape
+
+    def _can_become(self, dtype: DTypeLike) -> bool:
+        """Every dtype has the values of the matrix, but for -1 without a sign."""
+        kinds = (jnp.inexact, jnp.signedinteger if self._smallest < 0 else jnp.integer)
+        return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
     def is_stacked(self) -> bool:
         return self.ndim > 2
@@ -163,7 +168,6 @@ def _segment_matmul(x: jax.Array, codes: tuple[jax.Array, ...], k: int) -> jax.A
         parts = lax.map(lambda piece: _segment_matmul(piece, codes, k), filled)
         return lax.collapse(parts, 0, 2)[:rows]
     table = reference.decode_rsr(jnp.arange(2**k, dtype=jnp.uint16)[None], k, k).astype(x.dtype).T
-
     signed = (x.T, -x.T)[: len(codes)]
 
     def one_block(block: tuple[jax.Array, ...]) -> jax.Array:

@@ -28,11 +28,9 @@ SCALES = ("tensor", "channel", None)
 class Array1B(PackedArray):
     """`decode() == value * scale`, with four values of {-1, 0, 1} a byte along `axis`; without a scale, 1.
 
-    The axis is the first of the last two, so the first of a matrix or vector; axes before it stack matrices. Any length
-    works, also where the documentation asks for a multiple of 4: the last byte is filled up (`padding`).
-
-    `Array1B(array)` of a dense array alone quantizes it: integers must be in {-1, 0, 1}, floating point is taken
-    through the ternary rule of `quantize(array, dtype="ternary")`. The documentation's own example does the latter.
+    The axis is the first of a matrix or vector; axes before it stack matrices. The last byte is filled up (`padding`).
+    `Array1B(array)` of a dense array alone quantizes it: integers must be in {-1, 0, 1}, and floating point is rounded
+    as by `quantize(array, dtype="ternary")`.
     """
 
     _values_per_byte: ClassVar = {"weight": 4}
@@ -160,9 +158,9 @@ def quantize_binary(array: jax.Array, scale: str | None = None, *, use_kernel: b
 def quantize_ternary(array: jax.Array, scale: str | None = None, *, use_kernel: bool = True) -> Array1B:
     """1 above half a standard deviation of the whole array, -1 below minus that, else 0; of integers, if that is exact.
 
-    `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude of what is not 0. An array
-    that holds a NaN or an infinity has no standard deviation, and becomes all NaN. On a sharded array the deviation is
-    summed in another order: an element that lies on the threshold to the last bit can fall on its other side.
+    `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude of what is not 0. With a NaN
+    or an infinity the array becomes all NaN. On a sharded array the deviation is summed in another order, so an element
+    that lies on the threshold to the last bit can fall on its other side.
     """
     return _quantize("ternary", reference.ternary, array, scale, use_kernel)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
@@ -135,9 +134,7 @@ class Array8B(LeafwiseArray):
         return self._replaced(**leaves, axis=tuple(sorted(axis)))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _encode(x: jax.Array, axis: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    return reference.encode_int8(x, axis)
+_encode = jax.jit(reference.encode_int8, static_argnums=1)
 
 
 register_format("int8", Array8B, Array8B.quantize)

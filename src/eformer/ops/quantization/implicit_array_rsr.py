@@ -6,8 +6,6 @@ That takes `m / k * (n + k * 2**k)` operations in place of `n * m`, and for `k =
 
 >>> import jax.numpy as jnp
 >>> from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary
->>>
->>> # Binary matrix
 >>> A = jnp.array([[0, 1, 1, 0], [1, 0, 0, 1]], dtype=jnp.int32)
 >>> rsr = RSROperatorBinary.from_matrix(A, k=4)
 >>> v = jnp.array([1.0, 2.0])
@@ -16,8 +14,6 @@ That takes `m / k * (n + k * 2**k)` operations in place of `n * m`, and for `k =
 Array([2., 1., 1., 2.], dtype=float32)
 >>> rsr.codes
 Array([[6, 9]], dtype=uint8)
->>>
->>> # Ternary matrix
 >>> B = jnp.array([[-1, 0, 1], [1, -1, 0]], dtype=jnp.int32)
 >>> rsr_ternary = RSROperatorTernary.from_matrix(B, k=4)
 >>> rsr_ternary.dot(v)
@@ -27,16 +23,14 @@ Array([ 1., -2.,  1.], dtype=float32)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import NotImplementedType
 from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
-from eformer.jaximus import aux_field, register
+from eformer.jaximus import aux_field
 from eformer.kernels import reference
 
 from . import _rsr_codes as rsr
@@ -115,10 +109,6 @@ class RSROperatorBinary(RSROperator):
     def _of(cls, values: jax.Array, k: int, dtype: DTypeLike, sign: int = 1) -> Self:
         rsr.check_k("k", k)
         return cls(rsr.encode(values, k, sign), k, -values.shape[1] % k, dtype)
-
-    @classmethod
-    def _rounded(cls, x: jax.Array) -> jax.Array:
-        return x  # encoding takes what is above 0
 
     @property
     def one_hot_maps(self) -> jax.Array:
@@ -203,15 +193,3 @@ class RSROperatorTernary(RSROperator):
 
 
 _ternary = jax.jit(reference.ternary)  # one program, as `quantize(x, dtype="ternary")` is: both round alike
-
-
-@register("convert_element_type")
-def convert_element_type(
-    primitive: Primitive, q: RSROperator, *, new_dtype: DTypeLike, weak_type: bool = False, **params: object
-) -> RSROperator | NotImplementedType:
-    """Change the dtype on record alone: every dtype has the values of the matrix, but for -1 without a sign."""
-    del primitive
-    if weak_type or any(value is not None for value in params.values()):
-        return NotImplemented
-    kinds = (jnp.inexact, jnp.signedinteger if q._smallest < 0 else jnp.integer)
-    return q.with_dtype(new_dtype) if any(jnp.issubdtype(new_dtype, kind) for kind in kinds) else NotImplemented

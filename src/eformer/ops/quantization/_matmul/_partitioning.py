@@ -1,8 +1,7 @@
 """Matmuls partitioned over a mesh of devices as XLA partitions a dense matmul.
 
-XLA can't look into the call of a kernel: left alone, it would gather every operand on every device. So the call is
-described by its axes, and this file says which shard of each operand a device needs and which devices add up their
-results. The caller says what a device computes, so every kernel on every platform is partitioned in the same way.
+XLA can't look into the call of a kernel: left alone, it would gather every operand on every device. So this file says
+which shard of each operand a device needs, and which devices add up their results. The caller says what each computes.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ class Dim(NamedTuple):
 
 
 Dims: TypeAlias = tuple[Dim, ...]
+Grains: TypeAlias = tuple[tuple[int, ...], ...]  # of every dimension of every leaf
 MeshAxes: TypeAlias = Mapping[str, tuple[str, ...]]  # the mesh axes that divide each axis, the outermost first
 
 
@@ -54,13 +54,9 @@ class Problem(NamedTuple):
         return {dim.axis for dim in self.x if dim.axis} - {dim.axis for dim in self.leaves[0]}
 
 
-# What a device computes from its shards of x and of the leaves, and from the grain of every dimension of every leaf.
-Local = Callable[[jax.Array, Sequence[jax.Array], tuple[tuple[int, ...], ...]], jax.Array]
-
-
 def partitioned(
     problem: Problem,
-    local: Local,
+    local: Callable[[jax.Array, Sequence[jax.Array], Grains], jax.Array],
     identity: str,
     x: jax.Array,
     leaves: Sequence[jax.Array],
@@ -230,8 +226,7 @@ class _Plan:
     def cut(self, dims: Dims, leaf: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
         """The entries that a device's shard needs of a leaf, and their grains.
 
-        Where shards would cut entries in two, a device has the whole leaf. Entries are repeated then, so that each one
-        covers as many elements as a shard and an entry have as a common divisor.
+        Where shards would cut entries, a device has the whole leaf, and repeats entries to get a grain that fits both.
         """
         grains = []
         for position, dim in enumerate(dims):

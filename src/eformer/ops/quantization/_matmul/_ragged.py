@@ -1,8 +1,7 @@
 """`ragged_dot` with quantized matrices: each group of rows is multiplied by its own matrix (mixture of experts).
 
 The rows of a group are contiguous, so the work is cut into steps of one block of rows and one matrix: at most as many
-as there are blocks and groups together. A step reads the codes of its matrix and no others. All steps together are one
-primitive, whose derivative takes the same steps with the transposed matrices.
+as there are blocks and groups together. A step reads the codes of its matrix only. All steps are one primitive.
 """
 
 from __future__ import annotations
