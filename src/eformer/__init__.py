@@ -90,15 +90,12 @@ _PACKAGES = frozenset({"checkpoint", "cli", "jaximus", "kernels", "model", "ops"
 if not TYPE_CHECKING:  # so that type checkers report a name that is not there
 
     def __getattr__(name: str) -> object:
-        import difflib
         import importlib
 
         if name in _PACKAGES:
             return importlib.import_module(f"{__name__}.{name}")
         if name not in _HOME:
-            close = difflib.get_close_matches(name, __dir__(), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")  # Python suggests names of `__dir__`
         found = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
         globals()[name] = found  # the next use of the name does not come here
         return found
