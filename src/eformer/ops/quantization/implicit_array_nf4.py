@@ -123,7 +123,7 @@ class ArrayNF4(PackedArray):
     ) -> Self:
         """`array` in NF4 with blocks of `block_size`, even, along `axis`; the sharding is kept.
 
-        For a weight (K, N) that is used as `x @ w`, `axis=0` groups what is summed over, as most checkpoints do.
+        For a weight (K, N) that is used as `x @ w`, `axis=0` puts blocks along the contracted axis, as most checkpoints do.
         `double_quantization` takes 4.127 bits a weight instead of 4.5. `verbose` prints what was made. Integers raise a
         ValueError unless they are held exactly, as those up to 4 always are.
         """
