@@ -123,9 +123,9 @@ class ArrayNF4(PackedArray):
     ) -> Self:
         """`array` in NF4 with blocks of `block_size`, even, along `axis`; the sharding is kept.
 
-        For a weight (K, N) that is used as `x @ w`, `axis=0` puts blocks along the contracted axis, as most checkpoints do.
-        `double_quantization` takes 4.127 bits a weight instead of 4.5. `verbose` prints what was made. Integers raise a
-        ValueError unless they are held exactly, as those up to 4 always are.
+        For a weight (K, N) that is used as `x @ w`, `axis=0` puts blocks along the contracted axis, as most checkpoints
+        do. `double_quantization` takes 4.127 bits a weight instead of 4.5. `verbose` prints what was made. Integers
+        raise a ValueError unless they are held exactly, as those up to 4 always are.
         """
         encode = functools.partial(_encode, block_size=block_size, nested=double_quantization)
         exact = 0 if double_quantization else 4  # a quantized absmax is not exact itself
