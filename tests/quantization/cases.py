@@ -21,7 +21,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "nf4": ({"block_size": 4}, {"block_size": 4, "axis": 0}, {"block_size": 4, "double_quantization": True}),
     "ternary": ({"scale": "tensor"}, {"scale": "channel"}),
     "binary": ({"scale": "channel"},),
+    "int4": ({"block_size": 4, "axis": 0}, {"block_size": 3, "symmetric": True}),
+    "int3": ({"block_size": 8, "axis": 0},),
 }
+# Of the same class as "int4" and "int3", with other planes: `test_grouped.py` has tests of them all.
+ALIKE = {"int2", "int5", "int6", "int8_grouped"}
 
 
 def _options(form: Format) -> tuple[dict[str, Any], ...]:
@@ -53,7 +57,8 @@ class Case(NamedTuple):
         return "-".join([self.name, *(f"{name}={value}" for name, value in self.items)])
 
 
-CASES = [Case.of(form.name, **options) for form in formats() for options in ({}, *_options(form))]
+_FORMATS = [form for form in formats() if form.name not in ALIKE]
+CASES = [Case.of(form.name, **options) for form in _FORMATS for options in ({}, *_options(form))]
 DEFAULTS = [case for case in CASES if not case.items]
 # One of each way to store an array: with and without scales, blocks, and scales of scales.
 LAYOUTS = [*DEFAULTS, *(case for case in CASES if {"double_quantization", "scale"} & case.options.keys())]

@@ -185,7 +185,7 @@ def encode_dynamic(x: jax.Array, block_size: int = 256) -> tuple[jax.Array, jax.
 
 def decode_dynamic(codes: jax.Array, nested: jax.Array, offset: jax.Array, block_size: int = 256) -> jax.Array:
     values = split(jnp.asarray(dynamic_map())[codes], -1, block_size)
-    scaled = _scaled(values, nested[..., None])
+    scaled = rounded_product(values, nested[..., None])
     return merge(scaled, codes.ndim - 1, codes.shape[-1]) + offset[..., None]
 
 
@@ -193,10 +193,10 @@ def decode_dynamic_matrix(codes: jax.Array, nested: jax.Array, offset: jax.Array
     """`decode_dynamic` of codes (..., rows, cols) without a reshape, for which devices would exchange codes."""
     rows, cols = (lax.broadcasted_iota(jnp.int32, codes.shape[-2:], axis) for axis in (0, 1))
     scale = jnp.take(nested, (rows * codes.shape[-1] + cols) // block_size, axis=-1)
-    return _scaled(jnp.asarray(dynamic_map())[codes], scale) + offset[..., None, None]
+    return rounded_product(jnp.asarray(dynamic_map())[codes], scale) + offset[..., None, None]
 
 
-def _scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
+def rounded_product(values: jax.Array, scale: jax.Array) -> jax.Array:
     """`values * scale`, rounded before anything is added: an integer operation prevents a fused multiply-add.
 
     It adds 0, or changes the payload of a NaN.

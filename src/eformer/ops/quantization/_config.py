@@ -16,12 +16,18 @@ from ._validation import a_bool, an_int, int8_or_none
 
 
 class QuantizationType(enum.StrEnum):
-    """The documented formats; every other registered format is named by a plain string."""
+    """The formats that come with the package; every other registered format is named by a plain string."""
 
     NF4 = "nf4"
     INT8 = "int8"
     TERNARY = "ternary"
     BINARY = "binary"
+    INT2 = "int2"
+    INT3 = "int3"
+    INT4 = "int4"
+    INT5 = "int5"
+    INT6 = "int6"
+    INT8_GROUPED = "int8_grouped"
 
 
 class _OwnBlockSize(int):

@@ -34,12 +34,13 @@ AxisMap = Mapping[int, int]  # where axes go
 class LeafwiseArray(MatmulOperand):
     """A quantized array whose leaves have the array's rank.
 
-    `_code_fields` and `_scale_fields` name them. Codes have entries for every element; scales may have length 1 along
-    an axis, and `decode()` is linear in them. Other leaves, if there are any, are gone after `_single()`.
+    `_code_fields`, `_scale_fields` and `_other_fields` name them. Codes have entries for every element. The others may
+    have length 1 along an axis; `decode()` is linear in the scales. Leaves of another rank are gone after `_single()`.
     """
 
     _code_fields: ClassVar[tuple[str, ...]]
     _scale_fields: ClassVar[tuple[str, ...]] = ()
+    _other_fields: ClassVar[tuple[str, ...]] = ()
     _nan_codes: ClassVar[Mapping[str, int]] = {}  # entries of the code leaves that decode to NaN, if there are any
     _unit_codes: ClassVar[Mapping[str, int]] = {}  # entries of the code leaves that decode to their scale, if any
 
@@ -110,7 +111,7 @@ class LeafwiseArray(MatmulOperand):
         return {name: tuple((axis, each[name]) for axis, each in enumerate(grains)) for name in self._named_leaves()}
 
     def _named_leaves(self) -> Leaves:
-        found = {name: getattr(self, name) for name in (*self._code_fields, *self._scale_fields)}
+        found = {name: getattr(self, name) for name in (*self._code_fields, *self._scale_fields, *self._other_fields)}
         return {name: leaf for name, leaf in found.items() if leaf is not None}
 
     def _grains(self, axis: int) -> dict[str, Grain]:
@@ -181,7 +182,7 @@ class LeafwiseArray(MatmulOperand):
 
     def _leaf_shardings(self, sharding: NamedSharding) -> Self:
         def place(name: str, leaf: jax.Array) -> NamedSharding:
-            if name not in self._code_fields + self._scale_fields:
+            if name not in self._named_leaves():
                 return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
             entries = self._leaf_entries(leaf, [*sharding.spec])
             fits = [e if leaf.shape[a] % shards(sharding.mesh, e) == 0 else None for a, e in enumerate(entries)]

@@ -257,7 +257,7 @@ def pad(
     if not q._unit_codes or any(q._block(axis) > 1 for axis, amounts in enumerate(padding_config) if any(amounts)):
         return NotImplemented
     leaves = q._spread(dict.fromkeys(q._named_leaves(), longer))
-    if leaves is None or not all(holds(leaves[name].dtype, value.dtype) for name in q._scale_fields):
+    if leaves is None or not all(holds(leaves[name].dtype, value.dtype) for name in q._scale_fields if name in leaves):
         return NotImplemented
 
     def padded(name: str, leaf: jax.Array) -> jax.Array:

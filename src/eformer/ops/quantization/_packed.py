@@ -94,10 +94,9 @@ class PackedArray(LeafwiseArray):
 
         def make(x: jax.Array) -> Self:
             leaves = encode(x if x.ndim else x[None], axis)
-            own = (*cls._code_fields, *cls._scale_fields)
+            own = (*cls._code_fields, *cls._scale_fields, *cls._other_fields)
             leaves = leaves if x.ndim else {n: leaf.reshape(()) if n in own else leaf for n, leaf in leaves.items()}
-            padding = -x.shape[axis] % next(iter(cls._values_per_byte.values())) if x.ndim else 0
-            return cls(**leaves, axis=axis, padding=padding, **{"dtype": x.dtype, **fields})
+            return cls(**{"dtype": x.dtype, **fields, **leaves, "axis": axis, "shape": x.shape})
 
         return laid_out(make, x)
 
@@ -136,12 +135,16 @@ class PackedArray(LeafwiseArray):
         axis = self.axis % len(shape)
         return (*shape[:axis], shape[axis] * self._first_count - self.padding, *shape[axis + 1 :])
 
+    def _counts(self) -> Mapping[str, int]:
+        """Codes per byte of each leaf of codes that this array has."""
+        return self._values_per_byte
+
     def _codes(self) -> list[jax.Array]:
-        return [getattr(self, name) for name in self._code_fields]
+        return [getattr(self, name) for name in self._counts()]
 
     @property
     def _first_count(self) -> int:
-        return self._values_per_byte[self._code_fields[0]]
+        return next(iter(self._counts().values()))
 
     @property
     def _per_scale(self) -> int:
@@ -162,7 +165,7 @@ class PackedArray(LeafwiseArray):
 
     def _unscaled(self) -> jax.Array:
         self._check_shapes()  # a tree may have been restructured since it was constructed
-        codes = dict(zip(self._code_fields, self._codes(), strict=True))
+        codes = dict(zip(self._counts(), self._codes(), strict=True))
         if not self.ndim:
             return self._values({name: leaf[None] for name, leaf in codes.items()}, 0, 1)[0]
         return self._values(codes, self.axis, self.shape[self.axis])
@@ -202,7 +205,7 @@ class PackedArray(LeafwiseArray):
         ndim = self._codes()[0].ndim
         if not ndim or axis != self.axis % ndim:
             return 1
-        return self._values_per_byte.get(name) or self._per_scale
+        return self._counts().get(name) or self._per_scale
 
     def _rebuilt(self, leaves: Leaves, shape: tuple[int, ...], moved: AxisMap | None = None) -> Self:
         axis = -1 if not self.ndim else self.axis if moved is None else moved[self.axis % self.ndim] - len(shape)

@@ -47,7 +47,7 @@ def _with_scales(
 ) -> Moved:
     """`q` with `function` applied to its scales, repeated along `axes` before; it computes with numbers of `dtype`."""
     q = q._single()._with_scale()
-    scales = q._scale_fields
+    scales = [name for name in q._scale_fields if name in q._named_leaves()]
     blocks = any(q._grain(name, axis) > 1 for name in scales for axis in axes)
     leaves = q._spread(dict.fromkeys(scales, axes))
     if not scales or blocks or leaves is None or not jnp.issubdtype(q.dtype, jnp.floating):

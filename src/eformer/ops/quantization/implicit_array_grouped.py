@@ -1,0 +1,259 @@
+"""Integers of 2 to 8 bits in blocks, with a scale and an offset each: INT4 and its kin, and those of other projects."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from eformer.jaximus import aux_field
+from eformer.kernels import grouped, reference
+
+from ._base import Grain, Leaves
+from ._leafwise import replaced
+from ._packed import PackedArray
+from ._registry import register_format
+from ._validation import FLOATS, MAX_LENGTH, Leaf, Rules, an_int
+
+SMALL = (jnp.uint8, jnp.int8)  # of scales and offsets that have a scale themselves
+CODEBOOKS = ("integer", *grouped.CODEBOOKS)
+
+
+def _some_bits(name: str, value: Any) -> None:
+    an_int(name, value)
+    if value not in grouped.PLANES:
+        raise ValueError(f"`{name}={value}` must be one of {', '.join(map(str, grouped.PLANES))}")
+
+
+def _a_length(least: int) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        an_int(name, value)
+        if not least <= value <= MAX_LENGTH:
+            raise ValueError(f"`{name}={value}` must be from {least} to {MAX_LENGTH}")
+
+    return check
+
+
+def _a_codebook(name: str, value: Any) -> None:
+    if value not in CODEBOOKS:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, CODEBOOKS))}, got {value!r}")
+
+
+class ArrayGrouped(PackedArray):
+    """`decode() == scale * (value - zero) + offset`, with one scale, zero and offset for each block along `axis`.
+
+    The value of a code of `bits` bits is the code itself, or what `codebook` says. Without `zero` and `offset` integers
+    are centred: the value is `code - 2 ** (bits - 1)`. `packed` holds the low 2, 4 or 8 bits of each code, four, two or
+    one to a byte along `axis`, the first in the lowest bits; `high` holds the other bits of codes of 3, 5 and 6 bits.
+
+    `scale`, `zero` and `offset` have the array's axes, with an entry for each block of `block_size`; the last block may
+    be short. Scales and offsets may be small numbers times `scale_scale` and `offset_scale`, which have an entry for
+    each `superblock_size` elements along `axis`. So GPTQ, AWQ, MLX and most types of GGUF are held exactly.
+
+    >>> import jax.numpy as jnp
+    >>> from eformer.ops.quantization import ArrayGrouped
+    >>> q = ArrayGrouped.quantize(jnp.ones((128, 256)), bits=3, axis=0)
+    >>> q.shape, q.nbytes * 8 / q.size
+    ((128, 256), 3.5)
+    """
+
+    _code_fields = ("packed", "high")
+    _scale_fields = ("scale", "offset")
+    _other_fields = ("zero", "scale_scale", "offset_scale")
+    _rules: ClassVar[Rules] = {
+        "packed": Leaf("uint8, the low bits of codes", (jnp.uint8,)),
+        "high": Leaf("uint8, the high bits of codes", (jnp.uint8,), optional=True),
+        "scale": Leaf(
+            "floating point, or with `scale_scale` uint8 or int8",
+            (*FLOATS, jnp.float8_e8m0fnu, jnp.float8_e4m3fn, *SMALL),
+        ),
+        "zero": Leaf("uint8", (jnp.uint8,), optional=True),
+        "offset": Leaf("floating point, or with `offset_scale` uint8 or int8", (*FLOATS, *SMALL), optional=True),
+        "scale_scale": Leaf("floating point", FLOATS, optional=True),
+        "offset_scale": Leaf("floating point", FLOATS, optional=True),
+        "bits": _some_bits,
+        "block_size": _a_length(1),
+        "superblock_size": _a_length(0),
+        "codebook": _a_codebook,
+    }
+
+    packed: jax.Array
+    scale: jax.Array
+    high: jax.Array | None = None
+    zero: jax.Array | None = None
+    offset: jax.Array | None = None
+    scale_scale: jax.Array | None = None
+    offset_scale: jax.Array | None = None
+    bits: int = aux_field(default=4, kw_only=True)
+    block_size: int = aux_field(default=64, kw_only=True)
+    superblock_size: int = aux_field(default=0, kw_only=True)
+    codebook: str = aux_field(default="integer", kw_only=True)
+
+    @classmethod
+    def quantize(
+        cls,
+        array: jax.Array,
+        block_size: int = 64,
+        *,
+        bits: int = 4,
+        axis: int = -1,
+        symmetric: bool = False,
+        use_kernel: bool = True,
+    ) -> Self:
+        """`array` in codes of `bits` bits with blocks of `block_size` along `axis`; the sharding is kept.
+
+        `symmetric` leaves out the offsets, which saves 16 bits a block; zero is exact then. Scales and offsets are
+        bfloat16, and float32 for 8 bits. Integers raise a ValueError unless they are held exactly.
+        """
+        scale_dtype = jnp.dtype(jnp.float32 if bits == 8 else jnp.bfloat16)
+        options = {"bits": bits, "block_size": block_size}
+        encode = functools.partial(_encode, symmetric=symmetric, scale_dtype=scale_dtype, **options)
+        return cls._quantized(f"int{bits}", array, axis, encode, **options, use_kernel=use_kernel)
+
+    def _counts(self) -> Mapping[str, int]:
+        return {name: 8 // width for name, width in zip(self._code_fields, grouped.PLANES[self.bits], strict=False)}
+
+    @property
+    def _kernel_format(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"uint{self.bits}" if self.codebook == "integer" else self.codebook
+
+    def _check_shapes(self) -> None:
+        self._check_levels()
+        super()._check_shapes()
+
+    def _check_levels(self) -> None:
+        """Raise a ValueError unless the leaves that are there belong together."""
+        if (self.high is not None) != (len(grouped.PLANES[self.bits]) == 2):
+            raise ValueError(f"codes of {self.bits} bits have {'a' if self.high is None else 'no'} plane `high`")
+        if self.codebook != "integer" and (self.bits != 4 or self.zero is not None):
+            raise ValueError(f"codes of {self.codebook!r} have 4 bits and no `zero`; got `bits={self.bits}`")
+        if self.zero is not None and self.offset is not None:
+            raise ValueError("a block has a `zero` or an `offset`, not both")
+        for name in self._scale_fields:
+            leaf, of_leaf = getattr(self, name), getattr(self, f"{name}_scale")
+            small = leaf is not None and jnp.issubdtype(leaf.dtype, jnp.integer)
+            if (small and of_leaf is None) or (leaf is None and of_leaf is not None):
+                given = "no leaf" if leaf is None else leaf.dtype
+                raise ValueError(f"`{name}` of integers goes with `{name}_scale`; got {given} and {_words(of_leaf)}")
+        if self.superblock_size % self.block_size:
+            raise ValueError(
+                f"`superblock_size={self.superblock_size}` must be a multiple of `block_size={self.block_size}`, or 0"
+            )
+
+    def _values(self, codes: Leaves, axis: int, length: int) -> jax.Array:
+        found = grouped.unpack_codes(list(codes.values()), self.bits, axis, length)
+        if self.codebook != "integer":
+            return jnp.asarray(grouped.CODEBOOKS[self.codebook])[found]
+        centred = self.zero is None and self.offset is None
+        return found.astype(jnp.float32) - (2 ** (self.bits - 1) if centred else 0)
+
+    def _level(self, name: str) -> jax.Array | None:
+        """The scales or the offsets as floats, times their own scales."""
+        leaf, of_leaf = getattr(self, name), getattr(self, f"{name}_scale")
+        if leaf is None:
+            return None
+        wide = leaf if leaf.dtype == jnp.float64 else leaf.astype(jnp.float32)
+        if of_leaf is None:
+            return wide
+        along, factor = self.axis, of_leaf.astype(wide.dtype)
+        if not self.ndim or of_leaf.shape[along] == 1:
+            return wide * factor
+        blocks = -(-self.shape[along] // self.block_size)
+        wide = jnp.broadcast_to(wide, replaced(wide.shape, along % self.ndim, blocks))
+        return reference.scale_blocks(wide, factor, self.superblock_size // self.block_size, along)
+
+    def _scale(self) -> jax.Array:
+        scale = self._level("scale")
+        assert scale is not None
+        return scale
+
+    def decode(self) -> jax.Array:
+        return self._scaled_blocks(self._unscaled(), self._scale(), self.zero, self._level("offset"))
+
+    def _scaled_blocks(
+        self, values: jax.Array, scale: jax.Array, zero: jax.Array | None = None, offset: jax.Array | None = None
+    ) -> jax.Array:
+        """`scale * (values - zero) + offset`, for `values` of this array's shape and an entry for each block."""
+        if not self.ndim:
+            entries = [None if leaf is None else leaf[None] for leaf in (zero, offset)]
+            return grouped.decode_blocks(values[None], scale[None], *entries, block_size=1, axis=0)[0]
+        block = min(self.block_size, max(self.shape[self.axis], 1))  # a file may choose any length
+        return grouped.decode_blocks(values, scale, zero, offset, block, self.axis)
+
+    def _factors(self) -> tuple[jax.Array, jax.Array | None]:
+        return self.decode(), None
+
+    def _with_scale(self) -> Self:
+        """An equal array whose scales and offsets are floating point, without scales of their own."""
+        levels = {name: self._level(name) for name in self._scale_fields}
+        return self._replaced(**levels, scale_scale=None, offset_scale=None, superblock_size=0)
+
+    def _fits_kernels(self) -> bool:
+        single = jnp.float64 not in {leaf.dtype for leaf in self._named_leaves().values()}
+        return self.axis >= -2 and self.block_size % max(self._counts().values()) == 0 and single
+
+    def _stored_scales(self) -> tuple[jax.Array, ...]:
+        """The scales and, unless codes are centred, the offsets."""
+        scale, offset = self._scale(), self._level("offset")
+        if self.zero is not None:
+            offset = -scale * self.zero.astype(scale.dtype)
+        entries = [-(-n // self._grain("scale", axis)) for axis, n in enumerate(self.shape)]
+        return tuple(jnp.broadcast_to(leaf, entries) for leaf in (scale, offset) if leaf is not None)
+
+    def _of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
+        sizes = {"block_size": "scale", "superblock_size": "scale_scale"}
+        cut = {size: grains[name][self.axis] for size, name in sizes.items() if grains.get(name, (0,))[self.axis]}
+        return self._mapped(lambda name, _: leaves[name])._replaced(**cut)
+
+    def _grain(self, name: str, axis: int) -> int:
+        ndim = self.packed.ndim
+        if not ndim or axis != self.axis % ndim:
+            return 1
+        if name in self._code_fields:
+            return self._counts()[name]
+        return (self.superblock_size or self.block_size) if name.endswith("_scale") else self.block_size
+
+    def _encoded_again(self, array: jax.Array) -> ArrayGrouped:
+        symmetric = self.zero is None and self.offset is None
+        return self.quantize(array, self.block_size, bits=self.bits, symmetric=symmetric)
+
+    def _step_bound(self, original: jax.Array) -> jax.Array:
+        """Half the widest step; and for elements below the first or above the last value, their distance from it."""
+        centre = 2 ** (self.bits - 1) if self.zero is None and self.offset is None else 0
+        table = np.sort(grouped.CODEBOOKS.get(self.codebook, np.arange(2.0**self.bits, dtype=np.float32) - centre))
+        scale, levels = self._scale(), (self.zero, self._level("offset"))
+        ends = [self._scaled_blocks(jnp.full(self.shape, table[i]), scale, *levels) for i in (0, -1)]
+        x = original.astype(scale.dtype)
+        outside = jnp.maximum(jnp.minimum(*ends) - x, x - jnp.maximum(*ends))
+        widest = jnp.full(self.shape, np.max(np.diff(table)) / 2)
+        return jnp.maximum(outside, 0) + self._scaled_blocks(widest, jnp.abs(scale))
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "bits", "block_size", "symmetric", "scale_dtype"))
+def _encode(x: jax.Array, axis: int, bits: int, block_size: int, symmetric: bool, scale_dtype: DTypeLike) -> Leaves:
+    codes, scale, offset = grouped.encode(x, bits, block_size, axis, symmetric, scale_dtype)
+    leaves = dict(zip(ArrayGrouped._code_fields, grouped.pack_codes(codes, bits, axis), strict=False))
+    return {**leaves, "scale": scale} | ({} if offset is None else {"offset": offset})
+
+
+def _register(name: str, bits: int) -> None:
+    def encode(
+        array: jax.Array, block_size: int = 64, *, axis: int = -1, symmetric: bool = False, use_kernel: bool = True
+    ) -> ArrayGrouped:
+        options = {"axis": axis, "symmetric": symmetric, "use_kernel": use_kernel}
+        return ArrayGrouped.quantize(array, block_size, bits=bits, **options)
+
+    register_format(name, ArrayGrouped, encode)
+
+
+for _bits in grouped.PLANES:
+    _register("int8_grouped" if _bits == 8 else f"int{_bits}", _bits)
+
+
+def _words(leaf: jax.Array | None) -> str:
+    return "no leaf" if leaf is None else str(leaf.dtype)
