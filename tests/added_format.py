@@ -1,4 +1,4 @@
-"""What must hold for a format that was added by two files; `test_add_a_format.py` runs it in a copy that has `int3`."""
+"""What must hold for a format that was added by two files; `test_add_a_format.py` runs it in a copy that has `sym3`."""
 
 from pathlib import Path
 
@@ -20,16 +20,16 @@ def w(getkey) -> jax.Array:
     return jax.random.normal(getkey(), (200, 96))  # blocks of 64: the last is short
 
 
-def test_int3_is_the_copys_and_the_core_knows_it():
+def test_sym3_is_the_copys_and_the_core_knows_it():
     assert Path(eformer.__file__).is_relative_to(COPY)
-    assert "int3" in cpu.formats()
+    assert "sym3" in cpu.formats()
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("rows", [1, 7, 33])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_int3_matmuls_run_on_the_core(getkey, w, axis, rows, transposed):
-    q = eformer.quantize(w, format="int3", axis=axis)
+def test_sym3_matmuls_run_on_the_core(getkey, w, axis, rows, transposed):
+    q = eformer.quantize(w, format="sym3", axis=axis)
     x = jax.random.normal(getkey(), (rows, w.shape[transposed]))
 
     def matmul(x, w):
@@ -44,14 +44,14 @@ def test_int3_matmuls_run_on_the_core(getkey, w, axis, rows, transposed):
     assert jnp.all(jnp.abs(program(x, q) - matmul(x, dense)) <= bound)
 
 
-def test_int3_takes_three_bits_and_a_scale(w):
-    q = eformer.quantize(w, format="int3", axis=0)
+def test_sym3_takes_three_bits_and_a_scale(w):
+    q = eformer.quantize(w, format="sym3", axis=0)
     assert q.nbytes == 200 // 8 * 3 * 96 + 4 * 4 * 96  # three bits a value, four blocks a column
     assert jnp.all(jnp.abs(q.materialize() - w) <= q.error_bound(w))
 
 
-def test_int3_checkpoints_round_trip(w, tmp_path):
-    q = eformer.quantize(w, format="int3", block_size=32)
+def test_sym3_checkpoints_round_trip(w, tmp_path):
+    q = eformer.quantize(w, format="sym3", block_size=32)
     eformer.save(tmp_path / "model.safetensors", {"w": q})
     found = eformer.load(tmp_path / "model.safetensors")["w"]
     assert type(found) is type(q)
@@ -60,27 +60,27 @@ def test_int3_checkpoints_round_trip(w, tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(q)))
 
 
-def test_int3_is_refused_where_it_has_no_codec(w, tmp_path):
-    with pytest.raises(ValueError, match=r"ArrayInt3.*no codec"):
-        save_gguf(tmp_path / "model.gguf", {"w": eformer.quantize(w, format="int3")})
+def test_sym3_is_refused_where_it_has_no_codec(w, tmp_path):
+    with pytest.raises(ValueError, match=r"ArraySym3.*no codec"):
+        save_gguf(tmp_path / "model.gguf", {"w": eformer.quantize(w, format="sym3")})
     assert not (tmp_path / "model.gguf").exists()
 
 
-def test_int3_rules_and_quantize_agree_on_the_options(w):
-    by_rule = eformer.quantize_model({"w": w}, rules=[eformer.Rule("w", "int3")])["w"]
-    assert by_rule.block_size == eformer.quantize(w, format="int3").block_size == 64
-    assert type(eformer.quantize_model({"w": w}, format="int3")["w"]) is type(by_rule)
+def test_sym3_rules_and_quantize_agree_on_the_options(w):
+    by_rule = eformer.quantize_model({"w": w}, rules=[eformer.Rule("w", "sym3")])["w"]
+    assert by_rule.block_size == eformer.quantize(w, format="sym3").block_size == 64
+    assert type(eformer.quantize_model({"w": w}, format="sym3")["w"]) is type(by_rule)
 
 
-def test_int3_report(w):
-    quantized = eformer.quantize_model({"w": w}, format="int3")
-    assert "int3" in str(eformer.report({"w": w}, quantized))
+def test_sym3_report(w):
+    quantized = eformer.quantize_model({"w": w}, format="sym3")
+    assert "sym3" in str(eformer.report({"w": w}, quantized))
 
 
-def test_int3_on_the_command_line(w, tmp_path, capsys):
+def test_sym3_on_the_command_line(w, tmp_path, capsys):
     dense, small = tmp_path / "dense.safetensors", tmp_path / "small.safetensors"
     eformer.save(dense, {"w": w})
-    assert main(["quantize", str(dense), str(small), "--rule", "w=int3"]) == 0
+    assert main(["quantize", str(dense), str(small), "--rule", "w=sym3"]) == 0
     assert main(["inspect", str(small), "--json"]) == 0
-    assert "int3" in capsys.readouterr().out
-    assert type(eformer.load(small)["w"]).__name__ == "ArrayInt3"
+    assert "sym3" in capsys.readouterr().out
+    assert type(eformer.load(small)["w"]).__name__ == "ArraySym3"

@@ -44,7 +44,7 @@ def test_two_files_add_a_format(tmp_path: Path):
     packages = Path(np.__file__).parents[1]
     checks = ["tests/added_format.py", "tests/quantization/test_conformance.py"]
     run(
-        *(sys.executable, "-S", "-m", "pytest", "-q", "-n", "0", "-k", "int3", *checks),
+        *(sys.executable, "-S", "-m", "pytest", "-q", "-n", "0", "-k", "sym3", *checks),
         cwd=copy,
         PYTHONPATH=f"{copy / 'src'}{os.pathsep}{packages}",
     )

@@ -137,12 +137,12 @@ def test_a_format_that_the_kernels_do_not_know_is_declined(name, device):
     matrix, _ = example(name, SMALL)
     supports, _ = KERNELS[device]
     assert supports(matrix)
-    assert not supports(replace(matrix, format="int3"))
+    assert not supports(replace(matrix, format="sym3"))
 
 
 @pytest.mark.parametrize("platform", pallas.PLATFORMS)
 def test_a_matmul_with_an_unknown_format_is_left_to_xla(platform):
-    matrix = replace(example("ternary", SMALL)[0], format="int3")
+    matrix = replace(example("ternary", SMALL)[0], format="sym3")
     assert pallas.matmul(x_for(SMALL, 0), matrix, 0, pallas.Device(platform), round_x=True) is None
 
 
