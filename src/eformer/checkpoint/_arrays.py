@@ -68,6 +68,8 @@ class Entry(abc.ABC):
         try:
             made = make()
             check_codes(made)
+        except CheckpointError:
+            raise
         except FORMAT_ERRORS as error:
             raise self.wrong(str(error)[:300]) from None
         return made

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from ._gguf import MAGIC, read_gguf
 from ._header import Json, Tensor, parse_json, read_header
 from ._paths import check_inside, find_file, is_index, read_index, state_of
 from ._place import ShardingFor, place, sharding_for
+from ._prequantized import Config, find_prequantized
+from ._quantization_config import config_beside
+from ._tree import rebuilt
 
 ATTEMPTS = 100  # to open a checkpoint that other processes keep replacing
 
@@ -27,9 +31,9 @@ ATTEMPTS = 100  # to open a checkpoint that other processes keep replacing
 class Checkpoint(Mapping[str, Any], AbstractContextManager["Checkpoint"]):
     """The arrays of a checkpoint by name, read anew at each access; a context manager that closes the file.
 
-    `kind` is "safetensors", "bitsandbytes" or "gguf". `metadata` is the file's own: text, or for GGUF also numbers and
-    lists. `tree` is the structure that was saved, as JSON with names at the leaves; None if the file has none. `path`
-    is the file opened, None for bytes.
+    `kind` is "safetensors", "gguf", or the project that quantized the arrays: "bitsandbytes", "gptq", ...
+    `metadata` is the file's own: text, or for GGUF also numbers and lists. `tree` is the structure that was saved, as
+    JSON with names at the leaves; None if the file has none. `path` is the file opened, None for bytes.
     """
 
     path: Path | None
@@ -87,9 +91,9 @@ def open_checkpoint(source: StrPath | bytes, *, copy: bool = False) -> Checkpoin
 
     `copy` reads the whole files at once, for files that may be truncated or written to while they are in use.
 
-    Safetensors and GGUF files are told apart by their first bytes. Arrays that this package or bitsandbytes quantized
-    come as quantized arrays; GGUF blocks come as float32, unless a codec keeps them quantized. A file that contradicts
-    itself raises a CheckpointError.
+    Safetensors and GGUF files are told apart by their first bytes. Arrays that this package, bitsandbytes or another
+    project of a known layout quantized come as quantized arrays; GGUF blocks come as float32, unless a codec keeps them
+    quantized. A file that contradicts itself raises a CheckpointError.
 
     >>> import os, tempfile
     >>> import jax.numpy as jnp
@@ -119,7 +123,8 @@ def _of_file(path: Path | None, file: MappedFile) -> Checkpoint:
         return Checkpoint(path, "gguf", *read_gguf(file), None, [file])
     tensors, metadata = read_header(file)
     arrays, tree = _ours(metadata.pop(KEY, None), file)
-    return Checkpoint(path, *_entries(tensors, arrays, file.name), metadata, tree, [file])
+    found = _entries(tensors, arrays, file.name, tree, config_beside(path))
+    return Checkpoint(path, *found, metadata, tree, [file])
 
 
 def _of_index(path: Path, copy: bool) -> Checkpoint:
@@ -148,7 +153,8 @@ def _of_index(path: Path, copy: bool) -> Checkpoint:
     tree = given.get("tree") if isinstance(given, dict) else None
     tensors = {name: tensors[name] for name in weight_map}
     file = files[0].name if files else str(path)
-    return Checkpoint(path, *_entries(tensors, arrays, file), metadata, tree, files)
+    found = _entries(tensors, arrays, file, tree, config_beside(path))
+    return Checkpoint(path, *found, metadata, tree, files)
 
 
 def _ours(text: str | None, file: MappedFile) -> tuple[dict[str, Json], Json]:
@@ -165,17 +171,31 @@ def _ours(text: str | None, file: MappedFile) -> tuple[dict[str, Json], Json]:
     return arrays, given.get("tree")
 
 
-def _entries(tensors: dict[str, Tensor], arrays: dict[str, Json], file: str) -> tuple[str, dict[str, Entry]]:
+def _entries(
+    tensors: dict[str, Tensor], arrays: dict[str, Json], file: str, tree: Json, config: Callable[[], Config]
+) -> tuple[str, dict[str, Entry]]:
     """The kind of a checkpoint, and its arrays by name."""
     entries: dict[str, Entry] = {name: _quantized(name, each, tensors, file) for name, each in arrays.items()}
     used = {tensor.name for entry in entries.values() for tensor in entry.tensors}
     theirs = recognise({name: t for name, t in tensors.items() if name not in used})
-    used = _owners({**theirs, **entries})
+    used |= _owners(theirs).keys()
+    found = find_prequantized({name: t for name, t in tensors.items() if name not in used}, config, _leaves(tree))
+    used = _owners({**theirs, **found, **entries})
     rest: dict[str, Entry] = {name: DenseEntry(t) for name, t in tensors.items() if name not in used}
-    twice = (entries.keys() & rest.keys()) | (entries.keys() & theirs.keys())
-    if twice:
-        raise CheckpointError("there is a tensor and a quantized array of that name", file=file, tensor=min(twice))
-    return "bitsandbytes" if theirs else "safetensors", {**entries, **theirs, **rest}
+    counted = Counter(name for each in (entries, theirs, found, rest) for name in each)
+    twice = min((name for name, count in counted.items() if count > 1), default=None)
+    if twice is not None:
+        raise CheckpointError("there is a tensor and a quantized array of that name", file=file, tensor=twice)
+    kind = "bitsandbytes" if theirs else next((each.kind for each in found.values()), "safetensors")
+    return kind, {**entries, **theirs, **found, **rest}
+
+
+def _leaves(tree: Json) -> set[str]:
+    """The names of arrays in a tree; of one that can't be read, those before the mistake, which `load` reports."""
+    names: set[str] = set()
+    with suppress(CheckpointError):
+        rebuilt(tree, names.add)
+    return names
 
 
 def _owners(entries: dict[str, Entry]) -> dict[str, str]:
