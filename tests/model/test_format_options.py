@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def test_the_command_line_knows_it(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main(["quantize", "--help"])
     text = capsys.readouterr().out
-    assert "nf4, toy or keep" in " ".join(text.split())
-    assert "  toy      axis=-1, block_size=8\n" in text
+    assert ", toy or keep" in " ".join(text.split())
+    assert re.search("  toy +axis=-1, block_size=8\n", text)
     main(["completion", "bash"])
-    assert "nf4 toy keep" in capsys.readouterr().out
+    assert " toy keep" in capsys.readouterr().out

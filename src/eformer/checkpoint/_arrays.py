@@ -91,7 +91,7 @@ class QuantizedEntry(Entry):
 
     def __init__(self, name: str, like: QuantizedArray, tensors: Sequence[Tensor], codes: int) -> None:
         self.name, self.like, self.tensors, self._codes = name, like, tensors, codes
-        self.format = format_name(type(like))
+        self.format = format_name(like)
 
     def host(self) -> QuantizedArray:
         likes, structure = jtu.tree_flatten(self.like)

@@ -27,6 +27,7 @@ from eformer.ops.quantization import (
     check_array,
     code_version,
     declares_leaves,
+    format_names,
     formats,
 )
 
@@ -53,9 +54,9 @@ FORMAT_ERRORS = (
 )
 
 
-def format_name(cls: type) -> str:
-    """The name of the class's format, or else its own."""
-    return next((form.name for form in formats() if form.array_type is cls), cls.__name__)
+def format_name(q: QuantizedArray) -> str:
+    """The name of the array's format, or else of its class."""
+    return next(iter(format_names(q)), type(q).__name__)
 
 
 def names_of(classes: Iterable[type]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from eformer.ops.quantization import formats
+from eformer.ops.quantization import format_names
 
 from ._distance import distance
 from ._histogram import histogram_of
@@ -70,5 +70,4 @@ def report(before: object, after: object, *, rules: Sequence[Rule] = (), histogr
 def _format_name(leaf: Typed) -> str:
     if not is_quantized(leaf):
         return str(leaf.dtype)
-    names = [form.name for form in formats() if form.array_type is type(leaf)]
-    return "/".join(names) or type(leaf).__name__  # an array does not tell whether it is ternary or binary
+    return "/".join(format_names(leaf)) or type(leaf).__name__

@@ -22,6 +22,7 @@ from ._matmul._rule import use_kernels as use_kernels
 from ._registry import Format as Format
 from ._registry import array_types as array_types
 from ._registry import find_format as find_format
+from ._registry import format_names as format_names
 from ._registry import formats as formats
 from ._registry import register_array_type as register_array_type
 from ._registry import register_format as register_format

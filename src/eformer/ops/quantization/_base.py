@@ -84,6 +84,10 @@ class QuantizedArray(ImplicitArray):
             raise ValueError(f"codes of {type(self).__name__} have version {self._code_version}, not {version}")
         return self
 
+    def _names_among(self, names: Sequence[str]) -> Sequence[str]:
+        """Of the `names` of all formats that make this class, those that may have made this array."""
+        return names
+
     @abc.abstractmethod
     def decode(self) -> jax.Array:
         """The array in the precision the scales have."""

@@ -22,7 +22,7 @@ BINS, WIDTH, HEIGHT = 48, 240.0, 40.0
 
 def array_html(q: QuantizedArray) -> str:
     """Class, shape, dtype, format, bytes and sharding as an HTML table; with a histogram if the array is small."""
-    from . import formats
+    from . import format_names
 
     try:
         dense = q.size * q.dtype.itemsize
@@ -30,7 +30,7 @@ def array_html(q: QuantizedArray) -> str:
         facts = {
             "shape": as_shape(q.shape),
             "dtype": str(q.dtype),
-            "format": "/".join(form.name for form in formats() if form.array_type is type(q)),
+            "format": "/".join(format_names(q)),
             "stored": f"{in_bytes(q.nbytes)}, {bits} bits per element; dense {in_bytes(dense)}",
             "sharding": "" if q.sharding is None else str(q.sharding),
         }

@@ -46,6 +46,11 @@ def formats() -> tuple[Format, ...]:
     return tuple(_formats.values())
 
 
+def format_names(q: QuantizedArray) -> tuple[str, ...]:
+    """The names of the formats that may have made this array; several if it does not tell them apart."""
+    return tuple(q._names_among([form.name for form in formats() if form.array_type is type(q)]))
+
+
 _others: dict[str, type[QuantizedArray]] = {}
 
 

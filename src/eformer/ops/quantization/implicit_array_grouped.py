@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -113,7 +113,10 @@ class ArrayGrouped(PackedArray):
         scale_dtype = jnp.dtype(jnp.float32 if bits == 8 else jnp.bfloat16)
         options = {"bits": bits, "block_size": block_size}
         encode = functools.partial(_encode, symmetric=symmetric, scale_dtype=scale_dtype, **options)
-        return cls._quantized(f"int{bits}", array, axis, encode, **options, use_kernel=use_kernel)
+        return cls._quantized(_name(bits), array, axis, encode, **options, use_kernel=use_kernel)
+
+    def _names_among(self, names: Sequence[str]) -> Sequence[str]:
+        return [name for name in names if name == _name(self.bits)] if self.codebook == "integer" else [self.codebook]
 
     def _counts(self) -> Mapping[str, int]:
         return {name: 8 // width for name, width in zip(self._code_fields, grouped.PLANES[self.bits], strict=False)}
@@ -241,6 +244,11 @@ def _encode(x: jax.Array, axis: int, bits: int, block_size: int, symmetric: bool
     return {**leaves, "scale": scale} | ({} if offset is None else {"offset": offset})
 
 
+def _name(bits: int) -> str:
+    """The name of the format; "int8" is that of another class."""
+    return "int8_grouped" if bits == 8 else f"int{bits}"
+
+
 def _register(name: str, bits: int) -> None:
     def encode(
         array: jax.Array, block_size: int = 64, *, axis: int = -1, symmetric: bool = False, use_kernel: bool = True
@@ -252,7 +260,7 @@ def _register(name: str, bits: int) -> None:
 
 
 for _bits in grouped.PLANES:
-    _register("int8_grouped" if _bits == 8 else f"int{_bits}", _bits)
+    _register(_name(_bits), _bits)
 
 
 def _words(leaf: jax.Array | None) -> str:
