@@ -37,6 +37,7 @@ from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_8bit import Array8B as Array8B
 from .implicit_array_grouped import ArrayGrouped as ArrayGrouped
 from .implicit_array_nf4 import ArrayNF4 as ArrayNF4
+from .implicit_array_permuted import ArrayPermuted as ArrayPermuted
 from .implicit_array_rsr import RSROperatorBinary as RSROperatorBinary
 from .implicit_array_rsr import RSROperatorTernary as RSROperatorTernary
 
