@@ -11,9 +11,10 @@ import numpy as np
 
 from eformer.ops.quantization import ArrayGrouped
 
-from ._bit_fields import WORD, unpack_dense, unpack_fields
+from ._bit_fields import WORD, pack_planes, plane_shapes, unpack_dense, unpack_fields
+from ._grouped_like import AT_ONCE
 from ._prequantized import Group, Layout, register_layout
-from ._qweight import TENSORS, Form, array_like, form_of, number, planes_of
+from ._qweight import TENSORS, Form, array_like, form_of, number
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight outputs, in which of eight codes each is
 
@@ -60,17 +61,40 @@ def _zeros(group: Group, form: Form, groups: int) -> np.ndarray:
 
 
 def _read(group: Group, like: ArrayGrouped) -> Mapping[str, np.ndarray]:
-    form, words, (_, groups) = form_of(group), group[".qweight"].view(), like.scale.shape
-
-    def codes(start: int, stop: int) -> np.ndarray:
-        part = words[:, start * form.bits // WORD : stop * form.bits // WORD]
-        return _shuffled(part, form.bits, stop - start).T
-
+    form, (_, groups), scales = form_of(group), like.scale.shape, group[".scales"].view()
     if form.layout == "gemv":  # the bytes of a word are ours
-        leaves = {"packed": words.view(np.uint8), "scale": group[".scales"].view()[:, :groups]}
+        leaves = {"packed": group[".qweight"].view().view(np.uint8), "scale": scales[:, :groups]}
     else:
-        leaves = {**planes_of(form, codes), "scale": group[".scales"].view().T}
+        leaves = {**_planes(group[".qweight"].view(), form), "scale": scales.T}
     return leaves if like.zero is None else {**leaves, "zero": _zeros(group, form, groups)}
+
+
+def _planes(words: np.ndarray, form: Form) -> dict[str, np.ndarray]:
+    """The planes of the array (out, in) from words (in, words of out), some outputs at a time."""
+    shapes = plane_shapes((form.out, form.inputs), form.stored_bits)
+    planes = {name: np.empty(shape, np.uint8) for name, shape in shapes.items()}
+    step = max(AT_ONCE // form.inputs // WORD, 1) * WORD
+    for start in range(0, form.out, step):
+        stop = min(start + step, form.out)
+        part = words[:, start * form.bits // WORD : stop * form.bits // WORD]
+        if form.bits == 4 and form.inputs % 2 == 0:
+            _merge_nibbles(part.view(np.uint32), planes["packed"][start:stop])
+            continue
+        codes = _shuffled(part, form.bits, stop - start).T
+        for name, plane in pack_planes(codes, form.stored_bits).items():
+            planes[name][start:stop] = plane
+    return planes
+
+
+def _merge_nibbles(words: np.ndarray, packed: np.ndarray) -> None:
+    """Fill `packed` (outputs, in / 2) from words (in, outputs / 8) without unpacking, in a tenth of the time."""
+    low, high, four = np.uint32(0x0F0F0F0F), np.uint32(0xF0F0F0F0), np.uint32(4)
+    first, second = words[0::2], words[1::2]
+    even, odd = first & low | (second & low) << four, first >> four & low | second & high
+    for at, part in ((0, even), (4, odd)):
+        # Fields 0, 2, 4 and 6 are the bytes of `even`, and hold the first four outputs of PLACES.
+        of_words = part.view(np.uint8).reshape(len(part), -1, 4)
+        packed.reshape(-1, 8, len(part))[:, PLACES[at : at + 4]] = of_words.transpose(1, 2, 0)
 
 
 register_layout(Layout("awq", "awq", TENSORS, _fits, _like, _read))

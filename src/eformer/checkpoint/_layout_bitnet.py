@@ -11,12 +11,12 @@ import numpy as np
 
 from eformer.ops.quantization import Array1B, array_from_fields
 
+from ._grouped_like import AT_ONCE
 from ._prequantized import Group, Layout, register_layout
 from ._qweight import SCALES, said
 
 WEIGHT, SCALE = ".weight", ".weight_scale"
 CODES = np.array([1, 0, 3, 2], np.uint8)  # of `Array1B`, for -1, 0, 1 and none
-AT_ONCE = 1 << 22  # codes that are unpacked at a time
 
 
 def _fits(group: Group) -> bool:

@@ -14,18 +14,11 @@ import numpy as np
 from eformer.ops.quantization import ArrayGrouped, ArrayPermuted, QuantizedArray, array_from_fields
 
 from ._bit_fields import WORD, unpack_dense, unpack_fields
+from ._grouped_like import planes_of
 from ._prequantized import Config, Group, Layout, register_layout
-from ._qweight import TENSORS, Form, array_like, form_of, number, planes_of, said
+from ._qweight import TENSORS, Form, array_like, form_of, number, said
 
-PLANES = {
-    2: (2,),
-    3: (2, 1),
-    4: (4,),
-    5: (4, 1),
-    6: (4, 2),
-    7: (4, 2, 1),
-    8: (8,),
-}  # of "gptq_p", the lowest bits first
+PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}  # bits in each plane of "gptq_p", the lowest first
 FORMATS = ("gptq", "gptq_v2", "gptq_p")
 
 
@@ -37,10 +30,7 @@ def _stored_less(config: Config, bits: int) -> int | None:
     if said(config, "quant_method") == "auto-round":
         packing = said(config, "packing_format") or "auto_round:auto_gptq"
         return None if "awq" in packing else int("gptq" in packing and "gptqmodel" not in packing)
-    stated = said(config, "checkpoint_format", "format")
-    if stated in FORMATS:
-        return int(stated == "gptq" and not _is_planar(config, bits))
-    return None
+    return 0 if _is_planar(config, bits) else {"gptq": 1, "gptq_v2": 0}.get(said(config, "checkpoint_format", "format"))
 
 
 def _is_planar(config: Config, bits: int) -> bool:
@@ -76,7 +66,7 @@ def _zeros(group: Group, form: Form) -> np.ndarray:
     """
     words, bits, config = group[".qzeros"].view().view(np.uint32), form.bits, group.config()
     planar, less = _is_planar(config, bits), _stored_less(config, bits)
-    stored = _codes(words, bits, form.out, 1, planar)
+    stored = _codes(words, bits, form.out, planar)
     if less is None or config.get("sym") is not False:
         less = _less_if_symmetric(group, stored, bits, less)
     if less is None:
@@ -92,7 +82,7 @@ def _zeros(group: Group, form: Form) -> np.ndarray:
     if WORD % bits:
         return stored + np.uint8(1) & np.uint8(2**bits - 1)
     ones = np.uint32((2**WORD - 1) // (2**bits - 1))
-    return _codes(words + ones, bits, form.out, 1, planar)
+    return _codes(words + ones, bits, form.out, planar)
 
 
 def _less_if_symmetric(group: Group, stored: np.ndarray, bits: int, less: int | None) -> int | None:
@@ -151,30 +141,30 @@ def _group_size(group: Group, inputs: int, groups: int) -> int:
 # --- reading ---
 
 
-def _codes(words: np.ndarray, bits: int, count: int, axis: int, planar: bool) -> np.ndarray:
-    """`count` codes along an axis of a matrix of words, as uint8."""
+def _codes(words: np.ndarray, bits: int, count: int, planar: bool) -> np.ndarray:
+    """`count` codes in each row of words, as uint8."""
     if not planar or WORD % bits == 0:  # these have one plane
-        return unpack_dense(words, bits, count, axis)
-    blocks = np.moveaxis(words, axis, -1).reshape(-1, count // WORD, bits)
-    codes, start = np.zeros((len(blocks), count), np.uint8), 0
+        return unpack_dense(words, bits, count)
+    blocks = words.reshape(len(words), -1, bits)
+    codes, start = np.zeros((len(words), count), np.uint8), 0
     for width in PLANES[bits]:
-        plane = blocks[:, :, start : start + width].reshape(len(blocks), -1)
-        codes |= unpack_fields(plane, width, 1, count) << np.uint8(start)
+        plane = blocks[:, :, start : start + width].reshape(len(words), -1)
+        codes |= unpack_fields(plane, width, -1, count) << np.uint8(start)
         start += width
-    return np.moveaxis(codes, -1, axis)
+    return codes
 
 
-def _planes(group: Group, form: Form, order: np.ndarray | None) -> dict[str, np.ndarray]:
-    """The planes of the array (out, in), its inputs in this order."""
-    words, bits, planar = group[".qweight"].view(), form.bits, _is_planar(group.config(), form.bits)
+def _planes(group: Group, like: ArrayGrouped, bits: int, order: np.ndarray | None) -> dict[str, np.ndarray]:
+    """The planes of `like`, whose inputs are in this order."""
+    words, planar = group[".qweight"].view().T, _is_planar(group.config(), bits)
     if WORD % bits == 0 and order is None:  # the bytes of a word are ours
-        return {"packed": np.ascontiguousarray(words.T).view(np.uint8)[:, : -(-form.inputs * bits // 8)]}
+        return {"packed": np.ascontiguousarray(words).view(np.uint8)[:, : like.packed.shape[1]]}
 
-    def codes(start: int, stop: int) -> np.ndarray:
-        found = _codes(words[:, start:stop], bits, form.inputs, 0, planar).T
+    def codes(rows: np.ndarray) -> np.ndarray:
+        found = _codes(rows, bits, like.shape[1], planar)
         return found if order is None else found[:, order]
 
-    return planes_of(form, codes)
+    return planes_of(like, words, codes)
 
 
 def _fits(group: Group) -> bool:
@@ -194,11 +184,10 @@ def _like(group: Group) -> QuantizedArray:
 
 
 def _read(group: Group, like: ArrayGrouped | ArrayPermuted) -> Mapping[str, np.ndarray | QuantizedArray]:
-    form = form_of(group)
-    _, order = _grouping(group, form)
-    leaves = {**_planes(group, form, order), "scale": group[".scales"].view().T}
-    array = like.array if isinstance(like, ArrayPermuted) else like
+    form, array = form_of(group), like.array if isinstance(like, ArrayPermuted) else like
     assert isinstance(array, ArrayGrouped)
+    _, order = _grouping(group, form)
+    leaves = {**_planes(group, array, form.bits, order), "scale": group[".scales"].view().T}
     if array.zero is not None:
         leaves["zero"] = _zeros(group, form).T
     if order is None:

@@ -13,15 +13,15 @@ for each; then the configuration decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 
-from eformer.ops.quantization import ArrayGrouped, array_from_fields
+from eformer.ops.quantization import ArrayGrouped
 
-from ._bit_fields import WORD, dense_words, pack_planes, padding_of, plane_shapes
+from ._bit_fields import WORD, dense_words
+from ._grouped_like import grouped_like
 from ._prequantized import Config, Group
 
 TENSORS = (".qweight", ".qzeros", ".scales")
@@ -29,7 +29,6 @@ WORDS = (np.dtype(np.int32), np.dtype(np.uint32))
 SCALES = ("float16", "bfloat16", "float32")
 ALL_BITS = range(2, 9)
 AWQ_BITS = range(4, 8)
-AT_ONCE = 1 << 22  # codes that are unpacked at a time
 
 
 @dataclass(frozen=True)
@@ -127,22 +126,6 @@ def _forms(group: Group) -> Iterator[Form]:
 
 def array_like(group: Group, form: Form, block_size: int, has_zero: bool) -> ArrayGrouped:
     """The array of a form without values: blocks along the inputs, in the dtype of its scales."""
-    shape, bits, dtype = (form.out, form.inputs), form.stored_bits, group[".scales"].dtype
-    blocks = (form.out, -(-form.inputs // block_size))
-    leaves = {name: (plane, np.uint8) for name, plane in plane_shapes(shape, bits).items()}
-    leaves |= {"scale": (blocks, dtype), **({"zero": (blocks, np.uint8)} if has_zero else {})}
-    structs = {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in leaves.items()}
-    static = {"bits": bits, "block_size": block_size, "padding": padding_of(form.inputs, bits), "dtype": dtype}
-    return array_from_fields(ArrayGrouped, {**structs, **static})
-
-
-def planes_of(form: Form, codes: Callable[[int, int], np.ndarray]) -> dict[str, np.ndarray]:
-    """The planes of the array (out, in), from `codes(start, stop)` of some outputs at a time, (stop - start, in)."""
-    shapes = plane_shapes((form.out, form.inputs), form.stored_bits)
-    planes = {name: np.empty(shape, np.uint8) for name, shape in shapes.items()}
-    step = max(AT_ONCE // form.inputs // WORD, 1) * WORD
-    for start in range(0, form.out, step):
-        stop = min(start + step, form.out)
-        for name, part in pack_planes(codes(start, stop), form.stored_bits).items():
-            planes[name][start:stop] = part
-    return planes
+    blocks, dtype = (form.out, -(-form.inputs // block_size)), group[".scales"].dtype
+    leaves = {"scale": (blocks, dtype), **({"zero": (blocks, np.uint8)} if has_zero else {})}
+    return grouped_like((form.out, form.inputs), form.stored_bits, block_size, dtype, leaves)
