@@ -97,4 +97,4 @@ def _merge_nibbles(words: np.ndarray, packed: np.ndarray) -> None:
         packed.reshape(-1, 8, len(part))[:, PLACES[at : at + 4]] = of_words.transpose(1, 2, 0)
 
 
-register_layout(Layout("awq", "awq", TENSORS, _fits, _like, _read))
+register_layout(Layout("awq", "awq", TENSORS, _fits, _like, _read, may_have=(".g_idx",)))
