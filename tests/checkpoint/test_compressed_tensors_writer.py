@@ -1,15 +1,21 @@
-"""What the package compressed-tensors writes, read here: the values that its own decompressor gives, bit for bit."""
+"""What the package compressed-tensors writes, read here, and the other way round; all values bit for bit."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from eformer.checkpoint import open_checkpoint
-from eformer.ops.quantization import Array8B, ArrayGrouped
+from eformer.checkpoint import load, open_checkpoint, save
+from eformer.ops.quantization import Array8B, ArrayFloat8, ArrayGrouped, quantize
 
 from .files import bits, safetensors_file
 
@@ -78,7 +84,8 @@ def test_pack_quantized(num_bits: int, strategy: str, symmetric: bool):
 def check(tensors: dict[str, np.ndarray], expected: np.ndarray, cls: type, format: str | None = None) -> None:
     source = safetensors_file(tensors)
     with open_checkpoint(source) as checkpoint:
-        assert checkpoint.kind == "compressed-tensors" and list(checkpoint) == ["m.weight"]
+        assert checkpoint.kind == "compressed-tensors"
+        assert list(checkpoint) == ["m.weight"]
         assert format is None or checkpoint.info("m.weight").format == format
         found = checkpoint["m.weight"]
     assert type(found) is cls
@@ -119,3 +126,80 @@ def test_nvfp4():
     args["scale_dtype"] = torch.float8_e4m3fn
     tensors, expected = compressed("nvfp4-pack-quantized", torch.bfloat16, (OUT, IN), **args)
     check(tensors, expected, ArrayGrouped, "nvfp4-pack-quantized")
+
+
+BLOCK = {"strategy": "block", "block_structure": [128, 128]}
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float_quantized(strategy: str, dtype: Any):
+    args = {"num_bits": 8, "type": "float", **{**STRATEGIES, "block": BLOCK}[strategy]}
+    tensors, expected = compressed("float-quantized", dtype, (200, 272), **args)
+    check(tensors, expected, ArrayFloat8, "float-quantized")
+
+
+def test_mxfp8():
+    args = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
+    tensors, expected = compressed("mxfp8-quantized", torch.bfloat16, (OUT, IN), **args)
+    check(tensors, expected, ArrayFloat8, "mxfp8-quantized")
+
+
+# --- what is written here, opened by the package ---
+
+
+def with_zeros() -> ArrayGrouped:
+    q = ArrayGrouped.quantize(weight(OUT, IN), 32, bits=5, symmetric=True)
+    zero = np.random.default_rng(1).integers(0, 32, (OUT, IN // 32), np.uint8)
+    return dataclasses.replace(q, zero=jnp.asarray(zero))
+
+
+WRITTEN: dict[str, Callable[[], Any]] = {
+    "W4A16": lambda: quantize(weight(OUT, IN), format="int4", block_size=128, symmetric=True),
+    "W4A16 of bfloat16": lambda: quantize(weight(OUT, IN).astype(jnp.bfloat16), format="int4", symmetric=True),
+    "W3A16": lambda: quantize(weight(OUT, IN), format="int3", block_size=32, symmetric=True),
+    "zero points": with_zeros,
+    "W8A16": lambda: quantize(weight(OUT, IN), format="int8"),
+    "W8A16 in groups": lambda: quantize(weight(OUT, IN), format="int8_grouped", symmetric=True),
+    "FP8 per row": lambda: quantize(weight(OUT, IN), format="fp8"),
+    "FP8 per tensor": lambda: ArrayFloat8.quantize(weight(OUT, IN), axis=(0, 1)),
+    "FP8 per block": lambda: ArrayFloat8.quantize(weight(200, 272), block_shape=(128, 128)),
+}
+
+
+def weight(*shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(len(shape)), shape)
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_the_package_opens_what_is_written(case: str, tmp_path: Path):
+    q = WRITTEN[case]()
+    save(tmp_path / "model", {"m": {"weight": q, "bias": jnp.ones(4)}}, kind="compressed-tensors")
+    found = decompressed(tmp_path / "model", q.dtype.name)
+    assert bits(found["m.weight"]) == bits(q.materialize())
+    assert bits(found["m.bias"].astype(np.float32)) == bits(np.ones(4, np.float32))
+    again = load(tmp_path / "model")["m"]["weight"]
+    assert bits(again.materialize()) == bits(q.materialize())
+
+
+def test_a_model_of_several_formats(tmp_path: Path):
+    tree = {name: {"weight": make()} for name, make in WRITTEN.items() if "bfloat16" not in name}
+    (tmp_path / "config.json").write_text('{"hidden_size": 7, "quantization_config": {"bits": 3}}')
+    save(tmp_path, tree, kind="compressed-tensors", max_shard_bytes=20_000, overwrite=True)
+    assert json.loads((tmp_path / "config.json").read_text())["hidden_size"] == 7
+    found = decompressed(tmp_path, "float32")
+    assert found.keys() == {f"{name}.weight" for name in tree}
+    assert all(bits(found[f"{name}.weight"]) == bits(q["weight"].materialize()) for name, q in tree.items())
+
+
+def decompressed(folder: Path, dtype: str) -> dict[str, np.ndarray]:
+    """The arrays of a folder, dequantized by the package as it dequantizes a whole checkpoint."""
+    pytest.importorskip("transformers")
+    safetensors = pytest.importorskip("safetensors.torch")
+    from compressed_tensors.entrypoints.convert.converters import CompressedTensorsDequantizer
+
+    tensors: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= safetensors.load_file(file)
+    converter = CompressedTensorsDequantizer(str(folder), dtype=getattr(torch, dtype))
+    return {name: to_numpy(tensor) for name, tensor in converter.process(tensors).items()}

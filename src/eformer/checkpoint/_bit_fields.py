@@ -94,6 +94,14 @@ def pack_planes(codes: np.ndarray, bits: int, axis: int = -1) -> dict[str, np.nd
     return planes
 
 
-def padding_of(length: int, bits: int) -> int:
-    """The field `padding` of an `ArrayGrouped` that is `length` long: codes that its last byte has beyond that."""
-    return -length % (8 // PLANES[bits][0])
+def unpack_planes(planes: Sequence[np.ndarray], bits: int, count: int) -> np.ndarray:
+    """The `count` uint8 codes along the last axis that `pack_planes` has packed."""
+    codes, below = np.zeros((*planes[0].shape[:-1], count), np.uint8), 0
+    for plane, width in zip(planes, PLANES[bits], strict=True):
+        each = 8 // width
+        for i in range(min(each, count)):
+            into = codes[..., i::each]
+            part = plane[..., : into.shape[-1]] >> np.uint8(i * width) & np.uint8(2**width - 1)
+            into |= part << np.uint8(below)
+        below += width
+    return codes

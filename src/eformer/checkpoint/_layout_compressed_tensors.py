@@ -37,16 +37,19 @@ class Said(NamedTuple):
     sizes: frozenset[int]
 
 
-@functools.lru_cache(maxsize=16)
+def weights_said(config: Callable[[], Config]) -> list[dict[str, Json]]:
+    """What the groups of a configuration say of weights."""
+    groups = config().get("config_groups")
+    schemes = groups.values() if isinstance(groups, dict) else ()
+    given = [each.get("weights") for each in schemes if isinstance(each, dict)]
+    return [each for each in given if isinstance(each, dict)]
+
+
+@functools.lru_cache(maxsize=16)  # by the function, which reads its file once
 def _said(config: Callable[[], Config]) -> Said:
-    weights = [each.get("weights") for each in _dicts(config().get("config_groups"))]
-    ints = [each for each in weights if isinstance(each, dict) and each.get("type", "int") == "int"]
+    ints = [each for each in weights_said(config) if each.get("type", "int") == "int"]
     bits, sizes = ({n for each in ints if type(n := each.get(key)) is int} for key in ("num_bits", "group_size"))
     return Said(frozenset(bits), frozenset(sizes))
-
-
-def _dicts(groups: Json) -> list[dict[str, Json]]:
-    return [each for each in groups.values() if isinstance(each, dict)] if isinstance(groups, dict) else []
 
 
 # --- pack-quantized ---

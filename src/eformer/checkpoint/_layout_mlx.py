@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from eformer.kernels.grouped import PLANES
-from eformer.ops.quantization import ArrayGrouped
+from eformer.ops.quantization import ArrayFloat8, ArrayGrouped, array_from_fields
 
 from ._bit_fields import unpack_dense
 from ._grouped_like import E8M0, FLOATS, bytes_of, grouped_like, planes_of
-from ._layout_float4 import BFLOAT16, E4M3, fp4_like
+from ._layout_float4 import BFLOAT16, E4M3, fp4_like, powers
 from ._prequantized import Group, Layout, register_layout
 
 WEIGHT, SCALES, BIASES = ".weight", ".scales", ".biases"
@@ -68,16 +69,16 @@ def _read_affine(group: Group, like: ArrayGrouped) -> dict[str, np.ndarray]:
     return {**levels, **planes_of(like, group[WEIGHT].view(), unpack)}
 
 
-# --- modes without biases: E2M1 in blocks of 32 with powers of two, and in blocks of 16 with scales of E4M3 ---
+# --- modes without biases, with scales of powers of two or E4M3 ---
 
-MODES = {4 * 32: ("mxfp4", E8M0), 4 * 16: ("nvfp4", E4M3)}
+MODES = {4 * 32: "mxfp4", 4 * 16: "nvfp4", 8 * 32: "mxfp8"}  # by bits times block size
 
 
-def _is_fp4(mode: str) -> Callable[[Group], bool]:
+def _is_mode(mode: str) -> Callable[[Group], bool]:
     def fits(group: Group) -> bool:
         weight, scales = group[WEIGHT], group[SCALES]
         kinds = weight.dtype == np.uint32 and scales.dtype == np.uint8 and len(weight.shape) >= 2 and scales.shape
-        return bool(kinds) and MODES.get(_bits_per_block(group), ("", None))[0] == mode
+        return bool(kinds) and MODES.get(_bits_per_block(group)) == mode
 
     return fits
 
@@ -87,9 +88,21 @@ def _fp4(mode: str, kind: np.dtype) -> Layout:
         return {"packed": bytes_of(group[WEIGHT], like.packed.shape[-1]), "scale": group[SCALES].view().view(kind)}
 
     like = lambda group: fp4_like(group, group[WEIGHT], group[SCALES], kind, BFLOAT16)  # noqa: E731
-    return Layout("mlx", f"mlx {mode}", (WEIGHT, SCALES), _is_fp4(mode), like, read)
+    return Layout("mlx", f"mlx {mode}", (WEIGHT, SCALES), _is_mode(mode), like, read)
+
+
+def _mxfp8_like(group: Group) -> ArrayFloat8:
+    weight, scales = group[WEIGHT], group[SCALES]
+    codes = jax.ShapeDtypeStruct((*weight.shape[:-1], weight.shape[-1] * 4), E4M3)
+    scale = jax.ShapeDtypeStruct(scales.shape, E8M0)
+    return array_from_fields(ArrayFloat8, {"weight": codes, "scale": scale, "block_shape": (32,), "dtype": BFLOAT16})
+
+
+def _read_mxfp8(group: Group, like: ArrayFloat8) -> dict[str, np.ndarray]:
+    return {"weight": bytes_of(group[WEIGHT], like.shape[-1]).view(E4M3), "scale": powers(group[SCALES])}
 
 
 register_layout(Layout("mlx", "mlx affine", (WEIGHT, SCALES, BIASES), _is_affine, _affine_like, _read_affine))
-for _mode, _kind in MODES.values():
-    register_layout(_fp4(_mode, _kind))
+register_layout(_fp4("mxfp4", E8M0))
+register_layout(_fp4("nvfp4", E4M3))
+register_layout(Layout("mlx", "mlx mxfp8", (WEIGHT, SCALES), _is_mode("mxfp8"), _mxfp8_like, _read_mxfp8))
