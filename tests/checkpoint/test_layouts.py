@@ -14,9 +14,11 @@ import pytest
 from eformer.checkpoint import CheckpointError, load, open_checkpoint
 from eformer.checkpoint._file import MappedFile
 from eformer.checkpoint._header import read_header
+from eformer.checkpoint._prequantized import LAYOUTS, PrequantizedEntry
 from eformer.ops.quantization import Array1B, ArrayGrouped, ArrayPermuted
 
-from .files import bits, safetensors_file
+from .files import bits
+from .layouts import Example, examples, write_folder
 
 TENSORS, CONFIGS = read_header(MappedFile(Path(__file__).parent / "layouts.safetensors"))
 CASES = sorted(CONFIGS)
@@ -31,10 +33,7 @@ def parts_of(case: str) -> Parts:
 
 def folder_with(folder: Path, parts: Parts, config: Mapping[str, Any] | None) -> Path:
     tensors = {f"layer.{end}": tensor for end, tensor in parts.items() if end != "expected"}
-    (folder / "model.safetensors").write_bytes(safetensors_file(tensors))
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
-    return folder
+    return write_folder(folder, tensors, config)
 
 
 def expected_of(case: str) -> np.ndarray:
@@ -73,6 +72,40 @@ def test_facts_without_reading(tmp_path: Path):
     assert (info.shape, info.dtype.name, info.format) == ((32, 64), "float16", "gptq")
     assert q.zero is None  # 8 throughout, the middle of 4 bits
     assert q.nbytes == 32 * 64 // 2 + 32 * 2 * 2
+
+
+# --- every layout ---
+
+
+@pytest.mark.parametrize("example", examples().values(), ids=examples())
+def test_examples(example: Example, tmp_path: Path):
+    folder = write_folder(tmp_path, {f"layer.{name}": each for name, each in example.tensors.items()}, example.config)
+    if example.refused:
+        with pytest.raises(CheckpointError, match="not read here"):
+            open_checkpoint(folder)
+        return
+    with open_checkpoint(folder) as checkpoint:
+        assert len(checkpoint) == 1
+        info = checkpoint.info(*checkpoint)
+        made = checkpoint.entry(*checkpoint).host()
+    assert info.format is not None
+    assert (made.shape, made.dtype) == (info.shape, info.dtype)
+
+
+def test_every_layout_has_an_example(tmp_path: Path):
+    seen = set()
+    for example in examples().values():
+        tensors = {f"layer.{name}": each for name, each in example.tensors.items()}
+        if not example.refused:
+            with open_checkpoint(write_folder(tmp_path, tensors, example.config)) as checkpoint:
+                entry = checkpoint.entry(*checkpoint)
+            assert isinstance(entry, PrequantizedEntry)
+            seen.add(id(entry._layout))
+            continue
+        fits = [each for each in LAYOUTS if all(any(name.endswith(end) for name in tensors) for end in each.needs)]
+        seen.add(id(fits[0]))
+    missing = [(layout.kind, layout.name, layout.needs) for layout in LAYOUTS if id(layout) not in seen]
+    assert not missing, "add one to layouts.py"
 
 
 # --- groups ---
