@@ -24,7 +24,7 @@ from eformer.kernels.reference import NF4_CODES
 from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, array_types, quantize
 
 from .files import ours, parts_of, safetensors_file, split, with_header
-from .layouts import examples, write_folder
+from .layout_examples import examples, write_folder
 
 Lie = Callable[[random.Random, Path], bytes | Path]
 

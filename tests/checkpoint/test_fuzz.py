@@ -26,7 +26,7 @@ from eformer.jaximus import materialize
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, RSROperatorBinary, array_types
 
 from .files import safetensors_file, split, with_header
-from .layouts import examples
+from .layout_examples import examples
 
 PARTS = 4  # in which they are tried, so that processes can share them
 TRACED = 50  # every so many with all allocations traced, which is slow

@@ -1,4 +1,4 @@
-"""Layouts of other projects, as their own packages wrote them: `make_golden_layouts.py` made layouts.safetensors."""
+"""GPTQ, AWQ and BitNet as their own packages wrote them: `make_golden_qweight.py` made qweight.safetensors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import pytest
 from eformer.checkpoint import CheckpointError, load, open_checkpoint
 from eformer.checkpoint._file import MappedFile
 from eformer.checkpoint._header import read_header
-from eformer.checkpoint._prequantized import LAYOUTS, PrequantizedEntry
 from eformer.ops.quantization import Array1B, ArrayGrouped, ArrayPermuted
 
 from .files import bits
-from .layouts import Example, examples, write_folder
+from .layout_examples import write_folder
 
-TENSORS, CONFIGS = read_header(MappedFile(Path(__file__).parent / "layouts.safetensors"))
+TENSORS, CONFIGS = read_header(MappedFile(Path(__file__).parent / "qweight.safetensors"))
 CASES = sorted(CONFIGS)
 
 Parts = dict[str, np.ndarray]
@@ -72,40 +71,6 @@ def test_facts_without_reading(tmp_path: Path):
     assert (info.shape, info.dtype.name, info.format) == ((32, 64), "float16", "gptq")
     assert q.zero is None  # 8 throughout, the middle of 4 bits
     assert q.nbytes == 32 * 64 // 2 + 32 * 2 * 2
-
-
-# --- every layout ---
-
-
-@pytest.mark.parametrize("example", examples().values(), ids=examples())
-def test_examples(example: Example, tmp_path: Path):
-    folder = write_folder(tmp_path, {f"layer.{name}": each for name, each in example.tensors.items()}, example.config)
-    if example.refused:
-        with pytest.raises(CheckpointError, match="not read here"):
-            open_checkpoint(folder)
-        return
-    with open_checkpoint(folder) as checkpoint:
-        assert len(checkpoint) == 1
-        info = checkpoint.info(*checkpoint)
-        made = checkpoint.entry(*checkpoint).host()
-    assert info.format is not None
-    assert (made.shape, made.dtype) == (info.shape, info.dtype)
-
-
-def test_every_layout_has_an_example(tmp_path: Path):
-    seen = set()
-    for example in examples().values():
-        tensors = {f"layer.{name}": each for name, each in example.tensors.items()}
-        if not example.refused:
-            with open_checkpoint(write_folder(tmp_path, tensors, example.config)) as checkpoint:
-                entry = checkpoint.entry(*checkpoint)
-            assert isinstance(entry, PrequantizedEntry)
-            seen.add(id(entry._layout))
-            continue
-        fits = [each for each in LAYOUTS if all(any(name.endswith(end) for name in tensors) for end in each.needs)]
-        seen.add(id(fits[0]))
-    missing = [(layout.kind, layout.name, layout.needs) for layout in LAYOUTS if id(layout) not in seen]
-    assert not missing, "add one to layouts.py"
 
 
 # --- groups ---

@@ -1,6 +1,6 @@
 """A small valid example of every layout of another project, for tests that run on all of them.
 
-`test_fuzz.py` and `test_lies.py` mutate these; `test_layouts.py` fails if a layout has none.
+`test_fuzz.py` and `test_lies.py` mutate these; `test_layout_examples.py` fails if a layout has none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Make layouts.safetensors with the packages that write these layouts; run by hand, not by the tests.
+"""Make qweight.safetensors with the packages that write these layouts; run by hand, not by the tests.
 
     pip install torch transformers auto-round==0.16.1
     pip download --no-deps --no-binary :all: autoawq==0.2.9 gptqmodel==7.7.0   # and unpack both
-    python -m tests.checkpoint.make_golden_layouts autoawq-0.2.9 gptqmodel-7.7.0
+    python -m tests.checkpoint.make_golden_qweight autoawq-0.2.9 gptqmodel-7.7.0
 
 Each case has random codes, zeros and scales that a package packed. "case.expected" has the integers that the scales
 multiply, as the package's own reader gives them, and the metadata has the configuration beside the file.
@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from transformers.integrations import bitnet
 
 OUT, IN, GROUP = 32, 64, 32
-GOLDEN = Path(__file__).parent / "layouts.safetensors"
+GOLDEN = Path(__file__).parent / "qweight.safetensors"
 
 
 class Case(NamedTuple):
