@@ -15,12 +15,13 @@ from ._inspect import Totals
 from ._output import said, writing_to
 from ._progress import showing
 
-HELP = "write a checkpoint as safetensors, bitsandbytes or GGUF"
+HELP = "write a checkpoint as safetensors, bitsandbytes, compressed-tensors, MLX or GGUF"
 EXAMPLE = """\
 examples:
   eformer convert model.gguf model.safetensors
   eformer convert small.safetensors model.gguf --type Q8_0
   eformer convert ./small ./for-torch --to bitsandbytes
+  eformer convert ./small ./for-vllm --to compressed-tensors
 """
 
 
@@ -29,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="OUT", type=target, help="a .safetensors or .gguf file, or a folder")
     parser.add_argument(
         "--to",
-        choices=("safetensors", "bitsandbytes", "gguf"),
+        choices=("safetensors", "bitsandbytes", "compressed-tensors", "mlx", "gguf"),
         help="by default as OUT ends, else safetensors",
     )
     parser.add_argument(
