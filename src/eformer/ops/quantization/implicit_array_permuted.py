@@ -21,7 +21,7 @@ from ._base import QuantizedArray
 from ._leafwise import LeafwiseArray
 from ._matmul import _rule
 from ._matmul._tiles import Numbers
-from ._registry import register_array_type
+from ._registry import format_names, register_array_type
 from ._sharding import ShardingType, asked_of
 from ._stored import check_array
 from ._validation import Leaf, Rules, an_int, check_fields
@@ -76,6 +76,10 @@ class ArrayPermuted(QuantizedArray):
         self.array._check_codes()
         if not np.array_equal(np.sort(self.order), np.arange(self.order.size)):
             raise ValueError("`order` must have each position once")
+
+    def _names_among(self, names: Sequence[str]) -> Sequence[str]:
+        del names
+        return format_names(self.array)
 
     @property
     def shape(self) -> tuple[int, ...]:
