@@ -22,8 +22,8 @@ run it          implicit, use_implicit, materialize
 look inside     explain, materialization_error, use_kernels
 files           load, save, open_checkpoint, quantize_checkpoint
 train it        partition, combine, straight_through, ste
-formats         Array8B (int8), ArrayGrouped (int2, int3, int4, int5, int6, int8_grouped), ArrayNF4 (nf4),
-                Array1B (ternary, binary), RSROperatorBinary, RSROperatorTernary
+formats         Array8B (int8), ArrayGrouped (int2, int3, int4, int5, int6, int8_grouped), ArrayFloat8 (fp8, fp8_e5m2),
+                ArrayNF4 (nf4), Array1B (ternary, binary), RSROperatorBinary, RSROperatorTernary
 add your own    ImplicitArray, aux_field, register; QuantizedArray, register_format, formats
 
 `help(eformer.quantize_model)` explains one name, `eformer --help` the command line. Names live in `eformer.jaximus`
@@ -64,6 +64,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOMES` has the same names
     from .model import stored_bytes as stored_bytes
     from .ops.quantization import Array1B as Array1B
     from .ops.quantization import Array8B as Array8B
+    from .ops.quantization import ArrayFloat8 as ArrayFloat8
     from .ops.quantization import ArrayGrouped as ArrayGrouped
     from .ops.quantization import ArrayNF4 as ArrayNF4
     from .ops.quantization import QuantizationConfig as QuantizationConfig
@@ -79,8 +80,8 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOMES` has the same names
 
 _HOMES = {
     "jaximus": "ImplicitArray aux_field explain implicit materialization_error materialize register ste use_implicit",
-    "ops.quantization": "Array1B Array8B ArrayGrouped ArrayNF4 QuantizationConfig QuantizationType QuantizedArray "
-    "RSROperatorBinary RSROperatorTernary formats quantize register_format straight_through use_kernels",
+    "ops.quantization": "Array1B Array8B ArrayFloat8 ArrayGrouped ArrayNF4 QuantizationConfig QuantizationType "
+    "QuantizedArray RSROperatorBinary RSROperatorTernary formats quantize register_format straight_through use_kernels",
     "model": "Report Rule combine default_rules dequantize dequantize_model partition quantize_model report "
     "rules_from_use stored_bytes",
     "checkpoint": "Checkpoint CheckpointError load open_checkpoint quantize_checkpoint save",

@@ -214,7 +214,7 @@ def test_convert_of_folders_takes_the_small_files(tmp_path: Path):
 @pytest.mark.parametrize(
     ("kind", "more", "match"),
     [
-        ("onnx", {}, "must be one of 'safetensors', 'bitsandbytes', 'gguf'"),
+        ("onnx", {}, "must be one of 'safetensors', 'bitsandbytes', 'compressed-tensors', 'mlx', 'gguf'"),
         ("gguf", {"max_shard_bytes": 1}, "written whole"),
         ("safetensors", {"type": "Q8_0"}, "is for GGUF"),
     ],

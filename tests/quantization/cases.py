@@ -23,9 +23,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "binary": ({"scale": "channel"},),
     "int4": ({"block_size": 4, "axis": 0}, {"block_size": 3, "symmetric": True}),
     "int3": ({"block_size": 8, "axis": 0},),
+    "fp8": ({"block_shape": (4, 4)},),
 }
-# Of the same class as "int4" and "int3", with other planes: `test_grouped.py` has tests of them all.
-ALIKE = {"int2", "int5", "int6", "int8_grouped"}
+# Of the same class as "int4" and "int3", with other planes, or as "fp8": `test_grouped.py` and `test_float8.py` have
+# tests of them all.
+ALIKE = {"int2", "int5", "int6", "int8_grouped", "fp8_e5m2"}
 
 
 def _options(form: Format) -> tuple[dict[str, Any], ...]:

@@ -1,5 +1,8 @@
 """Checkpoints of dense and quantized arrays: safetensors, also as bitsandbytes writes it, and GGUF."""
 
+import importlib as _importlib
+import pkgutil as _pkgutil
+
 from ._arrays import ArrayInfo as ArrayInfo
 from ._bitsandbytes import BitsandbytesCodec as BitsandbytesCodec
 from ._bitsandbytes import register_bitsandbytes_codec as register_bitsandbytes_codec
@@ -18,3 +21,7 @@ from ._saving import abandon_saves as abandon_saves
 from ._saving import atomic_file as atomic_file
 from ._write import save as save
 from ._write import save_bitsandbytes as save_bitsandbytes
+
+for _module in _pkgutil.iter_modules(__path__):  # a layout registers itself when its file is imported
+    if _module.name.startswith("_layout_"):
+        _importlib.import_module(f"{__name__}.{_module.name}")

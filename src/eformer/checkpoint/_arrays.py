@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import jax
@@ -139,6 +139,18 @@ class Record:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The arrays of a checkpoint in the layout of some project, and what has to be said beside them.
+
+    `config` are keys of config.json, which replace all that it says of quantization; `metadata` is that of the files.
+    """
+
+    records: Sequence[Record]
+    config: Mapping[str, Json] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 def structs(q: Q) -> Q:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from ._header import Json, parse_json
 
 MAX_CONFIG = 1 << 24  # bytes; the largest list every module of a model
 
+CONFIG = "config.json"
+
 # Files, and the key of the part that speaks of quantization; None is the whole file. The first that is there counts.
 FILES: tuple[tuple[str, str | None], ...] = (
-    ("config.json", "quantization_config"),
-    ("config.json", "compression_config"),  # of early compressed-tensors
-    ("config.json", "quantization"),  # of MLX
+    (CONFIG, "quantization_config"),
+    (CONFIG, "compression_config"),  # of early compressed-tensors
+    (CONFIG, "quantization"),  # of MLX
     ("quantize_config.json", None),  # of early GPTQ
     ("quant_config.json", None),  # of early AWQ
     ("hf_quant_config.json", "quantization"),  # of ModelOpt
@@ -40,6 +43,14 @@ def config_beside(path: Path | None) -> Callable[[], Mapping[str, Json]]:
         return {}
 
     return read
+
+
+def config_with(path: Path | None, said: Mapping[str, Json]) -> bytes:
+    """The config.json beside the file `path`, with `said` in place of what it says of quantization."""
+    given = None if path is None else _read(path.with_name(CONFIG))
+    kept = given if isinstance(given, dict) else {}
+    keys = {key for name, key in FILES if name == CONFIG}
+    return json.dumps({**{key: kept[key] for key in kept if key not in keys}, **said}, indent=2).encode()
 
 
 def _read(path: Path) -> Json:

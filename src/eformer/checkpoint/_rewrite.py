@@ -13,8 +13,7 @@ from eformer._progress import Progress
 from eformer.model import Rule, apply_rule, find_rule, warn_unused_rules
 from eformer.ops.quantization import QuantizedArray
 
-from ._arrays import Entry, Item, Value, record_of
-from ._bitsandbytes_codecs import bitsandbytes_record
+from ._arrays import Entry, Item, Value
 from ._file import StrPath
 from ._gguf_write import TypeFor, write_gguf
 from ._header import narrowed
@@ -22,12 +21,12 @@ from ._open import Checkpoint, open_checkpoint
 from ._paths import INDEX_SUFFIX, OTHER_WEIGHTS, SUFFIXES
 from ._place import aligned_copy
 from ._saving import Target
-from ._write import write_safetensors
+from ._write import KINDS, check_kind, with_config, write_safetensors
 
 # Endings of weights, which are not copied along, and the size of the largest file that is.
 WEIGHTS = {*SUFFIXES, *OTHER_WEIGHTS, ".tmp"}
 MAX_COPIED = 100_000_000
-KINDS = {"safetensors": record_of, "bitsandbytes": bitsandbytes_record, "gguf": None}
+GGUF = "gguf"
 
 
 def quantize_checkpoint(
@@ -66,9 +65,9 @@ def quantize_checkpoint(
         weights = {name: e.like for name, e in entries.items() if jnp.issubdtype(e.like.dtype, jnp.floating)}
         chosen = {name: find_rule(rules, name, like) for name, like in weights.items()}
         warn_unused_rules(rules, chosen)
-        records = [record_of(_quantized(name, entry, chosen.get(name))) for name, entry in entries.items()]
+        written = KINDS["safetensors"](_quantized(name, entry, chosen.get(name)) for name, entry in entries.items())
         to = Target(target, overwrite, progress, _files_of(checkpoint), _small_files(source, target))
-        return write_safetensors(to, records, checkpoint.tree, _text_metadata(checkpoint), max_shard_bytes)
+        return write_safetensors(to, written, checkpoint.tree, _text_metadata(checkpoint), max_shard_bytes)
 
 
 def convert(
@@ -81,28 +80,27 @@ def convert(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a checkpoint of any kind as `kind`: "safetensors", "bitsandbytes" or "gguf"; one array at a time.
+    """Write a checkpoint of any kind as `kind`, one of those of `save` or "gguf"; one array at a time.
 
     Quantized arrays stay quantized, code for code, if the other kind can hold them; `save`, `save_bitsandbytes` and
     `save_gguf` say which it can. `type` is for GGUF. From folder to folder, the small files beside the weights are
     copied too. The target must not be a part of `source`.
     """
-    if kind not in KINDS:
-        raise ValueError(f"`kind={kind!r}` must be one of {', '.join(map(repr, KINDS))}")
-    if kind == "gguf" and max_shard_bytes is not None:
+    check_kind(kind, (*KINDS, GGUF))
+    if kind == GGUF and max_shard_bytes is not None:
         raise ValueError("`max_shard_bytes` is for safetensors; a GGUF file is written whole")
-    if kind != "gguf" and type is not None:
+    if kind != GGUF and type is not None:
         raise ValueError(f"`type={type!r}` is for GGUF; `quantize_checkpoint` changes the format of arrays")
     with open_checkpoint(source) as checkpoint:
         to = Target(target, overwrite, progress, _files_of(checkpoint), _small_files(source, target))
         entries = [checkpoint.entry(name) for name in checkpoint]
         items = [Item(entry.name, entry.like, entry.host, entry.drop) for entry in entries]
-        to_record = KINDS[kind]
-        if to_record is None:
+        if kind == GGUF:
             metadata = {name: value for name, value in checkpoint.metadata.items() if name != "total_size"}
             return write_gguf(to, items, type, metadata)
-        records = [to_record(item) for item in items]
-        return write_safetensors(to, records, checkpoint.tree, _text_metadata(checkpoint), max_shard_bytes)
+        written = KINDS[kind](items)
+        to = with_config(to, written, checkpoint.path)
+        return write_safetensors(to, written, checkpoint.tree, _text_metadata(checkpoint), max_shard_bytes)
 
 
 def _quantized(name: str, entry: Entry, rule: Rule | None) -> Item:

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import io
 import json
 import os
 import secrets
 import shutil
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -45,6 +46,7 @@ class Target:
     progress: Progress | None = None
     sources: Sequence[Path] = ()  # must not be replaced
     beside: Sequence[Path] = ()  # are copied into the same folder
+    texts: Mapping[str, bytes] = field(default_factory=dict)  # are written there, by the names of their files
 
 
 class Saving:
@@ -56,13 +58,14 @@ class Saving:
     def __init__(self, target: Target, path: Path, sizes: Sequence[int]) -> None:
         self.path, self.index, self.overwrite = path, index_path(path), target.overwrite
         self._heads = [path, self.index] if path.suffix == SUFFIX else [path]  # one of them is there
-        copies = [(path.with_name(each.name), each) for each in target.beside]
-        self.beside = {to: each for to, each in copies if not os.path.lexists(to) or not filecmp.cmp(each, to, False)}
+        copies: dict[str, Path | bytes] = {**{each.name: each for each in target.beside}, **target.texts}
+        placed = {path.with_name(name): each for name, each in copies.items()}
+        self.beside = {to: each for to, each in placed.items() if not _is_there(to, each)}
         self._check(target.sources)
         self._mutex, self._journal, self._made = threading.RLock(), None, make_folder(path.parent)
         self._placing, self._ended = False, False
         self.token, self.names, self.temporaries = "", [], []
-        self.total = sum(sizes) + sum(each.stat().st_size for each in self.beside.values())
+        self.total = sum(sizes) + sum(map(_size, self.beside.values()))
         with room_for(path, self.total):
             try:
                 self._begin(len(sizes))
@@ -143,7 +146,7 @@ class Saving:
         copies = {}
         for number, (copy, original) in enumerate(self.beside.items(), len(self.names) + 1):
             copies[copy] = temporary_path(self.path, self.token, number)
-            with open(original, "rb") as source, to_disk(copies[copy]) as file:
+            with _opened(original) as source, to_disk(copies[copy]) as file:
                 shutil.copyfileobj(source, file)
         return head, copies
 
@@ -166,6 +169,23 @@ class Saving:
             self._journal.close()
         self._ended = True
         _living.discard(self)
+
+
+def _size(content: Path | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def _opened(content: Path | bytes) -> BinaryIO:
+    return io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb")
+
+
+def _is_there(path: Path, content: Path | bytes) -> bool:
+    """Whether a file has this content already."""
+    if not os.path.lexists(path):
+        return False
+    if isinstance(content, Path):
+        return filecmp.cmp(content, path, False)
+    return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
 
 
 def abandon_saves() -> None:

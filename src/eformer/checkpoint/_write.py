@@ -1,11 +1,12 @@
-"""`save` and `save_bitsandbytes`: trees as safetensors, one file or shards and their index, streamed and never half."""
+"""`save`: trees as safetensors, one file or shards and their index, streamed and never half."""
 
 from __future__ import annotations
 
 import json
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -15,14 +16,17 @@ import numpy as np
 from eformer._files import room_for
 from eformer._progress import Meter, Progress
 
-from ._arrays import Dense, Part, Record, contiguous_bytes, items_of, record_of
+from ._arrays import Dense, Item, Part, Record, Written, contiguous_bytes, items_of, record_of
 from ._bitsandbytes_codecs import bitsandbytes_record
+from ._compressed_tensors_write import compressed_tensors_records
 from ._describe import KEY, VERSION
 from ._file import CheckpointError, StrPath
 from ._header import BY_NUMPY_NAME, MAX_HEADER, METADATA, NAMES, Json, checked_shape
 from ._leftovers import index_path
+from ._mlx_write import mlx_records
 from ._paths import SUFFIX, parse_index, target_file
 from ._processes import is_first, saved_together
+from ._quantization_config import CONFIG, config_with
 from ._saving import Saving, Target, to_disk
 from ._tree import flattened
 
@@ -30,11 +34,20 @@ CHUNK = 1 << 24  # bytes between two calls of `progress`
 ALIGNMENT = 64  # of the first tensor: vector instructions, and JAX on CPU, want it
 Index = tuple[slice, ...]  # of a piece in its tensor
 
+# The layouts that safetensors files are written in, by the project that has them.
+KINDS: dict[str, Callable[[Iterable[Item]], Written]] = {
+    "safetensors": lambda items: Written([record_of(item) for item in items]),
+    "bitsandbytes": lambda items: Written([bitsandbytes_record(item) for item in items]),
+    "compressed-tensors": compressed_tensors_records,
+    "mlx": mlx_records,
+}
+
 
 def save(
     path: StrPath,
     tree: object,
     *,
+    kind: str = "safetensors",
     max_shard_bytes: int | None = None,
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
@@ -51,6 +64,11 @@ def save(
     next save removes the leftovers. Others may save to the same path at once: the checkpoint of one of them remains,
     whole. `progress` is called with a name, the bytes done and the total bytes.
 
+    With a `kind`, quantized arrays have the tensors of another project, which opens the file: "bitsandbytes",
+    "compressed-tensors" or "mlx". The last two take a folder, whose config.json says how each module is quantized; what
+    else it said before remains. Codes and scales stay as they are, and an array that the project can't hold raises a
+    ValueError that says what would do.
+
     Sharded arrays are written shard by shard. If there are several processes (`jax.distributed.initialize`), all of
     them call this, each writes the shards of its devices, and the folder is one that all of them see.
 
@@ -64,8 +82,10 @@ def save(
     ArrayNF4(float32[64, 128], 4,608 bytes)
     """
     named, structure = flattened(tree)
-    records = [record_of(item) for item in items_of(named, spread=True)]
-    return write_safetensors(Target(path, overwrite, progress), records, structure, metadata, max_shard_bytes)
+    check_kind(kind, KINDS)
+    written = KINDS[kind](items_of(named, spread=kind == "safetensors"))
+    target = with_config(Target(path, overwrite, progress), written, target_file(path, SUFFIX))
+    return write_safetensors(target, written, structure, metadata, max_shard_bytes)
 
 
 def save_bitsandbytes(
@@ -77,31 +97,44 @@ def save_bitsandbytes(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """`save` with the names and layouts of bitsandbytes, which loads the file; codes and scales stay as they are.
+    """`save` of the kind "bitsandbytes", which loads the file; codes and scales stay as they are.
 
     NF4 needs blocks along the last axis of 32, 64, ... or 4096 that end where rows end, as torch's (out, in) weights
     have them: `q.T` brings blocks along K of a (K, N) weight there. INT8 needs two axes, a scale per row, and a name
     that ends in "weight"; the file does not hold its dtype, and it reads as float32. Formats without a codec raise a
     ValueError: dequantize them first. Dense arrays are written as they are.
     """
-    named, structure = flattened(tree)
-    records = [bitsandbytes_record(item) for item in items_of(named)]
-    return write_safetensors(Target(path, overwrite, progress), records, structure, metadata, max_shard_bytes)
+    options = {"metadata": metadata, "overwrite": overwrite, "progress": progress}
+    return save(path, tree, kind="bitsandbytes", max_shard_bytes=max_shard_bytes, **options)
+
+
+def check_kind(kind: str, kinds: Iterable[str]) -> None:
+    if kind not in kinds:
+        raise ValueError(f"`kind={kind!r}` must be one of {', '.join(map(repr, kinds))}")
+
+
+def with_config(target: Target, written: Written, beside: Path | None) -> Target:
+    """The target with a config.json: the one beside `beside`, and what is written says of quantization."""
+    if not written.config:
+        return target
+    if Path(target.path).suffix == SUFFIX:
+        raise ValueError(f"{target.path} must be a folder: its config.json says how the arrays are quantized")
+    return replace(target, texts={CONFIG: config_with(beside, written.config)})
 
 
 def write_safetensors(
     target: Target,
-    records: Sequence[Record],
+    written: Written,
     tree: Json,
     metadata: Mapping[str, str] | None,
     max_shard_bytes: int | None,
 ) -> Path:
     """The file that was written, or the index of its shards; a folder gets a "model.safetensors"."""
-    single = target_file(target.path, SUFFIX)
+    single, records = target_file(target.path, SUFFIX), written.records
     _check_records(records)
     shards = _shards(records, max_shard_bytes)
     meter = Meter(target.progress, sum(record.nbytes for record in records))
-    given = _checked_metadata(metadata)
+    given = {**written.metadata, **_checked_metadata(metadata)}
     several = len(shards) > 1
     layouts = [_laid_out(shard, given, None if several else tree) for shard in shards]
 

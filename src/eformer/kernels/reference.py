@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 # Dettmers et al., "QLoRA" (arXiv 2305.14314), appendix E: quantiles of a normal distribution, zero among them.
 _NEGATIVE = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036)
@@ -71,16 +72,21 @@ def _mean_of_magnitudes(x: jax.Array, axis: Sequence[int], count: jax.Array | in
     return total / count * _finite(peak)
 
 
+def _absmax_scale(peak: jax.Array, largest: float) -> jax.Array:
+    """`peak / largest`; 1 where the peak is 0, NaN where it is infinite, and never so large that decoding overflows."""
+    peak = _finite(peak)
+    step = _divide(peak, jnp.full_like(peak, largest))
+    scale = jnp.where(peak == 0, 1, jnp.maximum(step, jnp.finfo(peak.dtype).tiny))
+    # Next to the largest float, `largest` times the rounded quotient overflows.
+    return jnp.where(jnp.isinf(scale * largest), jnp.nextafter(scale, jnp.zeros_like(scale)), scale)
+
+
 def encode_int8(x: jax.Array, axis: Sequence[int], largest: int = 127) -> tuple[jax.Array, jax.Array]:
     """`weight`, int8 in [-largest, largest], and `scale`, with `x` within `scale / 2` of `weight * scale`.
 
     A slice of zeros has scale 1. A slice with a NaN or an infinity has scale NaN, and decodes to NaN.
     """
-    peak = _finite(absmax(x, axis))
-    step = _divide(peak, jnp.full_like(peak, largest))
-    scale = jnp.where(peak == 0, 1, jnp.maximum(step, jnp.finfo(peak.dtype).tiny))
-    # Next to the largest float, `largest` times the rounded quotient overflows.
-    scale = jnp.where(jnp.isinf(scale * largest), jnp.nextafter(scale, jnp.zeros_like(scale)), scale)
+    scale = _absmax_scale(absmax(x, axis), largest)
     steps = jnp.clip(jnp.round(_divide(x.astype(scale.dtype), scale)), -largest, largest)
     return jnp.where(jnp.isnan(steps), 0, steps).astype(jnp.int8), scale
 
@@ -101,6 +107,40 @@ def scale_blocks(values: jax.Array, scale: jax.Array, block_size: int, axis: int
 
 def decode_int8(weight: jax.Array, scale: jax.Array) -> jax.Array:
     return weight.astype(scale.dtype) * scale
+
+
+def encode_float8(
+    x: jax.Array, axis: Sequence[int], blocks: Mapping[int, int], dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """`weight`, of an 8-bit floating point `dtype`, and `scale`, with which the largest element has the largest code.
+
+    There is one for each slice along `axis`, cut into blocks along the axes that `blocks` gives lengths for. A scale
+    of zeros is 1. Where there is a NaN or an infinity it is NaN, and all that it scales decodes to NaN.
+    """
+    peak = absmax(x, axis)
+    for along, block in blocks.items():
+        peak = jnp.squeeze(absmax(split(peak, along, block), (along + 1,)), along + 1)
+    largest = float(jnp.finfo(dtype).max)
+    scale = _absmax_scale(peak, largest)
+    unit = jnp.clip(_divide(x.astype(scale.dtype), repeat_blocks(scale, blocks, x.shape)), -largest, largest)
+    return jnp.where(jnp.isnan(unit), 0, unit).astype(dtype), scale
+
+
+def decode_float8(weight: jax.Array, scale: jax.Array, blocks: Mapping[int, int]) -> jax.Array:
+    """`weight * scale` in float32, or float64 if the scale is; `blocks` has the lengths of blocks by their axis."""
+    scale = scale if scale.dtype == jnp.float64 else scale.astype(jnp.float32)
+    return weight.astype(scale.dtype) * repeat_blocks(scale, blocks, weight.shape)
+
+
+def repeat_blocks(scale: jax.Array, blocks: Mapping[int, int], shape: Sequence[int]) -> jax.Array:
+    """`scale`, which has an entry for each block, with one for each element of `shape`; a length of 1 stays."""
+    for axis, block in blocks.items():
+        if scale.shape[axis] != 1:
+            wide = jnp.broadcast_to(
+                jnp.expand_dims(scale, axis + 1), (*scale.shape[: axis + 1], block, *scale.shape[axis + 1 :])
+            )
+            scale = merge(wide, axis, shape[axis])
+    return scale
 
 
 def split(x: jax.Array, axis: int, size: int) -> jax.Array:

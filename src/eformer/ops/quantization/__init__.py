@@ -35,8 +35,10 @@ from ._stored import declares_leaves as declares_leaves
 from ._stored import recode as recode
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_8bit import Array8B as Array8B
+from .implicit_array_float8 import ArrayFloat8 as ArrayFloat8
 from .implicit_array_grouped import ArrayGrouped as ArrayGrouped
 from .implicit_array_nf4 import ArrayNF4 as ArrayNF4
+from .implicit_array_permuted import ArrayPermuted as ArrayPermuted
 from .implicit_array_rsr import RSROperatorBinary as RSROperatorBinary
 from .implicit_array_rsr import RSROperatorTernary as RSROperatorTernary
 

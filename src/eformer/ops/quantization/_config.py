@@ -28,6 +28,8 @@ class QuantizationType(enum.StrEnum):
     INT5 = "int5"
     INT6 = "int6"
     INT8_GROUPED = "int8_grouped"
+    FP8 = "fp8"
+    FP8_E5M2 = "fp8_e5m2"
 
 
 class _OwnBlockSize(int):

@@ -1,0 +1,277 @@
+"""Integers of compressed-tensors: `weight_packed` of 1 to 8 bits, and `weight` of int8, with scales and zero points.
+
+A value is `(q - zero_point) * scale` with a signed q, which is stored as `q + 2 ** (bits - 1)`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from eformer.kernels.grouped import PLANES
+from eformer.ops.quantization import Array8B, ArrayGrouped, array_from_fields
+
+from ._arrays import Like
+from ._bit_fields import dense_words, unpack_dense, unpack_fields
+from ._grouped_like import AT_ONCE, FLOATS, block_of, bytes_of, grouped_like, planes_of
+from ._header import Json, checked_shape
+from ._prequantized import Config, Group, Layout, register_layout
+
+KIND = "compressed-tensors"
+PACKED, SCALE, SHAPE, ZERO, COLUMNS = (f".weight_{end}" for end in ("packed", "scale", "shape", "zero_point", "g_idx"))
+WEIGHT = ".weight"
+
+
+# --- what the configuration says ---
+
+
+class Said(NamedTuple):
+    """What the groups of a configuration say of integer weights."""
+
+    bits: frozenset[int]
+    sizes: frozenset[int]
+
+
+def weights_said(config: Callable[[], Config]) -> list[dict[str, Json]]:
+    """What the groups of a configuration say of weights."""
+    groups = config().get("config_groups")
+    schemes = groups.values() if isinstance(groups, dict) else ()
+    given = [each.get("weights") for each in schemes if isinstance(each, dict)]
+    return [each for each in given if isinstance(each, dict)]
+
+
+@functools.lru_cache(maxsize=16)  # by the function, which reads its file once
+def _said(config: Callable[[], Config]) -> Said:
+    ints = [each for each in weights_said(config) if each.get("type", "int") == "int"]
+    bits, sizes = ({n for each in ints if type(n := each.get(key)) is int} for key in ("num_bits", "group_size"))
+    return Said(frozenset(bits), frozenset(sizes))
+
+
+# --- pack-quantized ---
+
+
+class Packing(NamedTuple):
+    """Codes of `bits` bits, one after the other, or as many in each word as it holds whole (until release 0.17)."""
+
+    bits: int
+    dense: bool
+
+    def words(self, count: int) -> int:
+        return dense_words(count, self.bits) if self.dense else -(-count // (32 // self.bits))
+
+    def unpack(self, words: np.ndarray, count: int, axis: int) -> np.ndarray:
+        if self.dense:
+            return unpack_dense(words, self.bits, count, axis)
+        return unpack_fields(words, self.bits, axis, count)
+
+    @property
+    def stored_bits(self) -> int:
+        """The bits of codes in our array: it has none of 1 and 7 bits, and holds the same values in 2 and 8."""
+        return self.bits if self.bits in PLANES else self.bits + 1
+
+
+PACKINGS = [Packing(bits, True) for bits in range(1, 9)] + [Packing(bits, False) for bits in (3, 5, 6, 7)]
+
+
+def _packing(group: Group, count: int) -> Packing:
+    """The packing of `count` codes into the words of a row: the only one, of those whose bits the configuration says.
+
+    Where both ways to pack take the same number of words, it is the newer one.
+    """
+    words, said = group[PACKED].shape[-1], _said(group.config).bits
+    found = [each for each in PACKINGS if each.words(count) == words]
+    named = [each for each in found if each.bits in said] if said else found
+    chosen = [each for each in named if each.dense] or named
+    if len(chosen) == 1:
+        return chosen[0]
+    saying = f"the configuration says {' or '.join(map(str, sorted(said)))}" if said else "no configuration says which"
+    fitting = " or ".join(str(bits) for bits in sorted({each.bits for each in found})) or "no number of"
+    raise group.wrong(f"{count} codes in {words} words are of {fitting} bits, and {saying}")
+
+
+def _shape(group: Group) -> tuple[int, ...]:
+    """The shape that `weight_shape` says, if the packed words have it along all axes but the last."""
+    said, packed = group[SHAPE], group[PACKED].shape
+    if said.dtype.kind not in "iu" or said.shape != (len(packed),) or len(packed) < 2:
+        raise group.wrong(f"`weight_shape` must be {len(packed)} integers, got {said.dtype}{list(said.shape)}")
+    shape = checked_shape([int(size) for size in said.view()])
+    if shape is None or shape[:-1] != packed[:-1]:
+        raise group.wrong(f"`weight_shape` says {said.view().tolist()}, and `weight_packed` is {list(packed)}")
+    return shape
+
+
+def _scale_shape(group: Group, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales, of as many axes as the array; those of one tensor have one entry."""
+    scale = group[SCALE].shape
+    if math.prod(scale) == 1:
+        return (1,) * len(shape)
+    full = (*scale, 1) if len(scale) == len(shape) - 1 else scale
+    if len(full) != len(shape):
+        raise group.wrong(f"scales {list(scale)} are not those of a weight {list(shape)}")
+    return full
+
+
+def _grouped_like(group: Group, shape: tuple[int, ...], bits: int, zero: tuple[int, ...] | None) -> ArrayGrouped:
+    scale, dtype = _scale_shape(group, shape), group[SCALE].dtype
+    leaves = {"scale": (scale, dtype)} if zero is None else {"scale": (scale, dtype), "zero": (zero, np.uint8)}
+    block = block_of(group, shape[-1], scale[-1], _said(group.config).sizes) if scale[-1] != 1 else shape[-1]
+    return grouped_like(shape, bits, block, dtype, leaves)
+
+
+def _packed_like(group: Group) -> Like:
+    shape = _shape(group)
+    packing = _packing(group, shape[-1])
+    like = _grouped_like(group, shape, packing.stored_bits, _zero_shape(group, shape, packing))
+    columns = group.get(COLUMNS)
+    if columns is not None and (columns.dtype != np.int32 or columns.shape != shape[-1:]):
+        raise group.wrong(f"`weight_g_idx` must be int32[{shape[-1]}], got {columns.dtype}{list(columns.shape)}")
+    return like
+
+
+def _zero_shape(group: Group, shape: tuple[int, ...], packing: Packing) -> tuple[int, ...] | None:
+    """The shape of zero points: packed along the output axis for groups and channels, plain int8 for a whole tensor."""
+    zero, scale = group.get(ZERO), _scale_shape(group, shape)
+    if zero is None:
+        return None
+    if zero.dtype == np.int8 and math.prod(zero.shape) == math.prod(scale):
+        return scale
+    full = (*shape[:-1], scale[-1])
+    if zero.dtype == np.int32 and zero.shape == (*shape[:-2], packing.words(shape[-2]), scale[-1]):
+        return full
+    wanted = f"int32{[*shape[:-2], packing.words(shape[-2]), scale[-1]]} or int8{list(scale)}"
+    raise group.wrong(
+        f"`weight_zero_point` of {packing.bits} bits must be {wanted}, got {zero.dtype}{list(zero.shape)}"
+    )
+
+
+def _unpacked_zeros(group: Group, packing: Packing, like: ArrayGrouped) -> np.ndarray:
+    if group[ZERO].dtype == np.int8:
+        return _int8_zeros(group, packing.bits, like)
+    return packing.unpack(group[ZERO].view(), like.shape[-2], -2)
+
+
+def _int8_zeros(group: Group, bits: int, like: ArrayGrouped) -> np.ndarray:
+    assert like.zero is not None
+    zero = group[ZERO].view().astype(np.int16) + 2 ** (bits - 1)
+    if np.any((zero < 0) | (zero > 255)):
+        raise group.wrong(f"`weight_zero_point` has values that {bits} bits do not reach")
+    return zero.astype(np.uint8).reshape(like.zero.shape)
+
+
+def _read_packed(group: Group, like: ArrayGrouped) -> dict[str, np.ndarray]:
+    packing = _packing(group, like.shape[-1])
+    made = {"scale": group[SCALE].view().reshape(like.scale.shape)}
+    if like.zero is not None:
+        made["zero"] = _unpacked_zeros(group, packing, like)
+    if packing.dense and packing.bits in (2, 4, 8):  # the bytes are ours already
+        return {**made, "packed": bytes_of(group[PACKED], like.packed.shape[-1])}
+
+    # Centred codes of one more bit are larger by half of what they were centred at.
+    shift = 2 ** (packing.stored_bits - 1) - 2 ** (packing.bits - 1) if like.zero is None else 0
+
+    def codes(words: np.ndarray) -> np.ndarray:
+        return packing.unpack(words, like.shape[-1], -1) + np.uint8(shift)
+
+    return {**made, **planes_of(like, group[PACKED].view(), codes)}
+
+
+# --- columns out of order ---
+
+
+def _is_permuted(group: Group) -> bool:
+    """Whether the columns of a group are not side by side; -1 in place of a group means that all are."""
+    columns, scale = group[COLUMNS].view().reshape(-1), group[SCALE].shape
+    if not _is_packed(group) or not columns.size or not scale or np.any(columns == -1):
+        return False
+    return not np.array_equal(columns, np.arange(columns.size) // -(-columns.size // max(scale[-1], 1)))
+
+
+def _permuted_like(group: Group) -> Like:
+    like, columns = _packed_like(group), group[COLUMNS].view()
+    assert isinstance(like, ArrayGrouped)
+    if np.any((columns < 0) | (columns >= like.scale.shape[-1])):
+        raise group.wrong(f"`weight_g_idx` names groups that are none of the {like.scale.shape[-1]}")
+    return jax.ShapeDtypeStruct(like.shape, like.dtype)
+
+
+def _read_permuted(group: Group, like: jax.ShapeDtypeStruct) -> np.ndarray:
+    """The weights, decoded some rows at a time."""
+    array = _packed_like(group)
+    assert isinstance(array, ArrayGrouped)
+    packing, columns, words = _packing(group, like.shape[-1]), group[COLUMNS].view(), group[PACKED].view()
+    scale, zero = group[SCALE].view().reshape(array.scale.shape), np.uint8(2 ** (packing.bits - 1))
+    if array.zero is not None:
+        zero = _unpacked_zeros(group, packing, array)
+    rows, count, blocks = math.prod(like.shape[:-1]), like.shape[-1], scale.shape[-1]
+    scale, zero = (np.broadcast_to(each, (*like.shape[:-1], blocks)).reshape(rows, blocks) for each in (scale, zero))
+    out, words = np.empty((rows, count), like.dtype), words.reshape(rows, words.shape[-1])
+    step = max(AT_ONCE // max(count, 1), 1)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        codes = packing.unpack(words[part], count, -1).astype(np.float32)
+        codes -= zero[part][:, columns]
+        with np.errstate(over="ignore", invalid="ignore"):
+            out[part] = codes * scale[part][:, columns].astype(np.float32)
+    return out.reshape(like.shape)
+
+
+# --- int-quantized ---
+
+
+def _is_int8(group: Group) -> bool:
+    weight, scale, zero = group[WEIGHT], group[SCALE], group.get(ZERO)
+    plain = zero is None or (zero.dtype == np.int8 and math.prod(zero.shape) == math.prod(scale.shape))
+    return weight.dtype == np.int8 and len(weight.shape) >= 2 and scale.dtype in FLOATS and plain
+
+
+def _int8_like(group: Group) -> Array8B | ArrayGrouped:
+    shape, dtype = group[WEIGHT].shape, group[SCALE].dtype
+    scale = _scale_shape(group, shape)
+    if group.get(ZERO) is not None or scale[-1] != 1:
+        return _grouped_like(group, shape, 8, None if group.get(ZERO) is None else scale)
+    leaves = {"scale": jax.ShapeDtypeStruct(scale, np.float32), "weight": jax.ShapeDtypeStruct(shape, np.int8)}
+    axes = tuple(axis - len(shape) for axis, size in enumerate(scale) if size == 1)
+    return array_from_fields(Array8B, {**leaves, "axis": axes, "dtype": dtype})
+
+
+def _read_int8(group: Group, like: Array8B | ArrayGrouped) -> dict[str, np.ndarray]:
+    weight, scale = group[WEIGHT], group[SCALE].view().reshape(like.scale.shape)
+    if isinstance(like, Array8B):
+        return {"weight": weight.view(), "scale": scale.astype(np.float32)}
+    made = {"packed": bytes_of(weight, weight.shape[-1]) ^ np.uint8(128), "scale": scale}
+    return made if like.zero is None else {**made, "zero": _int8_zeros(group, 8, like)}
+
+
+# --- the layouts ---
+
+
+def _is_packed(group: Group) -> bool:
+    return group[PACKED].dtype == np.int32 and group[SCALE].dtype in FLOATS
+
+
+def _refuse(group: Group) -> Like:
+    raise group.wrong("weights with sparsity are not read here: let compressed-tensors decompress them, and save again")
+
+
+register_layout(
+    Layout(
+        KIND,
+        "pack-quantized, dense: its columns are permuted",
+        (PACKED, SCALE, SHAPE, COLUMNS),
+        _is_permuted,
+        _permuted_like,
+        _read_permuted,
+        (ZERO,),
+    )
+)
+register_layout(
+    Layout(KIND, "pack-quantized", (PACKED, SCALE, SHAPE), _is_packed, _packed_like, _read_packed, (ZERO, COLUMNS))
+)
+register_layout(Layout(KIND, "int-quantized", (WEIGHT, SCALE), _is_int8, _int8_like, _read_int8, (ZERO,)))
+for _name, _needs in (("marlin-24", (".scale_packed", PACKED, ".meta")), ("sparse", (".bitmask", ".compressed"))):
+    register_layout(Layout(KIND, _name, _needs, lambda group: True, _refuse, lambda group, like: {}))

@@ -1,0 +1,123 @@
+"""Quantized arrays written in the layouts of MLX and compressed-tensors, which hold the same values or refuse.
+
+`test_compressed_tensors_writer.py` opens what is written with that package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer.checkpoint import load, save
+from eformer.checkpoint._file import MappedFile
+from eformer.checkpoint._header import read_header
+from eformer.ops.quantization import ArrayFloat8, ArrayGrouped, quantize
+
+from .files import safetensors_file
+from .layouts import CASES, E2M1
+
+OUT, IN = 6, 128
+
+
+def weight(*shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(len(shape)), shape or (OUT, IN))
+
+
+def with_zeros(bits: int, zero: jax.Array | None = None) -> ArrayGrouped:
+    q = ArrayGrouped.quantize(weight(), 32, bits=bits, symmetric=True)
+    some = np.random.default_rng(1).integers(0, 2**bits, (OUT, IN // 32), np.uint8)
+    return dataclasses.replace(q, zero=jnp.asarray(some) if zero is None else zero)
+
+
+def mxfp4() -> ArrayGrouped:
+    found: ArrayGrouped = load(safetensors_file(CASES["mxfp4 ct"]().tensors))["m.weight"]
+    return found
+
+
+ARRAYS: dict[str, Callable[[], ArrayGrouped]] = {
+    **{f"{bits} bits": lambda bits=bits: ArrayGrouped.quantize(weight(), bits=bits) for bits in (3, 4, 8)},
+    "symmetric": lambda: ArrayGrouped.quantize(weight(), bits=4, symmetric=True),
+    "zeros": lambda: with_zeros(3),
+    "long blocks": lambda: ArrayGrouped.quantize(weight(OUT, 512), 256),
+    "experts of bfloat16": lambda: ArrayGrouped.quantize(weight(2, OUT, IN).astype(jnp.bfloat16), 32),
+    "mxfp4": mxfp4,
+}
+
+
+def test_mlx(tmp_path: Path):
+    arrays = {name: make() for name, make in ARRAYS.items()}
+    save(tmp_path, {name: {"weight": q} for name, q in arrays.items()}, kind="mlx")
+    said = json.loads((tmp_path / "config.json").read_text())["quantization"]
+    assert (said["bits"], said["group_size"]) == (4, 64)  # the most common
+    tensors, _ = read_header(MappedFile(tmp_path / "model.safetensors"))
+    found = load(tmp_path)
+    for name, q in arrays.items():
+        expected = np.asarray(q.with_dtype(jnp.float32).materialize())
+        parts = {end: t.view() for end in ("weight", "scales", "biases") if (t := tensors.get(f"{name}.{end}"))}
+        # Not bit for bit: a negative scale times zero is -0, and with a bias it is 0.
+        assert np.array_equal(mlx_values(parts, said.get(name, said), expected.shape), expected)
+        assert (type(found[name]["weight"]), found[name]["weight"].shape) == (ArrayGrouped, q.shape)
+
+
+def mlx_values(parts: dict[str, np.ndarray], said: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray:
+    """Each value, from its bits in the words of its row."""
+    count, size = said["bits"], said["group_size"]
+    out = np.empty(shape, np.float32)
+    for row in np.ndindex(*shape[:-1]):
+        string = sum(int(word) << (32 * i) for i, word in enumerate(parts["weight"][row]))
+        for i in range(shape[-1]):
+            code, scale = string >> (i * count) & (2**count - 1), parts["scales"][row][i // size]
+            if said["mode"] == "mxfp4":
+                out[*row, i] = E2M1[code] * 2.0 ** (int(scale) - 127)
+            else:
+                product = np.float32(code) * np.float32(scale)
+                out[*row, i] = product + np.float32(parts["biases"][row][i // size])
+    return out
+
+
+CT, COLUMNS = "compressed-tensors", "transpose it"
+REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "offsets": (CT, lambda: quantize(weight(), format="int4"), "quantize with `symmetric=True`"),
+    "axis": (CT, lambda: quantize(weight(), format="int4", axis=0, symmetric=True), COLUMNS),
+    "blocks": (CT, lambda: ArrayGrouped.quantize(weight(), 48, symmetric=True), "choose a `block_size`"),
+    "int8 columns": (CT, lambda: quantize(weight(), format="int8", axis=0), COLUMNS),
+    "nf4": (CT, lambda: quantize(weight(), format="nf4"), "quantize it to int4, int8 or fp8"),
+    "vector": (CT, lambda: ArrayGrouped.quantize(weight(64), symmetric=True), "have two axes"),
+    "e5m2": (CT, lambda: quantize(weight(), format="fp8_e5m2"), "float8_e4m3fn, not float8_e5m2"),
+    "fp8 columns": (CT, lambda: ArrayFloat8.quantize(weight(), axis=0), "quantize with `axis=-1`"),
+    "zero": (CT, lambda: with_zeros(4, jnp.full((OUT, 4), 16, jnp.uint8)), "16 does not fit into 4 bits"),
+    "mlx blocks": ("mlx", lambda: ArrayGrouped.quantize(weight(), 48), "must be divided by one of 32, 64, 128"),
+    "mlx axis": ("mlx", lambda: quantize(weight(), format="int4", axis=0), COLUMNS),
+    "mlx scales": ("mlx", lambda: quantize(weight(), format="int8_grouped", symmetric=True), "`symmetric=False`"),
+    "mlx int8": ("mlx", lambda: quantize(weight(), format="int8"), "quantize it to int4 or its kin"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_layout_can_not_hold_is_refused_in_words(case: str, tmp_path: Path):
+    kind, make, words = REFUSED[case]
+    with pytest.raises(ValueError, match=rf"'m\.weight', .*can't be written for .*{words}"):
+        save(tmp_path / "model", {"m": {"weight": make()}}, kind=kind)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("kind", ["compressed-tensors", "mlx"])
+def test_names_and_places(kind: str, tmp_path: Path):
+    q = ArrayGrouped.quantize(weight(), 32, symmetric=True)
+    with pytest.raises(ValueError, match=r'names that end in "\.weight"'):
+        save(tmp_path / "model", {"kernel": q}, kind=kind)
+    with pytest.raises(ValueError, match="must be a folder: its config"):
+        save(tmp_path / "model.safetensors", {"m": {"weight": q}}, kind=kind)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError, match=r"config\.json exists; `overwrite=True`"):
+        save(tmp_path, {"m": {"weight": q}}, kind=kind)
+    with pytest.raises(ValueError, match="`kind='onnx'` must be one of"):
+        save(tmp_path, {"m": {"weight": q}}, kind="onnx")
