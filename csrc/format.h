@@ -19,8 +19,8 @@
 namespace eformer::EFORMER_ISA {
 
 struct FormatDefaults {
-  static constexpr bool kHighBitsFirst = false;  // whether the first value of a byte is in its highest bits
-  static constexpr bool kSignedCodes = false;    // whether planes are int8 instead of uint8
+  static constexpr bool kHighBitsFirst = false;         // whether the first value of a byte is in its highest bits
+  static constexpr CodeType kCodes = CodeType::kUint8;  // the dtype of planes
   // Whether the format's own loops multiply codes behind the end of the packed axis by 0, so that all must be finite.
   static constexpr bool kClearPadding = false;
 
@@ -68,7 +68,7 @@ static inline LoadedTable TableOf() {
 
 template <class Format>
 constexpr FormatInfo DescribeFormat() {
-  FormatInfo info = {Format::kName,         kPlanes<Format>, {},           1, Format::kSignedCodes,
+  FormatInfo info = {Format::kName,         kPlanes<Format>, {},           1, Format::kCodes,
                      Format::kClearPadding, Format::kScales, Format::Value};
   for (int plane = 0; plane < kPlanes<Format>; ++plane) {
     const int values = 8 / Format::kPlaneBits[plane];

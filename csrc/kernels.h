@@ -23,6 +23,8 @@ enum class ScaleKind {
   kPerBlock,   // one for each block of values along the packed axis
 };
 
+enum class CodeType { kUint8, kInt8, kE4m3, kE5m2 };
+
 constexpr int kMaxPlanes = 4;
 
 // What the checks of a call's buffers need to know about a format.
@@ -31,7 +33,7 @@ struct FormatInfo {
   int planes;
   int values_per_byte[kMaxPlanes];  // in each plane, along the packed axis
   int max_values_per_byte;
-  bool signed_codes;   // planes are int8 instead of uint8
+  CodeType codes;      // the dtype of planes
   bool clear_padding;  // whether loops multiply codes behind the end of the packed axis
   ScaleKind scales;
   float (*value)(int code);

@@ -159,13 +159,27 @@ ffi::Error TakeBroadcastScale(const std::vector<ffi::AnyBuffer>& scales, Stack& 
   return ffi::Error::Success();
 }
 
+ffi::DataType TypeOf(CodeType codes) {
+  switch (codes) {
+    case CodeType::kUint8:
+      return ffi::U8;
+    case CodeType::kInt8:
+      return ffi::S8;
+    case CodeType::kE4m3:
+      return ffi::F8E4M3FN;
+    case CodeType::kE5m2:
+      return ffi::F8E5M2;
+  }
+  return ffi::DataType::INVALID;
+}
+
 ffi::Error TakePlanes(const FormatInfo& format, const ffi::RemainingArgs& buffers, Stack& stack) {
   Matrix& m = stack.first;
   if (buffers.size() < static_cast<size_t>(format.planes)) {
     return ffi::Error::InvalidArgument(format.name + std::string(" takes ") + std::to_string(format.planes) +
                                        " buffers of codes, got " + std::to_string(buffers.size()) + " in all");
   }
-  const auto type = format.signed_codes ? ffi::S8 : ffi::U8;
+  const ffi::DataType type = TypeOf(format.codes);
   for (int plane = 0; plane < format.planes; ++plane) {
     const auto codes = *buffers.get<ffi::AnyBuffer>(plane);
     if (codes.dimensions().size() != 3) {
@@ -175,8 +189,8 @@ ffi::Error TakePlanes(const FormatInfo& format, const ffi::RemainingArgs& buffer
     const int per_byte = format.values_per_byte[plane];
     const int64_t rows = m.packed_axis == 0 ? CeilDiv(m.rows, per_byte) : m.rows, cols = m.RowBytes(per_byte);
     if (!Is(codes, type, {stack.count, rows, cols})) {
-      return ffi::Error::InvalidArgument("codes must be " + std::string(format.signed_codes ? "int8 " : "uint8 ") +
-                                         ShapeOf({stack.count, rows, cols}) + ", got " + Describe(codes));
+      return ffi::Error::InvalidArgument("codes must be " + NameOf(type) + " " + ShapeOf({stack.count, rows, cols}) +
+                                         ", got " + Describe(codes));
     }
     m.planes[plane] = static_cast<const uint8_t*>(codes.untyped_data());
     stack.plane_bytes[plane] = rows * cols;
@@ -232,18 +246,23 @@ std::vector<const char*> Formats() {
 
 void OutOfMemory() { throw std::bad_alloc(); }
 
-std::string Describe(const ffi::AnyBuffer& buffer) {
+std::string NameOf(ffi::DataType type) {
   static constexpr std::pair<ffi::DataType, const char*> kNames[] = {
-      {ffi::PRED, "bool"},     {ffi::S8, "int8"},       {ffi::S16, "int16"},   {ffi::S32, "int32"},
-      {ffi::S64, "int64"},     {ffi::U8, "uint8"},      {ffi::U16, "uint16"},  {ffi::U32, "uint32"},
-      {ffi::U64, "uint64"},    {ffi::F16, "float16"},   {ffi::F32, "float32"}, {ffi::F64, "float64"},
-      {ffi::BF16, "bfloat16"}, {ffi::C64, "complex64"},
+      {ffi::PRED, "bool"},          {ffi::S8, "int8"},       {ffi::S16, "int16"},
+      {ffi::S32, "int32"},          {ffi::S64, "int64"},     {ffi::U8, "uint8"},
+      {ffi::U16, "uint16"},         {ffi::U32, "uint32"},    {ffi::U64, "uint64"},
+      {ffi::F16, "float16"},        {ffi::F32, "float32"},   {ffi::F64, "float64"},
+      {ffi::BF16, "bfloat16"},      {ffi::C64, "complex64"}, {ffi::F8E4M3FN, "float8_e4m3fn"},
+      {ffi::F8E5M2, "float8_e5m2"},
   };
-  std::string text = "dtype " + std::to_string(static_cast<int>(buffer.element_type()));
-  for (const auto& [type, name] : kNames) {
-    if (type == buffer.element_type()) text = name;
+  for (const auto& [known, name] : kNames) {
+    if (known == type) return name;
   }
-  text += " (";
+  return "dtype " + std::to_string(static_cast<int>(type));
+}
+
+std::string Describe(const ffi::AnyBuffer& buffer) {
+  std::string text = NameOf(buffer.element_type()) + " (";
   for (int64_t length : buffer.dimensions()) text += std::to_string(length) + ", ";
   return text + ")";
 }

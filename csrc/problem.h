@@ -75,6 +75,7 @@ struct Stack {
   }
 };
 
+std::string NameOf(ffi::DataType type);
 std::string Describe(const ffi::AnyBuffer& buffer);
 
 // Whether the buffer has that dtype and shape.

@@ -11,7 +11,7 @@ struct Int8 : FormatDefaults {
   static constexpr const char* kName = "int8";
   static constexpr int kPlaneBits[] = {8};
   static constexpr ScaleKind kScales = ScaleKind::kBroadcast;
-  static constexpr bool kSignedCodes = true;
+  static constexpr CodeType kCodes = CodeType::kInt8;
   static constexpr float Value(int code) { return static_cast<int8_t>(code); }
 
   static Strip Values(const uint8_t* codes);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +34,26 @@ def ternary(w: jax.Array, axis: int, scale_axes: tuple[int, ...] | None) -> Matr
     return Matrix("ternary", (reference.pack_ternary(values, axis),), scales, *w.shape[1:], packed_axis=axis - 1)
 
 
+def float8(w: jax.Array, axis: tuple[int, ...], dtype: Any = jnp.float8_e4m3fn) -> Matrix:
+    codes, scale = reference.encode_float8(w, axis, {}, dtype)
+    return Matrix("e4m3" if dtype == jnp.float8_e4m3fn else "e5m2", (codes,), (scale,), *w.shape[1:])
+
+
+def float8_blocks(w: jax.Array, axis: int, block_size: int, dtype: Any = jnp.float8_e4m3fn) -> Matrix:
+    codes, scale = reference.encode_float8(w, (), {axis: block_size}, dtype)
+    name = "e4m3_blocks" if dtype == jnp.float8_e4m3fn else "e5m2_blocks"
+    return Matrix(name, (codes,), (scale,), *w.shape[1:], packed_axis=axis - 1, block_size=block_size)
+
+
 def oracle(matrix: Matrix) -> jax.Array:
     """The values, by the reference."""
     length = (matrix.rows, matrix.cols)[matrix.packed_axis]
     axis, scales = matrix.packed_axis + 1, matrix.scales
     if matrix.format == "int8":
         return reference.decode_int8(matrix.codes[0], scales[0])
+    if matrix.format.startswith("e"):
+        blocks = {axis: matrix.block_size} if matrix.format.endswith("_blocks") else {}
+        return reference.decode_float8(matrix.codes[0], scales[0], blocks)
     if matrix.format == "ternary":
         values = reference.unpack_ternary(matrix.codes[0], axis, length)
         return values * scales[0] if scales else values
@@ -56,6 +71,11 @@ FORMATS = {
     **{f"nf4 {b} along {a}": lambda w, a=a, b=b: nf4(w, a, b) for a in (1, 2) for b in (2, 6, 20, 32, 64, 128)},
     "nf4 nested along 1": lambda w: nested_nf4(w, 1, 64),
     "nf4 nested along 2": lambda w: nested_nf4(w, 2, 64),
+    "e4m3 per row": lambda w: float8(w, (2,)),
+    "e5m2 per matrix": lambda w: float8(w, (1, 2), jnp.float8_e5m2),
+    "e4m3 128 along 1": lambda w: float8_blocks(w, 1, 128),
+    "e4m3 6 along 2": lambda w: float8_blocks(w, 2, 6),
+    "e5m2 64 along 2": lambda w: float8_blocks(w, 2, 64, jnp.float8_e5m2),
     "ternary": lambda w: ternary(w, 1, None),
     "ternary per column": lambda w: ternary(w, 1, (1,)),
     "ternary per matrix": lambda w: ternary(w, 1, (1, 2)),

@@ -27,6 +27,7 @@ every_format = pytest.mark.parametrize("name", FORMATS)
 # Every format with ragged sizes and several matrices; one of each way to store codes also with several parts of depth
 # and width, with one element, with less than a vector, with whole vectors, and with more than a stripe.
 BROAD = ("int8 per row", "nf4 64 along 1", "nf4 64 along 2", "nf4 20 along 2", "ternary", "ternary along 2")
+BROAD += ("e4m3 per row", "e5m2 64 along 2")
 SHAPED = [(name, (2, 70, 33)) for name in FORMATS]
 SHAPED += [(name, s) for name in BROAD for s in [(1, 530, 200), (1, 1, 1), (1, 7, 5), (1, 128, 64), (1, 259, 4105)]]
 # The best instruction set with all of them, the others with each format once.
@@ -88,6 +89,19 @@ def test_matmuls_and_values(name, shape, instructions):
     np.testing.assert_array_equal(decoded, values)
     assert_matmul(results[0], xs[0], values, 0)
     assert_matmul(results[1], xs[1], values, 1)
+
+
+@every_set
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda d: d.__name__)
+def test_all_codes_of_float8(dtype, instructions):
+    """Every code at each place of a vector, NaN, infinities, subnormal numbers and negative zero among them."""
+    codes = np.stack([np.roll(np.arange(256, dtype=np.uint8), i) for i in range(32)])[None].view(dtype)
+    matrix = Matrix("e4m3" if dtype == jnp.float8_e4m3fn else "e5m2", (jnp.asarray(codes),), (), 32, 256)
+    with cpu.instruction_set(instructions):
+        values = np.asarray(cpu.decode(matrix))
+    expected = codes.astype(np.float32)
+    np.testing.assert_array_equal(values, expected)
+    np.testing.assert_array_equal(np.signbit(values)[values == 0], np.signbit(expected)[values == 0])
 
 
 # How far one of the values that are multiplied can be from the one that the format stores, per scale.
@@ -280,7 +294,7 @@ BAD = {
     "quantized absmax must be uint8": ({"scales": (jnp.ones((1, 1, 8)),) * 4}, jnp.ones((1, 1, 64))),
     "block_size a positive multiple of 2": ({"block_size": 3}, jnp.ones((1, 1, 64))),
     "axes be 0 or 1": ({"packed_axis": 2}, jnp.ones((1, 1, 64))),
-    'unknown format "nf5": there are int8, nf4, ternary': ({"format": "nf5"}, jnp.ones((1, 1, 64))),
+    'unknown format "nf5": there are e4m3, .*nf4, ternary': ({"format": "nf5"}, jnp.ones((1, 1, 64))),
     "rows and cols must be 0 to .* got rows -64": ({"rows": -64}, jnp.ones((1, 1, 64))),
     "rows and cols must be 0 to .* got rows 9223372036854775807": ({"rows": 2**63 - 1}, jnp.ones((1, 1, 64))),
     "one scale, float32, that broadcasts": (
@@ -307,7 +321,7 @@ def test_a_block_longer_than_its_axis_ends_with_it(block_size, contracted_axis):
 
 
 def test_a_format_without_a_header_is_not_supported():
-    assert cpu.formats() == ("int8", "nf4", "ternary")
+    assert {"e4m3", "e5m2", "int8", "nf4", "ternary"} <= {*cpu.formats()}
     assert cpu.supports(GOOD)
     assert not cpu.supports(replace(GOOD, format="nf5"))
     with cpu.use_core(False):

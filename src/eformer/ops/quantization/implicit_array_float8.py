@@ -12,11 +12,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from eformer.jaximus import aux_field
-from eformer.kernels import reference
+from eformer.kernels import Matrix, reference
 
 from ._base import Grain, Leaves
 from ._input import checked_array, normalized_axes, without_loss
-from ._leafwise import AxisMap, LeafwiseArray
+from ._leafwise import AxisMap, LeafwiseArray, replaced
 from ._registry import register_format
 from ._sharding import laid_out
 from ._validation import FLOATS, MAX_LENGTH, Leaf, Rules, an_int, check_fields
@@ -142,7 +142,25 @@ class ArrayFloat8(LeafwiseArray):
 
     @property
     def _kernel_format(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._code_name
+        return f"{self._code_name}_blocks" if self._blocks() else self._code_name
+
+    def _fits_kernels(self) -> bool:
+        blocks = self._blocks()
+        in_matrices = min(blocks, default=self.ndim) >= self.ndim - 2
+        even = not blocks or blocks[max(blocks)] % 2 == 0
+        return self.scale.dtype != jnp.float64 and in_matrices and even
+
+    def _stored_matrix(self) -> Matrix:
+        """Kernels know blocks along one axis: along the other, the scales are repeated for each row or column."""
+        _, rows, cols = self.shape
+        blocks, scale = self._blocks(), self._wide_scale()
+        if not blocks:
+            return Matrix(self._kernel_format, (self.weight,), (scale,), rows, cols)
+        axis = max(blocks)
+        size = blocks.pop(axis)
+        entries = replaced(self.shape, axis, -(-self.shape[axis] // size))
+        scale = jnp.broadcast_to(reference.repeat_blocks(scale, blocks, self.shape), entries)
+        return Matrix(self._kernel_format, (self.weight,), (scale,), rows, cols, axis - 1, size)
 
     def _encoded_again(self, array: jax.Array) -> ArrayFloat8:
         blocks = self.block_shape if 0 < len(self.block_shape) <= array.ndim else None
