@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eformer.kernels import Matrix, reference
+from eformer.kernels import Matrix, grouped, reference
 
 
 def int8(w: jax.Array, axis: tuple[int, ...]) -> Matrix:
@@ -45,12 +45,32 @@ def float8_blocks(w: jax.Array, axis: int, block_size: int, dtype: Any = jnp.flo
     return Matrix(name, (codes,), (scale,), *w.shape[1:], packed_axis=axis - 1, block_size=block_size)
 
 
+def integers(w: jax.Array, axis: int, block_size: int, bits: int, symmetric: bool = False) -> Matrix:
+    codes, *scales = grouped.encode(w, bits, block_size, axis, symmetric, jnp.float32)
+    planes, scales = grouped.pack_codes(codes, bits, axis), [each for each in scales if each is not None]
+    sizes = {"rows": w.shape[1], "cols": w.shape[2], "packed_axis": axis - 1, "block_size": block_size}
+    return Matrix(f"uint{bits}", tuple(planes), tuple(scales), **sizes)
+
+
+def from_codebook(w: jax.Array, axis: int, block_size: int, name: str) -> Matrix:
+    """Of the values of `integers`, whatever they are."""
+    single = integers(w, axis, block_size, 4, symmetric=True)
+    return replace(single, format=name)
+
+
 def oracle(matrix: Matrix) -> jax.Array:
     """The values, by the reference."""
     length = (matrix.rows, matrix.cols)[matrix.packed_axis]
     axis, scales = matrix.packed_axis + 1, matrix.scales
     if matrix.format == "int8":
         return reference.decode_int8(matrix.codes[0], scales[0])
+    if matrix.format in grouped.CODEBOOKS or matrix.format.startswith("uint"):
+        bits = int(matrix.format[-1]) if matrix.format.startswith("uint") else 4
+        codes = grouped.unpack_codes(matrix.codes, bits, axis, length)
+        centred = codes.astype(jnp.float32) - (2 ** (bits - 1) if len(scales) == 1 else 0)
+        table = grouped.CODEBOOKS.get(matrix.format)
+        values = centred if table is None else jnp.asarray(table)[codes]
+        return grouped.decode_blocks(values, scales[0], None, (*scales, None)[1], matrix.block_size, axis)
     if matrix.format.startswith("e"):
         blocks = {axis: matrix.block_size} if matrix.format.endswith("_blocks") else {}
         return reference.decode_float8(matrix.codes[0], scales[0], blocks)
@@ -59,7 +79,7 @@ def oracle(matrix: Matrix) -> jax.Array:
         return values * scales[0] if scales else values
     if len(scales) > 1:
         flat = scales[0].reshape(matrix.count, -1)
-        scales = (reference.decode_dynamic(flat, *scales[1:3]).reshape(scales[0].shape),)
+        scales = (reference.decode_dynamic(flat, scales[1], scales[2]).reshape(scales[0].shape),)
     return reference.decode_nf4(matrix.codes[0], scales[0], matrix.block_size, axis, length)
 
 

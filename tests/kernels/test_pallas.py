@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from eformer.kernels import Matrix, cpu, pallas
-from eformer.kernels.pallas import _choice, gpu, tpu
+from eformer.kernels import Matrix, cpu, grouped, pallas
+from eformer.kernels.pallas import _choice, _formats, _integers, gpu, tpu
 from eformer.ops.quantization import nf4_use_kernel, quantize
 
-from .matrices import int8, nested_nf4, nf4, oracle, ternary
+from .matrices import from_codebook, int8, integers, nested_nf4, nf4, oracle, ternary
 
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 # Several tiles along both axes, the last of them not full; and less than a tile.
@@ -34,10 +34,23 @@ FORMATS = {
     "ternary": lambda w: ternary(w, 1, None),
     "ternary per column": lambda w: ternary(w, 1, (1,)),
     "ternary along 2": lambda w: ternary(w, 2, (1, 2)),
+    **{f"uint{b} along {a}": lambda w, a=a, b=b: integers(w, a, 32, b) for b in grouped.PLANES for a in (1, 2)},
+    "uint4 centred along 1": lambda w: integers(w, 1, 64, 4, symmetric=True),
+    "uint4 centred along 2": lambda w: integers(w, 2, 16, 4, symmetric=True),
+    "uint8 centred": lambda w: integers(w, 1, 128, 8, symmetric=True),
+    "uint4 in blocks of 48": lambda w: integers(w, 1, 48, 4),
+    "uint4 in one block": lambda w: integers(w, 2, w.shape[2], 4),
+    **{
+        f"{name} along {a}": lambda w, a=a, n=name: from_codebook(w, a, 32, n)
+        for name in grouped.CODEBOOKS
+        for a in (1, 2)
+    },
 }
 # Every way through the kernels; `tests/accelerators` has them all, and interprets them strictly.
 CASES = [("int8 per row", 0), ("int8 per matrix", 1), ("nf4 along 1", 0), ("nf4 along 1", 1), ("nf4 along 2", 0)]
-CASES += [("nf4 nested", 0), ("ternary", 0), ("ternary per column", 1)]
+CASES += [("nf4 nested", 0), ("ternary", 0), ("ternary per column", 1), ("e2m1 along 1", 0), ("iq4_nl along 2", 1)]
+CASES += [("uint4 along 1", 0), ("uint3 along 1", 1), ("uint5 along 2", 0), ("uint4 along 2", 1), ("uint8 centred", 0)]
+CASES += [("uint5 along 1", 0), ("uint4 in blocks of 48", 1), ("uint4 in one block", 0)]
 every_case = pytest.mark.parametrize(("name", "contracted_axis"), CASES, ids=str)
 # One of each way through the kernel also as strictly as a TPU would be, or more.
 STRICT_CASES = [("nf4 along 1", 0), ("ternary per column", 1)]
@@ -64,8 +77,11 @@ def assert_product(out: Any, x: Any, values: np.ndarray, contracted_axis: int, r
 
 def run_on_tpu(matrix: Matrix, x: jax.Array, contracted_axis: int, **options: Any) -> jax.Array:
     """With tiles so small that there are several."""
-    rows = 4 * matrix.block_size if matrix.format == "nf4" else 0
-    options = {"tiles": tpu.Tiles(8, max(128, rows), 128), "interpret": True, **options}
+    if _formats.FORMATS[matrix.format].integer_blocks:
+        tiles = _integers.default_tiles(matrix, 8, most=(128, 128))
+    else:
+        tiles = tpu.Tiles(8, max(128, 4 * matrix.block_size), 128)
+    options = {"tiles": tiles, "interpret": True, **options}
 
     @jax.jit
     def run(x: jax.Array, codes: Any, scales: Any) -> jax.Array:
@@ -102,10 +118,19 @@ def test_tpu_kernels_read_nothing_that_is_not_there(name, contracted_axis):
 
 
 @pytest.mark.usefixtures("compile_quickly")
-@pytest.mark.parametrize("options", [{"sublanes": False}, {"scale_after": False}], ids=str)
-def test_other_ways_to_decode(options):
-    (matrix, values), x = example("nf4 along 1", RAGGED), x_for(RAGGED, 0)
-    assert_product(run_on_tpu(matrix, x, 0, **options), x, values, 0)
+@pytest.mark.parametrize(
+    ("name", "contracted_axis", "options"),
+    [
+        ("nf4 along 1", 0, {"sublanes": False}),
+        ("nf4 along 1", 0, {"scale_after": False}),
+        ("uint3 along 1", 0, {"scale_after": False}),
+        ("uint3 along 2", 1, {"scale_after": False}),
+    ],
+    ids=str,
+)
+def test_other_ways_to_decode(name, contracted_axis, options):
+    (matrix, values), x = example(name, RAGGED), x_for(RAGGED, contracted_axis)
+    assert_product(run_on_tpu(matrix, x, contracted_axis, **options), x, values, contracted_axis)
 
 
 @pytest.mark.usefixtures("compile_quickly")

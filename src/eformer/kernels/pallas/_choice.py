@@ -14,8 +14,6 @@ import jax
 
 from eformer.kernels import Matrix
 
-from ._formats import FORMATS
-
 PLATFORMS = ("tpu", "cuda", "rocm")
 CYCLES = Path(__file__).with_name("tpu_cycles.json")
 # What libtpu compiles for, by the name that devices have.
@@ -48,7 +46,7 @@ def matmul(
     chip = CHIPS.get(device.kind or "")
     if not tpu.supports(matrix):
         return None
-    round_x = round_x and FORMATS[matrix.format].table is None and chip != "v4"  # which has no int8 matmul
+    round_x = round_x and matrix.format == "int8" and chip != "v4"  # which has no int8 matmul
     if not round_x and not kernel_is_faster(matrix, contracted_axis, x.shape[1], chip):
         return None
     return tpu.matmul(x, matrix, contracted_axis, sublanes=permutes_sublanes(chip), round_x=round_x)

@@ -13,23 +13,39 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from eformer.kernels import Matrix, reference
+from eformer.kernels import Matrix, grouped, reference
 
 
 class Format(NamedTuple):
-    """How the codes in a byte are decoded."""
+    """How codes are stored, and what they stand for."""
 
-    shifts: tuple[int, ...]  # of the first code in a byte, the second ...; all codes have equally many bits
-    table: np.ndarray | None  # the value of each code; None if a code is its value
+    planes: tuple[int, ...]  # bits of a code in each plane, the lowest first
+    table: np.ndarray | None = None  # the value of each code; None if codes are integers
     block_scales: bool = False  # a scale per block, inside the matmul; else the scales are beside it
+    high_first: bool = False  # the first code of a byte is in its highest bits
 
     @property
     def codes_per_byte(self) -> int:
-        return len(self.shifts)
+        return 8 // self.planes[0]
+
+    @property
+    def shifts(self) -> tuple[int, ...]:
+        """Of the first code in a byte of the first plane, the second ..."""
+        upwards = range(0, 8, self.planes[0])
+        return tuple(reversed(upwards) if self.high_first else upwards)
 
     @property
     def mask(self) -> int:
-        return 2 ** (8 // self.codes_per_byte) - 1
+        return 2 ** self.planes[0] - 1
+
+    @property
+    def centre(self) -> int:
+        """The code that stands for 0 where blocks of integers have no offset."""
+        return 2 ** (sum(self.planes) - 1)
+
+    @property
+    def integer_blocks(self) -> bool:
+        return self.table is None and self.block_scales
 
     @property
     def has_nan(self) -> bool:
@@ -38,18 +54,34 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "int8": Format((0,), None),
-    "nf4": Format((4, 0), reference.NF4_CODES, block_scales=True),
-    "ternary": Format((0, 2, 4, 6), reference.TERNARY_CODES),
+    "int8": Format((8,)),
+    "nf4": Format((4,), reference.NF4_CODES, block_scales=True, high_first=True),
+    "ternary": Format((2,), reference.TERNARY_CODES),
+    **{f"uint{bits}": Format(planes, block_scales=True) for bits, planes in grouped.PLANES.items()},
+    **{name: Format((4,), table, block_scales=True) for name, table in grouped.CODEBOOKS.items()},
 }
 
 
 def has_kernel(matrix: Matrix) -> bool:
-    """Whether the format is known, in one plane of codes; a scale per element is left to XLA."""
+    """Whether the format is known; a scale per element, and offsets of values from a table, are left to XLA."""
     known = FORMATS.get(matrix.format)
-    if known is None or len(matrix.codes) != 1:
+    if known is None or len(matrix.codes) != len(known.planes):
         return False
-    return known.block_scales or all(1 in scale.shape[1:] for scale in matrix.scales)
+    if known.block_scales:
+        return known.table is None or len(matrix.scales) != 2
+    return all(1 in scale.shape[1:] for scale in matrix.scales)
+
+
+def scale_and_offset(matrix: Matrix) -> tuple[jax.Array, jax.Array | None]:
+    """The scale and the offset of each block, (count, rows / block_size, cols) or (count, rows, cols / block_size).
+
+    An integer stands for `scale * code + offset`, or without an offset for `scale * (code - centre)`.
+    """
+    scale, *rest = matrix.scales
+    if len(rest) == 3:  # quantized themselves
+        nested, offset, _ = rest
+        return reference.decode_dynamic(scale.reshape(matrix.count, -1), nested, offset).reshape(scale.shape), None
+    return scale, rest[0] if rest else None
 
 
 @functools.cache
@@ -69,26 +101,18 @@ def nibble_words(name: str) -> np.ndarray:
     return words.view(np.int32)
 
 
-def applied_scales(
-    x: jax.Array, matrix: Matrix, contracted_axis: int
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """x, the float32 scales of blocks for inside the matmul, and a scale (count, 1, n) of the result.
+def applied_scales(x: jax.Array, matrix: Matrix, contracted_axis: int) -> tuple[jax.Array, jax.Array | None]:
+    """x, and a scale (count, 1, n) of the result; scales of blocks are applied inside the matmul.
 
-    Scales of blocks are decoded if they are quantized. A scale that varies along the contracted axis multiplies x.
+    A scale that varies along the contracted axis multiplies x.
     """
-    if not matrix.scales:
-        return x, None, None
-    scale, *rest = matrix.scales
-    if FORMATS[matrix.format].block_scales:
-        if rest:
-            nested, offset, _ = rest
-            decoded = reference.decode_dynamic(scale.reshape(matrix.count, -1), nested, offset)
-            scale = decoded.reshape(scale.shape)
-        return x, scale, None
+    if not matrix.scales or FORMATS[matrix.format].block_scales:
+        return x, None
+    [scale] = matrix.scales
     scale = scale if contracted_axis == 0 else jnp.swapaxes(scale, 1, 2)
     if scale.shape[1] > 1:
-        return x.astype(jnp.float32) * jnp.swapaxes(scale, 1, 2), None, None
-    return x, None, jnp.broadcast_to(scale, (*scale.shape[:2], matrix.cols if contracted_axis == 0 else matrix.rows))
+        return x.astype(jnp.float32) * jnp.swapaxes(scale, 1, 2), None
+    return x, jnp.broadcast_to(scale, (*scale.shape[:2], matrix.cols if contracted_axis == 0 else matrix.rows))
 
 
 def result(x: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.ShapeDtypeStruct:

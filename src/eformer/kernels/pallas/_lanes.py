@@ -73,6 +73,11 @@ def _kernel(x_ref: jax.Ref, out_ref: jax.Ref, *, parts: int, run: int) -> None:
             out_ref[_place(out_ref, group * parts, i, not split)] = value.astype(out_ref.dtype)
 
 
+def permuted_lanes(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Of x (rows, 128) in 32 bits, in every row the lanes that `index` (rows, 128) says."""
+    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
+
+
 def _place(ref: jax.Ref, first: int, i: int, along: bool) -> tuple[int, slice, slice]:
     """Where the `i`-th vector of a group is: along the lanes of one operand, or in the `i`-th operand."""
     at = (first + i) * LANES if along else first // ref.shape[0] * LANES

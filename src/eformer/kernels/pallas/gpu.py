@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from eformer.kernels import Matrix
 
-from ._formats import FORMATS, Format, alike, applied_scales, has_kernel, result
+from ._formats import FORMATS, Format, alike, applied_scales, has_kernel, result, scale_and_offset
 
 supports = has_kernel
 WARPS = 8
@@ -70,7 +70,7 @@ def matmul(x: jax.Array, matrix: Matrix, contracted_axis: int, *, interpret: boo
     tiles = default_tiles(matrix, contracted_axis, m)
     format = FORMATS[matrix.format]
     dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-    x, scales, out_scale = applied_scales(x, matrix, contracted_axis)
+    x, out_scale = applied_scales(x, matrix, contracted_axis)
     n_bytes, k_bytes = matrix.codes[0].shape[2 - contracted_axis], matrix.codes[0].shape[1 + contracted_axis]
     n = matrix.cols if contracted_axis == 0 else matrix.rows
     programs = count * pl.cdiv(m, tiles.m) * pl.cdiv(n_bytes, tiles.n)
@@ -87,8 +87,9 @@ def matmul(x: jax.Array, matrix: Matrix, contracted_axis: int, *, interpret: boo
         splits,
     )
     table = None if format.table is None else alike(x, format.table)
-    scales = scales if out_scale is None else out_scale[:, 0]  # of blocks or of columns: no format has both
-    optional = [each for each in (table, scales) if each is not None]
+    # Scales of blocks or of columns: no format has both.
+    scales = scale_and_offset(matrix) if format.block_scales else (None if out_scale is None else out_scale[:, 0],)
+    optional = [each for each in (table, *scales) if each is not None]
     out = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         grid=(count * splits, pl.cdiv(m, tiles.m), pl.cdiv(n_bytes, tiles.n)),
@@ -96,12 +97,13 @@ def matmul(x: jax.Array, matrix: Matrix, contracted_axis: int, *, interpret: boo
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=2),
         interpret=interpret,
         name=f"{matrix.format}_matmul",
-    )(x.astype(dtype), matrix.codes[0], *optional)
+    )(x.astype(dtype), *matrix.codes, *optional)
     return out[:, 0] if splits == 1 else jnp.sum(out, 1)
 
 
-def _kernel(x_ref: jax.Ref, codes_ref: jax.Ref, *refs: jax.Ref, plan: _Plan) -> None:
+def _kernel(x_ref: jax.Ref, *refs: jax.Ref, plan: _Plan) -> None:
     *inputs, out_ref = refs
+    planes = [inputs.pop(0) for _ in plan.format.planes]
     table_ref = None if plan.format.table is None else inputs.pop(0)
     count, split = lax.div(pl.program_id(0), plan.splits), lax.rem(pl.program_id(0), plan.splits)
     rows = pl.program_id(1) * plan.tiles.m + jnp.arange(plan.tiles.m)
@@ -114,7 +116,7 @@ def _kernel(x_ref: jax.Ref, codes_ref: jax.Ref, *refs: jax.Ref, plan: _Plan) -> 
 
     def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         depth = i * plan.tiles.k + jnp.arange(plan.tiles.k)
-        values = _decoded(codes_ref, table_ref, inputs, count, depth, cols, plan)
+        values = _decoded(planes, table_ref, inputs, count, depth, cols, plan)
         added = list(sums)
         for place, value in enumerate(values):
             contracted, free = (place, 0) if plan.contracted_per_byte > 1 else (0, place)
@@ -142,7 +144,7 @@ def _kernel(x_ref: jax.Ref, codes_ref: jax.Ref, *refs: jax.Ref, plan: _Plan) -> 
 
 
 def _decoded(
-    codes_ref: jax.Ref,
+    planes: Sequence[jax.Ref],
     table_ref: jax.Ref | None,
     scales: Sequence[jax.Ref],
     count: jax.Array,
@@ -152,16 +154,32 @@ def _decoded(
 ) -> list[jax.Array]:
     """float32 (k, n) for each place in a byte: the values of a tile. Bytes outside the matrix count as 0."""
     _, k_bytes, n_bytes = plan.sizes
-    down, across = depth[:, None], cols[None, :]
+    format, down, across = plan.format, depth[:, None], cols[None, :]
     inside = (down < k_bytes) & (across < n_bytes)
     at = (down, across) if plan.contracted_axis == 0 else (across, down)
-    codes = plgpu.load(codes_ref.at[count, at[0], at[1]], mask=inside, other=0).astype(jnp.int32)
-    if table_ref is None:
-        return [codes.astype(jnp.float32)]
-    values = [plgpu.load(table_ref.at[(codes >> shift) & plan.format.mask]) for shift in plan.format.shifts]
-    if not plan.format.block_scales:
+
+    def load(ref: jax.Ref, shared: int) -> jax.Array:
+        """Of a leaf with an entry for `shared` bytes of the first plane along the packed axis."""
+        entry = [lax.div(axis, shared) if i == plan.packed_axis and shared > 1 else axis for i, axis in enumerate(at)]
+        return plgpu.load(ref.at[count, entry[0], entry[1]], mask=inside, other=0)
+
+    byte = load(planes[0], 1).astype(jnp.int32)
+    if format.table is None and not format.block_scales:
+        return [byte.astype(jnp.float32)]
+    codes = [(byte >> shift) & format.mask for shift in format.shifts]
+    below = format.planes[0]
+    for ref, bits in zip(planes[1:], format.planes[1:], strict=True):
+        shared = format.planes[0] // bits
+        turn = lax.rem(at[plan.packed_axis], shared) * (8 // shared)
+        rest = load(ref, shared).astype(jnp.int32) >> turn
+        codes = [code | ((rest >> bits * i) & 2**bits - 1) << below for i, code in enumerate(codes)]
+        below += bits
+    if table_ref is not None:
+        values = [plgpu.load(table_ref.at[code]) for code in codes]
+    else:
+        centre = 0 if len(scales) > 1 else format.centre
+        values = [(code - centre).astype(jnp.float32) for code in codes]
+    if not format.block_scales:
         return values
-    per_block = plan.block_size // plan.format.codes_per_byte
-    block = [axis if i != plan.packed_axis else lax.div(axis, per_block) for i, axis in enumerate(at)]
-    scale = plgpu.load(scales[0].at[count, block[0], block[1]], mask=inside, other=0.0)
-    return [value * scale for value in values]
+    scale, *offset = (load(ref, plan.block_size // format.codes_per_byte).astype(jnp.float32) for ref in scales)
+    return [value * scale + offset[0] if offset else value * scale for value in values]

@@ -20,18 +20,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from eformer.kernels import Matrix, reference
 
-from ._formats import FORMATS, Format, alike, applied_scales, has_kernel, nibble_words, result
+from . import _integers
+from ._formats import FORMATS, Format, alike, applied_scales, has_kernel, nibble_words, result, scale_and_offset
 from ._lanes import LANES, Interpret, deinterleaved, interleaved
 
+Tiles = _integers.Tiles  # here of rows and columns of codes
 Index = int | jax.Array  # of a block in the grid
-
-
-class Tiles(NamedTuple):
-    """The part of the problem that one grid step covers: rows of x, and rows and columns of codes."""
-
-    m: int
-    rows: int
-    cols: int
 
 
 class _Plan(NamedTuple):
@@ -101,7 +95,10 @@ def supports(matrix: Matrix) -> bool:
     """Blocks that do not fill vectors or tiles are left to XLA."""
     if not has_kernel(matrix):
         return False
-    return not FORMATS[matrix.format].block_scales or matrix.block_size in (16, 32, 64, 128, 256)
+    format = FORMATS[matrix.format]
+    if format.integer_blocks:
+        return _integers.parts_of_blocks(matrix) is not None
+    return not format.block_scales or matrix.block_size in _integers.BLOCKS
 
 
 def default_tiles(matrix: Matrix, m: int) -> Tiles:
@@ -132,7 +129,11 @@ def matmul(
     """
     count, m, length = x.shape
     format = FORMATS[matrix.format]
-    x, scales, out_scale = applied_scales(x, matrix, contracted_axis)
+    if format.integer_blocks:
+        few_rows = _integers.FEW_ROWS if scale_after else 0
+        return _integers.matmul(x, matrix, contracted_axis, tiles=tiles, few_rows=few_rows, interpret=interpret)
+    scales = scale_and_offset(matrix)[0] if format.block_scales else None
+    x, out_scale = applied_scales(x, matrix, contracted_axis)
     x_scale = None
     if round_x and format.table is None:
         x, x_scale = reference.encode_int8(x, (2,))
