@@ -87,7 +87,7 @@ LOADED: dict[str, tuple[Callable[[Path], Any], float]] = {
     "bitsandbytes, nf4 cut": (lambda _: safetensors_file(four_bits("nf4", 2050)), 10),
     "bitsandbytes, fp4": (lambda _: safetensors_file(four_bits("fp4", COLUMNS)), 16),
     **{
-        f"gguf, {kind}": (blocks(kind), 2 * max(1, 4 * TYPES[IDS[kind]].elements / TYPES[IDS[kind]].bytes))
+        f"gguf, {kind}": (blocks(kind), 1.25 if kind in GROUPED else 2)
         for kind in (*GROUPED, *(kind for kind in PLAIN if PLAIN[kind].itemsize < 8))
     },
 }
