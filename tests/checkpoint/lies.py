@@ -18,7 +18,8 @@ import numpy as np
 from quantization.cases import normal
 
 from eformer.checkpoint._gguf import SCALARS
-from eformer.checkpoint._gguf_blocks import DECODERS, IDS, PLAIN, TYPES
+from eformer.checkpoint._gguf_blocks import IDS, PLAIN, TYPES
+from eformer.checkpoint._gguf_grouped import GROUPED
 from eformer.checkpoint._header import DTYPES
 from eformer.kernels.reference import NF4_CODES
 from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, array_types, quantize
@@ -233,7 +234,7 @@ def bitsandbytes(rng: random.Random, folder: Path) -> bytes:
 def gguf(rng: random.Random, folder: Path) -> bytes:
     """Tensors of any type and shape at any offset, in a file that has about as much data as they need."""
     del folder
-    kinds = [*DECODERS, *PLAIN, rng.choice(list(IDS))]
+    kinds = [*GROUPED, *PLAIN, rng.choice(list(IDS))]
     infos, needed = b"", 0
     count = rng.randrange(1, 4)
     for i in range(count):

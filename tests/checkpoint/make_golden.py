@@ -3,7 +3,7 @@
 python tests/checkpoint/make_golden.py
 
 `bitsandbytes.safetensors` has weights as bitsandbytes stores them, and under "expected." how it decodes them.
-`blocks.gguf` has random blocks of each type that the package decodes, and under "expected." the values.
+`blocks.gguf` has random blocks of the types that stay quantized and of one other, and under "expected." the values.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
 SHAPES = {"rows": (4, 64), "across": (3, 96), "odd": (3, 5), "one": (77,), "stack": (2, 2, 64)}
-TYPES = ("Q8_0", "Q4_0", "Q4_1", "IQ4_NL", "MXFP4", "TQ1_0", "TQ2_0", "Q4_K", "Q6_K")
-SCALES = {"Q4_1": (0, 2), "MXFP4": (), "TQ1_0": (52,), "TQ2_0": (64,), "Q4_K": (0, 2), "Q6_K": (208,)}  # else at byte 0
+TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+TYPES += ("IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "IQ2_XXS")
+# Where the float16 numbers of a block are, if not at byte 0.
+SCALES = {"MXFP4": (), "TQ1_0": (52,), "TQ2_0": (64,), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+SCALES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
 
 
 def bitsandbytes_file() -> None:

@@ -19,7 +19,8 @@ from quantization.cases import normal
 
 from eformer.checkpoint import CheckpointError, load, open_checkpoint, save, save_bitsandbytes, save_gguf
 from eformer.checkpoint import _gguf as gguf
-from eformer.checkpoint._gguf_blocks import DECODERS, IDS, PLAIN, TYPES
+from eformer.checkpoint._gguf_blocks import IDS, PLAIN, TYPES
+from eformer.checkpoint._gguf_grouped import GROUPED
 from eformer.kernels.reference import NF4_CODES
 from eformer.ops.quantization import Array8B, quantize
 
@@ -86,8 +87,8 @@ LOADED: dict[str, tuple[Callable[[Path], Any], float]] = {
     "bitsandbytes, nf4 cut": (lambda _: safetensors_file(four_bits("nf4", 2050)), 10),
     "bitsandbytes, fp4": (lambda _: safetensors_file(four_bits("fp4", COLUMNS)), 16),
     **{
-        f"gguf, {kind}": (blocks(kind), 2 * max(1, 4 * TYPES[IDS[kind]].elements / TYPES[IDS[kind]].bytes))
-        for kind in (*DECODERS, *(kind for kind in PLAIN if PLAIN[kind].itemsize < 8))
+        f"gguf, {kind}": (blocks(kind), 1.25 if kind in GROUPED else 2)
+        for kind in (*GROUPED, *(kind for kind in PLAIN if PLAIN[kind].itemsize < 8))
     },
 }
 

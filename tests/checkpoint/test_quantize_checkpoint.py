@@ -173,10 +173,13 @@ def test_what_would_become_infinite_is_refused(how: dict[str, str] | None, tmp_p
 
 
 def test_from_gguf(tmp_path: Path):
-    x = normal((4, 64))
-    save_gguf(tmp_path / "a.gguf", {"w": x}, type="Q8_0", metadata={"general.architecture": "x", "list": [1]})
-    target = quantize_checkpoint(tmp_path / "a.gguf", tmp_path / "b.safetensors", [Rule("w", "nf4")])
-    assert_same_leaves(load(target)["w"], quantize(load(tmp_path / "a.gguf")["w"], dtype="nf4"))
+    """What is quantized there stays as it is; the rest is quantized by the rules."""
+    x, metadata = normal((4, 64)), {"general.architecture": "x", "list": [1]}
+    kinds = {"w": "Q8_0", "v": "F32"}
+    save_gguf(tmp_path / "a.gguf", {"w": x, "v": x}, type=lambda name, _: kinds[name], metadata=metadata)
+    target = quantize_checkpoint(tmp_path / "a.gguf", tmp_path / "b.safetensors", [Rule("[vw]", "nf4")])
+    assert_same_leaves(load(target)["v"], quantize(x, dtype="nf4"))
+    assert_same_leaves(load(target)["w"], load(tmp_path / "a.gguf")["w"])
     with open_checkpoint(target) as checkpoint:
         assert checkpoint.metadata == {"general.architecture": "x", "general.quantization_version": "2"}
 

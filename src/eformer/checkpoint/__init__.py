@@ -9,6 +9,7 @@ from ._bitsandbytes import register_bitsandbytes_codec as register_bitsandbytes_
 from ._file import CheckpointError as CheckpointError
 from ._gguf_codecs import GgufCodec as GgufCodec
 from ._gguf_codecs import register_gguf_codec as register_gguf_codec
+from ._gguf_entry import DecodedWarning as DecodedWarning
 from ._gguf_write import save_gguf as save_gguf
 from ._load import load as load
 from ._open import Checkpoint as Checkpoint

@@ -51,6 +51,10 @@ class Entry(abc.ABC):
     def host(self) -> np.ndarray | QuantizedArray:
         """The array, dense or quantized, of NumPy arrays; they look into the file where nothing has to be decoded."""
 
+    def unread(self) -> np.ndarray | QuantizedArray:
+        """What `host` gives, for `place`: leaves that are `Unread` are read shard by shard."""
+        return self.host()
+
     @property
     def info(self) -> ArrayInfo:
         like, nbytes = self.like, sum(tensor.nbytes for tensor in self.tensors)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import struct
 from typing import Any
 
-import jax
 import numpy as np
 
-from eformer.ops.quantization import QuantizedArray
-
 from ._arrays import Entry
-from ._describe import FORMAT_ERRORS
 from ._file import MappedFile
-from ._gguf_blocks import DECODERS, IDS, PLAIN, TYPES
-from ._gguf_codecs import reader_of
+from ._gguf_blocks import IDS, PLAIN, TYPES
+from ._gguf_entry import GgufEntry
 from ._header import Tensor, checked_shape
 
 MAGIC = b"GGUF"
@@ -27,7 +22,6 @@ MAX_DEPTH = 4  # of arrays of arrays in the metadata
 # vocabularies have some 800,000 tokens and merges. Tensors, pairs and arrays take longer, and count for more.
 MAX_STEPS = 1 << 21
 STEPS_OF_TENSOR, STEPS_OF_PAIR, STEPS_OF_ARRAY = 16, 8, 8
-AT_ONCE = 1 << 16  # elements decoded at a time: intermediate arrays take several times the memory of the result
 
 STRING, ARRAY = 8, 9
 _CODES = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -149,41 +143,3 @@ def _entry(reader: Reader, name: str, shape: tuple[int, ...], kind: int, start: 
         raise reader.wrong(f"its data ends at byte {stop} of a file of {len(reader.file)}: the file is cut off", name)
     dtype = PLAIN.get(form.name, np.dtype(np.uint8))
     return GgufEntry(form.name, Tensor(name, dtype, shape, reader.file, start, stop))
-
-
-class GgufEntry(Entry):
-    """A tensor of a GGUF file; blocks are read as the class of their codec, or else as float32."""
-
-    def __init__(self, kind: str, tensor: Tensor) -> None:
-        self.name, self.kind, self.tensors = tensor.name, kind, (tensor,)
-        self.format = None if kind in PLAIN else kind
-        self._codec = reader_of(kind)
-        dense = jax.ShapeDtypeStruct(tensor.shape, PLAIN.get(kind, np.dtype(np.float32)))
-        self.like = dense if self._codec.like is None else self._codec.like(tensor.shape)
-
-    def host(self) -> np.ndarray | QuantizedArray:
-        (tensor,) = self.tensors
-        if self.kind in PLAIN:
-            return tensor.view()
-        form = TYPES[IDS[self.kind]]
-        blocks = tensor.raw().reshape(-1, form.bytes)
-        if self._codec.decode is not None:
-            return self.checked(functools.partial(self._codec.decode, blocks, tensor.shape))
-        decode = DECODERS.get(self.kind, self._decoded_by_package)
-        out = np.empty((len(blocks), form.elements), np.float32)
-        with np.errstate(all="ignore"):
-            rows = AT_ONCE // form.elements
-            for start in range(0, len(blocks), rows):
-                out[start : start + rows] = decode(blocks[start : start + rows])
-        return out.reshape(tensor.shape)
-
-    def _decoded_by_package(self, blocks: np.ndarray) -> np.ndarray:
-        try:
-            import gguf  # pyright: ignore[reportMissingImports]  # an extra
-
-            return gguf.quants.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType[self.kind])
-        except ImportError:
-            what = f'its type {self.kind} is decoded by the package gguf: pip install "eformer[gguf]"'
-        except FORMAT_ERRORS as error:  # above all, a type that it does not decode either
-            what = f"the package gguf does not decode its type {self.kind}: {error!r}"
-        raise self.wrong(what)

@@ -8,11 +8,21 @@ from typing import Generic
 
 import numpy as np
 
-from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, QuantizedArray, RSROperatorBinary, RSROperatorTernary
+from eformer.ops.quantization import (
+    Array1B,
+    Array8B,
+    ArrayGrouped,
+    ArrayNF4,
+    QuantizedArray,
+    RSROperatorBinary,
+    RSROperatorTernary,
+)
 
 from ._arrays import Item, Like, Q
 from ._describe import names_of
-from ._gguf_blocks import ENCODERS, TYPES
+from ._gguf_blocks import TYPES
+from ._gguf_encode import ENCODERS
+from ._gguf_grouped import GROUPED
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,8 @@ class GgufCodec(Generic[Q]):
     Blocks are `uint8[count, bytes]`, in the order of the array's elements. `encode(q)` gives the blocks of an array;
     without it, the array is dequantized and rounded to the nearest values of the type. `decode(blocks, shape)` gives an
     array of NumPy leaves, and `like(shape)` the same without values; without them, the blocks are read as float32.
+    `leaf(name, blocks)` may take the place of `decode`: it gives the entries of one leaf for any of the blocks, (count,
+    entries), as many for each along the last axis. Then the array is read in pieces, and each device reads its own.
     `fits(q)` says of an array without values whether the type holds its layout.
     """
 
@@ -31,28 +43,37 @@ class GgufCodec(Generic[Q]):
     decode: Callable[[np.ndarray, tuple[int, ...]], Q] | None = None
     like: Callable[[tuple[int, ...]], Q] | None = None
     fits: Callable[[Q], bool] = lambda q: True
+    leaf: Callable[[str, np.ndarray], np.ndarray] | None = None
+
+    @property
+    def reads(self) -> bool:
+        """Whether it keeps blocks quantized."""
+        return self.decode is not None or self.leaf is not None
 
 
 CODECS: dict[tuple[str, type[QuantizedArray]], GgufCodec] = {}
 
 
 def register_gguf_codec(codec: GgufCodec) -> None:
-    """Use `codec` for its class from now on; of several codecs for a class, the first that fits an array writes it."""
+    """Use `codec` for its class from now on.
+
+    Of several codecs for a class, the first that fits an array writes it; of several for a type, the last reads it.
+    """
     kind, cls = codec.block_type, codec.array_type
-    own = codec.encode is not None or codec.decode is not None
+    own = codec.encode is not None or codec.reads
     known = [form.name for form in TYPES.values() if form.elements > 1] if own else list(ENCODERS)
     if kind not in known:
         raise ValueError(f"the block type {kind!r} of a codec must be one of {', '.join(known)}")
-    if (codec.decode is None) != (codec.like is None):
-        raise ValueError("`decode` and `like` go together: the layout of an array is known before it is read")
+    if codec.reads != (codec.like is not None):
+        raise ValueError("`decode` or `leaf` goes with `like`: the layout of an array is known before it is read")
     if (kind, cls) in CODECS:
         raise ValueError(f"there is a codec of {kind} for {cls.__name__} already")
     CODECS[kind, cls] = codec
 
 
 def reader_of(kind: str) -> GgufCodec:
-    """The codec that keeps blocks of this type quantized; one without `decode` if they are read as float32."""
-    readers = (codec for codec in CODECS.values() if codec.block_type == kind and codec.decode is not None)
+    """The codec that keeps blocks of this type quantized; one that reads nothing if they are read as float32."""
+    readers = (codec for codec in reversed(CODECS.values()) if codec.block_type == kind and codec.reads)
     return next(readers, GgufCodec(kind, QuantizedArray))
 
 
@@ -65,9 +86,10 @@ def writer_of(item: Item) -> GgufCodec:
         return found
     kinds = " or ".join(codec.block_type for codec in codecs)
     why = f"{kinds} does not hold this layout of it" if codecs else "GGUF has no codec for it"
+    rounded = names_of(codec.array_type for codec in CODECS.values() if codec.encode is None)
     raise ValueError(
         f"{item.name!r} is a {cls.__name__}, and {why}: `dequantize()` it first, say by `type` which type it is to be "
-        f"rounded to, or quantize it to {names_of(codec.array_type for codec in CODECS.values())}"
+        f"rounded to, or quantize it to {rounded}"
     )
 
 
@@ -87,5 +109,9 @@ for _codec in (
     GgufCodec("TQ2_0", Array1B, fits=_has_scale_per_row),
     GgufCodec("Q8_0", Array1B, fits=lambda q: not _has_scale_per_row(q)),
     *(GgufCodec("Q8_0", cls) for cls in (Array8B, ArrayNF4, RSROperatorBinary, RSROperatorTernary)),
+    *(
+        GgufCodec(name, ArrayGrouped, form.encode, like=form.like, fits=form.fits, leaf=form.read)
+        for name, form in GROUPED.items()
+    ),
 ):
     register_gguf_codec(_codec)

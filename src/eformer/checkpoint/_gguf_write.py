@@ -19,8 +19,9 @@ from eformer.ops.quantization import QuantizedArray
 from ._arrays import Item, Like, Part, contiguous_bytes, items_of
 from ._file import StrPath
 from ._gguf import ARRAY, MAGIC, MAX_AXES, SCALARS, STRING
-from ._gguf_blocks import ENCODERS, IDS, PLAIN, TYPES
+from ._gguf_blocks import IDS, PLAIN, TYPES
 from ._gguf_codecs import encoder_of, writer_of
+from ._gguf_encode import ENCODERS
 from ._header import narrowed
 from ._paths import GGUF_SUFFIX, target_file
 from ._saving import Saving, Target, filling
@@ -29,7 +30,7 @@ from ._write import CHUNK
 
 ALIGNMENT = 32
 MAX_NAME = 63  # bytes; ggml keeps 64 with the closing zero
-AT_ONCE = 1 << 14  # blocks encoded at a time
+AT_ONCE = 1 << 18  # elements encoded at a time
 TypeFor = str | Callable[[str, tuple[int, ...]], str | None] | None
 _PLAIN_NAMES = {dtype: name for name, dtype in PLAIN.items()}
 _U32, _I32, _U64, _I64 = 4, 5, 10, 11
@@ -48,13 +49,15 @@ def save_gguf(
 ) -> Path:
     """Write a tree as one GGUF file under the names of its leaves; a folder gets a "model.gguf".
 
-    Dense arrays keep their type. A quantized array takes the type of its codec: TQ2_0 for ternary with one scale or one
-    per row, Q8_0 for the other formats of this package (GGUF has no NF4: each element moves by at most 1/254 of the
-    largest in its 32). Where rows are no multiple of the block, it keeps its own dtype. A class without a codec raises
-    a ValueError; `register_gguf_codec` adds one.
+    Dense arrays keep their type. A quantized array takes the type of its codec: what was read from GGUF as an
+    ArrayGrouped becomes the same bytes again; ternary with one scale or one per row becomes TQ2_0; INT8, NF4 and RSR
+    become Q8_0 (GGUF has no NF4: each element moves by at most 1/254 of the largest in its 32). Where rows are no
+    multiple of the block, it keeps its own dtype. An ArrayGrouped of another layout, such as "int4", and a class
+    without a codec raise a ValueError; `register_gguf_codec` adds one.
 
-    `type`, "F32", "F16", "BF16", "Q8_0", "Q4_0" or "TQ2_0", is for all floating point arrays of two axes or more whose
-    rows are a multiple of its block; a function of name and shape chooses for each array, None for the default.
+    `type`, "F32", "F16", "BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_1", "Q4_0" or "TQ2_0", is for all floating point arrays of
+    two axes or more whose rows are a multiple of its block, also for quantized ones, which are decoded and rounded
+    unless they are of that type; a function of name and shape chooses for each array, None for the default.
 
     `metadata` maps names to text, numbers, booleans and lists of these; programs that run models want
     "general.architecture" and more. The structure of the tree is not kept.
@@ -145,14 +148,14 @@ def _data(plan: _Planned) -> memoryview:
     if kind in PLAIN:
         return contiguous_bytes(_cast(item.name, array, kind), Part(item.name, PLAIN[kind], array.shape))
     blocks, (encode, steps) = array.reshape(-1, form.elements), ENCODERS[kind]
-    out = np.empty((len(blocks), form.bytes), np.uint8)
+    out, count = np.empty((len(blocks), form.bytes), np.uint8), AT_ONCE // form.elements
     with np.errstate(invalid="ignore", over="ignore"):
-        for start in range(0, len(blocks), AT_ONCE):
-            piece = narrowed(item.name, blocks[start : start + AT_ONCE], np.float32)
+        for start in range(0, len(blocks), count):
+            piece = narrowed(item.name, blocks[start : start + count], np.float32)
             peak = np.max(np.abs(piece), initial=0, where=np.isfinite(piece)).astype(np.float64)
             if peak / steps >= 65520:  # the scale, a float16, would be infinite
                 raise ValueError(f"{item.name!r} has values up to {peak:g}, which {kind} can't hold; F32 can")
-            out[start : start + AT_ONCE] = encode(piece)
+            out[start : start + count] = encode(piece)
     return out.reshape(-1).data
 
 

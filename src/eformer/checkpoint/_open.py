@@ -63,7 +63,7 @@ class Checkpoint(Mapping[str, Any], AbstractContextManager["Checkpoint"]):
     def read(self, name: str, sharding: ShardingFor = None) -> Any:
         """The array, laid out over devices by `sharding`: each reads its shard from the file, none holds the whole."""
         entry = self.entry(name)
-        made = place(name, entry.host(), sharding_for(sharding, name, entry.info.shape))
+        made = place(name, entry.unread(), sharding_for(sharding, name, entry.info.shape))
         jax.block_until_ready(made)
         entry.drop()
         return made
@@ -92,8 +92,8 @@ def open_checkpoint(source: StrPath | bytes, *, copy: bool = False) -> Checkpoin
     `copy` reads the whole files at once, for files that may be truncated or written to while they are in use.
 
     Safetensors and GGUF files are told apart by their first bytes. Arrays that this package, bitsandbytes or another
-    project of a known layout quantized come as quantized arrays; GGUF blocks come as float32, unless a codec keeps them
-    quantized. A file that contradicts itself raises a CheckpointError.
+    project of a known layout quantized come as quantized arrays, and so do most types of GGUF; the others come as
+    float32, with a warning. A file that contradicts itself raises a CheckpointError.
 
     >>> import os, tempfile
     >>> import jax.numpy as jnp

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+import math
 from collections.abc import Callable, Mapping
 
 import jax
@@ -12,10 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from eformer.ops.quantization import QuantizedArray, checked_sharding
 
 from ._arrays import Value, structs
+from ._file import CheckpointError
 
 # One for all arrays, by name, or a function of name and shape; None is the default device.
 OneSharding = Sharding | PartitionSpec | None
 ShardingFor = OneSharding | Mapping[str, OneSharding] | Callable[[str, tuple[int, ...]], OneSharding]
+
+Index = tuple[slice, ...]
 
 ALIGNMENT = 64  # bytes; JAX on CPU takes memory over from there, and copies any other
 
@@ -30,6 +35,25 @@ def sharding_for(sharding: ShardingFor, name: str, shape: tuple[int, ...]) -> On
     return sharding
 
 
+class Unread(abc.ABC):
+    """A leaf of a quantized array that is in a file, and not as it will be in memory."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def whole(self) -> Index:
+        return tuple(map(slice, self.shape))
+
+    @abc.abstractmethod
+    def read(self, index: Index) -> np.ndarray:
+        """The part of it that `index` says, in memory that no one else has and that JAX on CPU takes over."""
+
+
 def place(name: str, host: np.ndarray | QuantizedArray, sharding: OneSharding) -> Value:
     """`host`, made of NumPy arrays, on devices; a ValueError if `sharding` can't split it.
 
@@ -41,7 +65,7 @@ def place(name: str, host: np.ndarray | QuantizedArray, sharding: OneSharding) -
         exact = jax.dtypes.canonicalize_dtype(host.dtype) == host.dtype
         return _place_array(host, _checked(sharding, host.shape)) if exact else np.array(host)
     except (ValueError, TypeError) as error:
-        if sharding is None:
+        if sharding is None or isinstance(error, CheckpointError):
             raise
         raise ValueError(
             f"{name!r}, {host.dtype}{list(host.shape)}, can't be laid out by {sharding}: {error}"
@@ -50,7 +74,7 @@ def place(name: str, host: np.ndarray | QuantizedArray, sharding: OneSharding) -
 
 def _place_quantized(host: QuantizedArray, sharding: OneSharding) -> QuantizedArray:
     leaves, treedef = jtu.tree_flatten(host)
-    leaves = [leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False) for leaf in leaves]
+    leaves = [leaf if isinstance(leaf, Unread) else _canonical(leaf) for leaf in leaves]
     sharding = _checked(sharding, host.shape)
     if isinstance(sharding, NamedSharding):
         shardings = [leaf.sharding for leaf in jtu.tree_leaves(structs(host).with_sharding(sharding))]
@@ -72,16 +96,30 @@ def _checked(sharding: OneSharding, shape: tuple[int, ...]) -> Sharding | None:
     return sharding
 
 
-def _place_array(view: np.ndarray, sharding: Sharding | None) -> jax.Array:
+def _canonical(leaf: np.ndarray) -> np.ndarray:
+    return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
+
+
+def _place_array(view: np.ndarray | Unread, sharding: Sharding | None) -> jax.Array:
+    def read(index: Index | None) -> np.ndarray:
+        assert index is not None  # it is, for an array that is not of random keys
+        return view.read(index) if isinstance(view, Unread) else aligned_copy(view[index])
+
     if sharding is None:
-        return jax.device_put(aligned_copy(view))
-    return jax.make_array_from_callback(view.shape, sharding, lambda index: aligned_copy(view[index]))
+        return jax.device_put(read(tuple(map(slice, view.shape))))
+    return jax.make_array_from_callback(view.shape, sharding, read)
 
 
 def aligned_copy(view: np.ndarray) -> np.ndarray:
     """A copy whose memory JAX on CPU uses as it is, so that there is one copy and not two."""
-    memory = np.empty(view.nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    copy = memory[start : start + view.nbytes].view(view.dtype).reshape(view.shape)
+    copy = aligned_empty(view.shape, view.dtype)
     copy[...] = view
     return copy
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """New memory that JAX on CPU takes over; its values are arbitrary."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes].view(dtype).reshape(shape)

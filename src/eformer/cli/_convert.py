@@ -35,7 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="by default as OUT ends, else safetensors",
     )
     parser.add_argument(
-        "--type", help="for GGUF: F32, F16, BF16, Q8_0, Q4_0 or TQ2_0; rows that do not fill its blocks stay plain"
+        "--type",
+        help="for GGUF: F32, F16, BF16, Q8_0, Q6_K, Q4_K, Q4_1, Q4_0, TQ2_0; rows that fill no whole blocks stay plain",
     )
     parser.add_argument("--shard", type=byte_count, metavar="SIZE", help="write files of at most this size: 5GB, 500MB")
     parser.add_argument("--force", action="store_true", help="replace existing files")

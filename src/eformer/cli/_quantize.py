@@ -11,6 +11,7 @@ from pathlib import Path
 from eformer._text import as_bits, in_bytes
 from eformer.checkpoint import open_checkpoint, quantize_checkpoint
 from eformer.model import UnusedRuleWarning, default_rules
+from eformer.ops.quantization import QuantizedArray
 
 from ._answer import Answer
 from ._arguments import READS, SOURCE, add_format, byte_count, format_names, formats_help, rule, target
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> Answer:
     start = time.monotonic()
     with open_checkpoint(args.source) as checkpoint:
         before = Totals(checkpoint)
+        already = sum(isinstance(checkpoint.entry(name).like, QuantizedArray) for name in checkpoint)
     with (
         warnings.catch_warnings(),
         writing_to(args.target, force=args.force) as replaced,
@@ -94,6 +96,11 @@ def run(args: argparse.Namespace) -> Answer:
         f"wrote {written}: {in_bytes(before.nbytes)} became {in_bytes(after.nbytes)}, {as_bits(after.bits)} bits a "
         f"weight; {after.quantized} of {len(after.infos)} arrays are quantized; {seconds:.1f} s{said(replaced)}"
     ]
+    if already:
+        text.append(
+            f"{already} arrays were quantized already, and stay as they were; `eformer convert IN dense.gguf "
+            f"--type F16` decodes them"
+        )
     if dense:
         kept = max(dense, key=dense.__getitem__)
         text, data["largest_kept"] = [*text, f"largest array kept as it was: {kept}"], kept

@@ -1,0 +1,148 @@
+"""A tensor of a GGUF file: plain, in blocks that stay quantized, or in blocks that are decoded."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from eformer._warnings import warn
+from eformer.ops.quantization import QuantizedArray, array_from_fields
+
+from ._arrays import Entry, Like
+from ._describe import FORMAT_ERRORS
+from ._file import MappedFile
+from ._gguf_blocks import IDS, PLAIN, TYPES
+from ._gguf_codecs import reader_of
+from ._header import Tensor
+from ._place import Index, Unread, aligned_empty
+
+AT_ONCE = 1 << 17  # bytes of blocks repacked at a time: what is intermediate stays in cache
+DECODED_AT_ONCE = 1 << 16  # elements decoded at a time: intermediate arrays take several times the memory of the result
+DROPPED = 1 << 24  # bytes of blocks after which the pages of the file are given back
+
+
+class DecodedWarning(UserWarning):
+    """A GGUF file has types that no quantized array holds; they are read as float32."""
+
+
+class GgufEntry(Entry):
+    """A tensor of a GGUF file; blocks are read as the class of their codec, or else as float32."""
+
+    def __init__(self, kind: str, tensor: Tensor) -> None:
+        self.name, self.kind, self.tensors = tensor.name, kind, (tensor,)
+        self.format = None if kind in PLAIN else kind
+        self._codec = reader_of(kind)
+
+    @functools.cached_property
+    def like(self) -> Like:  # pyright: ignore[reportIncompatibleVariableOverride]  # a file may have many tensors
+        (tensor,) = self.tensors
+        if self._codec.like is not None:
+            return self._codec.like(tensor.shape)
+        return jax.ShapeDtypeStruct(tensor.shape, PLAIN.get(self.kind, np.dtype(np.float32)))
+
+    def host(self) -> np.ndarray | QuantizedArray:
+        return jax.tree.map(lambda leaf: leaf.read(leaf.whole) if isinstance(leaf, Unread) else leaf, self.unread())
+
+    def unread(self) -> np.ndarray | QuantizedArray:
+        (tensor,), codec, like = self.tensors, self._codec, self.like
+        if self.kind in PLAIN:
+            return tensor.view()
+        blocks = tensor.raw().reshape(-1, TYPES[IDS[self.kind]].bytes)
+        if codec.decode is not None:
+            return self.checked(functools.partial(codec.decode, blocks, tensor.shape))
+        if codec.leaf is None:
+            return self._decoded(blocks)
+        assert isinstance(like, QuantizedArray)
+        leaves = {}
+        for name, leaf in vars(like).items():
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                leaves[name] = BlockLeaf(tensor, self.kind, leaf, functools.partial(codec.leaf, name))
+        return array_from_fields(type(like), {**vars(like), **leaves})
+
+    def _decoded(self, blocks: np.ndarray) -> np.ndarray:
+        form = TYPES[IDS[self.kind]]
+        out = np.empty((len(blocks), form.elements), np.float32)
+        with np.errstate(all="ignore"):
+            rows = DECODED_AT_ONCE // form.elements
+            for start in range(0, len(blocks), rows):
+                out[start : start + rows] = self._decoded_by_package(blocks[start : start + rows])
+        _say_once(self)
+        return out.reshape(self.tensors[0].shape)
+
+    def _decoded_by_package(self, blocks: np.ndarray) -> np.ndarray:
+        try:
+            import gguf  # pyright: ignore[reportMissingImports]  # an extra
+
+            return gguf.quants.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType[self.kind])
+        except ImportError:
+            what = f'its type {self.kind} is decoded by the package gguf: pip install "eformer[gguf]"'
+        except FORMAT_ERRORS as error:  # above all, a type that it does not decode either
+            what = f"the package gguf does not decode its type {self.kind}: {error!r}"
+        raise self.wrong(what)
+
+
+class BlockLeaf(Unread):
+    """A leaf of a quantized array whose entries are spread over the blocks of a tensor, as many in each block."""
+
+    def __init__(
+        self, tensor: Tensor, kind: str, like: jax.ShapeDtypeStruct, entries: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        self.shape, self.dtype = like.shape, np.dtype(like.dtype)
+        form = TYPES[IDS[kind]]
+        self._tensor, self._entries = tensor, entries
+        self._blocks = tensor.raw().reshape(*tensor.shape[:-1], tensor.shape[-1] // form.elements, form.bytes)
+
+    def read(self, index: Index) -> np.ndarray:
+        *rows, last = (slice(*part.indices(size)) for part, size in zip(index, self.shape, strict=True))
+        per_block = self.shape[-1] // max(self._blocks.shape[-2], 1) or 1
+        first = last.start // per_block
+        blocks = self._blocks[(*rows, slice(first, -(-last.stop // per_block)))]
+        out = aligned_empty((*blocks.shape[:-1], per_block), self.dtype)
+        done = 0
+        for at in _pieces(blocks.shape[:-1], max(AT_ONCE // blocks.shape[-1], 1)):
+            piece = np.ascontiguousarray(blocks[at]).reshape(-1, blocks.shape[-1])
+            try:
+                out[at] = self._entries(piece).reshape(out[at].shape)
+            except ValueError as error:
+                raise self._tensor.file.wrong(str(error), self._tensor.name) from None
+            done += piece.nbytes
+            if done > DROPPED:
+                self._tensor.drop()
+                done = 0
+        whole = out.reshape(*out.shape[:-2], out.shape[-2] * per_block)
+        cut = slice(last.start - first * per_block, last.stop - first * per_block)
+        return whole if cut == slice(0, whole.shape[-1]) else np.ascontiguousarray(whole[..., cut])
+
+
+def _pieces(shape: tuple[int, ...], most: int) -> Iterator[tuple[int | slice, ...]]:
+    """Indices of parts of an array of this shape, in order, of at most `most` elements each."""
+    if not math.prod(shape):  # an axis of any length beside an empty one
+        return
+    if math.prod(shape[1:]) > most:
+        for i in range(shape[0]):
+            for rest in _pieces(shape[1:], most):
+                yield (i, *rest)
+        return
+    rows = most // math.prod(shape[1:])
+    for start in range(0, shape[0], rows):
+        yield (slice(start, start + rows),)
+
+
+def _say_once(entry: GgufEntry) -> None:
+    """Warn, once for each file that is open, that arrays of it do not stay quantized."""
+    file = entry.tensors[0].file
+    if file not in _SAID:
+        _SAID.add(file)
+        warn(
+            f"{file.name} has arrays of types that no quantized array here holds, such as {entry.kind}: the package "
+            f"gguf decodes them to float32",
+            DecodedWarning,
+        )
+
+
+_SAID: weakref.WeakSet[MappedFile] = weakref.WeakSet()
