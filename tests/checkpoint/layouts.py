@@ -218,6 +218,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "pack experts": lambda: pack_quantized(4, zeros=True, shape=(2, OUT, IN)),
     "pack ragged": lambda: pack_quantized(4, shape=(OUT, 45), block=15),
     "pack channel": lambda: pack_quantized(3, block=IN),
+    "pack 8 bits, channel": lambda: pack_quantized(8, block=IN),
     "pack permuted": lambda: permuted(zeros=False),
     "pack permuted, zeros": lambda: permuted(zeros=True),
     "pack in order": lambda: in_order(OFTEN),

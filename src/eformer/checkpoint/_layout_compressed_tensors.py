@@ -123,14 +123,31 @@ def _grouped_like(group: Group, shape: tuple[int, ...], bits: int, zero: tuple[i
     return grouped_like(shape, bits, block, dtype, leaves)
 
 
-def _packed_like(group: Group) -> Like:
+def _rows_like(group: Group, shape: tuple[int, ...]) -> Array8B:
+    """Codes of int8 with a scale for each row, or one; float32, which holds them all, is what kernels read."""
+    scale = _scale_shape(group, shape)
+    leaves = {"scale": jax.ShapeDtypeStruct(scale, np.float32), "weight": jax.ShapeDtypeStruct(shape, np.int8)}
+    axes = tuple(axis - len(shape) for axis, size in enumerate(scale) if size == 1)
+    return array_from_fields(Array8B, {**leaves, "axis": axes, "dtype": group[SCALE].dtype})
+
+
+def _row_scales(group: Group, like: Array8B) -> np.ndarray:
+    return group[SCALE].view().reshape(like.scale.shape).astype(np.float32)
+
+
+def _packed_like(group: Group) -> ArrayGrouped:
     shape = _shape(group)
     packing = _packing(group, shape[-1])
-    like = _grouped_like(group, shape, packing.stored_bits, _zero_shape(group, shape, packing))
     columns = group.get(COLUMNS)
     if columns is not None and (columns.dtype != np.int32 or columns.shape != shape[-1:]):
         raise group.wrong(f"`weight_g_idx` must be int32[{shape[-1]}], got {columns.dtype}{list(columns.shape)}")
-    return like
+    return _grouped_like(group, shape, packing.stored_bits, _zero_shape(group, shape, packing))
+
+
+def _packed_or_rows_like(group: Group) -> ArrayGrouped | Array8B:
+    like = _packed_like(group)
+    bytes = like.bits == 8 and _packing(group, like.shape[-1]).bits == 8
+    return _rows_like(group, like.shape) if bytes and like.zero is None and like.scale.shape[-1] == 1 else like
 
 
 def _zero_shape(group: Group, shape: tuple[int, ...], packing: Packing) -> tuple[int, ...] | None:
@@ -163,7 +180,10 @@ def _int8_zeros(group: Group, bits: int, like: ArrayGrouped) -> np.ndarray:
     return zero.astype(np.uint8).reshape(like.zero.shape)
 
 
-def _read_packed(group: Group, like: ArrayGrouped) -> dict[str, np.ndarray]:
+def _read_packed(group: Group, like: ArrayGrouped | Array8B) -> dict[str, np.ndarray]:
+    if isinstance(like, Array8B):
+        weight = bytes_of(group[PACKED], like.shape[-1]) ^ np.uint8(128)
+        return {"weight": weight.view(np.int8), "scale": _row_scales(group, like)}
     packing = _packing(group, like.shape[-1])
     made = {"scale": group[SCALE].view().reshape(like.scale.shape)}
     if like.zero is not None:
@@ -193,7 +213,6 @@ def _is_permuted(group: Group) -> bool:
 
 def _permuted_like(group: Group) -> Like:
     like, columns = _packed_like(group), group[COLUMNS].view()
-    assert isinstance(like, ArrayGrouped)
     if np.any((columns < 0) | (columns >= like.scale.shape[-1])):
         raise group.wrong(f"`weight_g_idx` names groups that are none of the {like.scale.shape[-1]}")
     return jax.ShapeDtypeStruct(like.shape, like.dtype)
@@ -202,7 +221,6 @@ def _permuted_like(group: Group) -> Like:
 def _read_permuted(group: Group, like: jax.ShapeDtypeStruct) -> np.ndarray:
     """The weights, decoded some rows at a time."""
     array = _packed_like(group)
-    assert isinstance(array, ArrayGrouped)
     packing, columns, words = _packing(group, like.shape[-1]), group[COLUMNS].view(), group[PACKED].view()
     scale, zero = group[SCALE].view().reshape(array.scale.shape), np.uint8(2 ** (packing.bits - 1))
     if array.zero is not None:
@@ -230,19 +248,18 @@ def _is_int8(group: Group) -> bool:
 
 
 def _int8_like(group: Group) -> Array8B | ArrayGrouped:
-    shape, dtype = group[WEIGHT].shape, group[SCALE].dtype
+    shape = group[WEIGHT].shape
     scale = _scale_shape(group, shape)
     if group.get(ZERO) is not None or scale[-1] != 1:
         return _grouped_like(group, shape, 8, None if group.get(ZERO) is None else scale)
-    leaves = {"scale": jax.ShapeDtypeStruct(scale, np.float32), "weight": jax.ShapeDtypeStruct(shape, np.int8)}
-    axes = tuple(axis - len(shape) for axis, size in enumerate(scale) if size == 1)
-    return array_from_fields(Array8B, {**leaves, "axis": axes, "dtype": dtype})
+    return _rows_like(group, shape)
 
 
 def _read_int8(group: Group, like: Array8B | ArrayGrouped) -> dict[str, np.ndarray]:
-    weight, scale = group[WEIGHT], group[SCALE].view().reshape(like.scale.shape)
+    weight = group[WEIGHT]
     if isinstance(like, Array8B):
-        return {"weight": weight.view(), "scale": scale.astype(np.float32)}
+        return {"weight": weight.view(), "scale": _row_scales(group, like)}
+    scale = group[SCALE].view().reshape(like.scale.shape)
     made = {"packed": bytes_of(weight, weight.shape[-1]) ^ np.uint8(128), "scale": scale}
     return made if like.zero is None else {**made, "zero": _int8_zeros(group, 8, like)}
 
@@ -270,8 +287,10 @@ register_layout(
     )
 )
 register_layout(
-    Layout(KIND, "pack-quantized", (PACKED, SCALE, SHAPE), _is_packed, _packed_like, _read_packed, (ZERO, COLUMNS))
+    Layout(
+        KIND, "pack-quantized", (PACKED, SCALE, SHAPE), _is_packed, _packed_or_rows_like, _read_packed, (ZERO, COLUMNS)
+    )
 )
-register_layout(Layout(KIND, "int-quantized", (WEIGHT, SCALE), _is_int8, _int8_like, _read_int8, (ZERO,)))
+register_layout(Layout(KIND, "int-quantized", (SCALE, WEIGHT), _is_int8, _int8_like, _read_int8, (ZERO,)))
 for _name, _needs in (("marlin-24", (".scale_packed", PACKED, ".meta")), ("sparse", (".bitmask", ".compressed"))):
     register_layout(Layout(KIND, _name, _needs, lambda group: True, _refuse, lambda group, like: {}))
