@@ -24,6 +24,7 @@ from eformer.kernels.reference import NF4_CODES
 from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, array_types, quantize
 
 from .files import ours, parts_of, safetensors_file, split, with_header
+from .layout_examples import examples, write_folder
 
 Lie = Callable[[random.Random, Path], bytes | Path]
 
@@ -290,4 +291,43 @@ def index(rng: random.Random, folder: Path) -> Path:
     return path
 
 
-LIES: dict[str, Lie] = {f.__name__: f for f in (metadata, header, bitsandbytes, gguf, index)}
+SAID = [
+    "gptq",
+    "gptq_v2",
+    "gptq_p",
+    "awq",
+    "gemm",
+    "gemv",
+    "auto-round",
+    "auto_round:auto_awq",
+    "bitnet",
+    "autobitlinear",
+]
+SAID += ["compressed-tensors", "pack-quantized", "fp8", "mxfp4", "mxfp8", "affine", [128, 128], [2, 4], {"bits": 3}]
+
+
+def layouts(rng: random.Random, folder: Path) -> Path:
+    """Arrays of other projects whose tensors, or what the configuration says of them, are changed."""
+    tensors: dict[str, np.ndarray] = {}
+    config: dict[str, Any] = {}
+    for prefix in ("v.", "w.")[: rng.choice([1, 1, 2])]:
+        example = rng.choice([each for each in examples().values() if not each.refused])
+        tensors |= {prefix + name: each for name, each in example.tensors.items()}
+        config |= copy.deepcopy(dict(example.config))
+    for _ in range(rng.randrange(1, 4)):
+        name, choice = rng.choice(list(tensors)), rng.randrange(8)
+        if choice < 4:
+            tensors[name] = another_tensor(tensors[name], rng)
+        elif choice == 4 and len(tensors) > 1:
+            del tensors[name]
+        elif choice == 5:
+            other = rng.choice([*tensors, "v.weight", "w.g_idx", "v.weight_g_idx", "v.scales", "w.weight_scale"])
+            tensors[other] = another_tensor(tensors[name], rng)
+        else:
+            inner = rng.choice([node for node in nodes(config) if node] or [config])
+            keys = [*inner, "bits", "group_size", "sym", "checkpoint_format", "quant_method", "linear_class", "version"]
+            inner[rng.choice(keys)] = rng.choice([*VALUES, *SAID])
+    return write_folder(folder / "layouts", tensors, rng.choice([config] * 9 + [None]))
+
+
+LIES: dict[str, Lie] = {f.__name__: f for f in (metadata, header, bitsandbytes, gguf, index, layouts)}

@@ -25,6 +25,9 @@ from eformer.checkpoint._tree import rebuilt
 from eformer.jaximus import materialize
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, RSROperatorBinary, array_types
 
+from .files import safetensors_file, split, with_header
+from .layout_examples import examples
+
 PARTS = 4  # in which they are tried, so that processes can share them
 TRACED = 50  # every so many with all allocations traced, which is slow
 USED = 25  # of those that open, which are used
@@ -109,16 +112,6 @@ def alternately(*streams: Stream) -> Stream:
     while True:
         for stream in streams:
             yield next(stream)
-
-
-def with_header(text: bytes, data: bytes) -> bytes:
-    return len(text).to_bytes(8, "little") + text + data
-
-
-def split(seed: bytes) -> tuple[Any, bytes]:
-    """The header of a safetensors file as JSON, and what comes after it."""
-    end = 8 + int.from_bytes(seed[:8], "little")
-    return json.loads(seed[8:end]), seed[end:]
 
 
 def int8() -> Array8B:
@@ -206,6 +199,25 @@ def index(path: Path, rng: random.Random) -> Sources:
         yield file
 
 
+def layouts(path: Path, rng: random.Random) -> Sources:
+    """Arrays of other projects in a folder; the header, the data or the configuration is written again each time."""
+    path.mkdir(exist_ok=True)
+    seeds = []
+    for example in examples().values():
+        header, data = split(safetensors_file({f"w.{name}": each for name, each in example.tensors.items()}))
+        del header["__metadata__"]
+        whole, config = with_header(json.dumps(header).encode(), data), {"quantization_config": dict(example.config)}
+        changed = with_values_changed(header, rng), with_bytes_changed(whole, len(whole), rng)
+        seeds.append((changed, data, whole, config, with_values_changed(config, rng)))
+    while True:
+        (headers, files), data, whole, config, configs = rng.choice(seeds)
+        choice = rng.randrange(3)
+        file = with_header(next(headers), data) if choice == 0 else next(files) if choice == 1 else whole
+        (path / "model.safetensors").write_bytes(file)
+        (path / "config.json").write_bytes(next(configs) if choice == 2 else json.dumps(config).encode())
+        yield path
+
+
 def opens(source: bytes | Path) -> bool:
     """Whether the file opens and can be read; whatever is raised but a CheckpointError fails the test."""
     try:
@@ -231,7 +243,7 @@ def test_mutated_files_that_open_can_be_used(seeds: Callable[[Path, random.Rando
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("seeds", [safetensors, metadata, bitsandbytes, gguf, index], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("seeds", [safetensors, metadata, bitsandbytes, gguf, index, layouts], ids=lambda f: f.__name__)
 def test_mutated_files(
     seeds: Callable[[Path, random.Random], Sources], part: int, tmp_path: Path, pytestconfig: pytest.Config
 ):

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint.layout_examples import examples, write_folder
 from quantization.cases import assert_same_leaves
 
 from eformer.checkpoint import load, open_checkpoint, save, save_gguf
 from eformer.cli import _bench
 from eformer.model import default_rules, quantize_model
+from eformer.ops.quantization import format_names
 
 from .conftest import tree
 
@@ -117,6 +119,46 @@ def test_quantize_reports(run, dense: Path, tmp_path: Path):
     assert 0 < data["error"] < 0.15  # the widest gap of NF4 is 0.304 of the largest of a block
     assert "layers.1.kernel" in page.read_text()
     assert [path.name for path in page.parent.iterdir()] == [page.name]
+
+
+# --- what other projects quantized ---
+
+
+@pytest.fixture
+def gptq(tmp_path: Path) -> Path:
+    """A folder with two arrays of GPTQ, one of them with `desc_act`, and two dense ones."""
+    tensors: dict[str, np.ndarray] = {"embed.weight": np.ones((96, 64), np.float16), "w": np.ones((64, 64), np.float32)}
+    for layer, name in enumerate(("gptq", "gptq, desc_act")):
+        tensors |= {f"layers.{layer}.{end}": each for end, each in examples()[name].tensors.items()}
+    return write_folder(tmp_path / "gptq", tensors, examples()["gptq"].config)
+
+
+def test_inspect_names_the_layout(run, gptq: Path):
+    ran = run("inspect", gptq)
+    assert ran.out.startswith(f"{gptq / 'model.safetensors'}: gptq\n")
+    assert re.search(r"layers\.1\.weight +32x64 +gptq +1\.44 kB\n", ran.out)
+    assert "4 arrays, 2 quantized" in ran.out
+
+
+def test_what_is_quantized_is_kept(run, gptq: Path, tmp_path: Path):
+    ran = run("quantize", gptq, tmp_path / "small", "--format", "int8")
+    assert "3 of 4 arrays are quantized" in ran.out
+    converted = run("convert", gptq, tmp_path / "a.safetensors", "--json")
+    assert json.loads(converted.out)["formats"] == {"int4": 2, "float16": 1, "float32": 1}
+    before, small, after = load(gptq), load(tmp_path / "small"), load(tmp_path / "a.safetensors")
+    for name in ("layers.0.weight", "layers.1.weight"):
+        for found in (small[name], after[name]):
+            assert type(found) is type(before[name])
+            assert np.array_equal(found.materialize(), before[name].materialize())
+    assert format_names(small["w"]) == ("int8",)
+    assert (tmp_path / "small" / "config.json").exists()
+
+
+def test_a_layout_that_lies(run, gptq: Path):
+    (gptq / "config.json").write_text('{"quantization_config": {"quant_method": "gptq", "format": "marlin"}}')
+    ran = run("inspect", gptq)
+    assert ran.code == 1
+    assert "tensor 'layers.0.weight': the configuration says that its format is 'marlin'" in ran.err
 
 
 # --- inspect ---

@@ -55,6 +55,7 @@ class Layout:
     `fits(group)` looks at dtypes and shapes. `like(group)` gives the array without values; it may read small tensors,
     and raises `group.wrong(...)` about a group that fits and contradicts itself. `read(group, like)` gives the leaves
     of that array by name, or the array itself if it is dense: NumPy arrays of the shapes and dtypes that `like` has.
+    A leaf that is a quantized array is made of NumPy arrays, too.
     """
 
     kind: str
@@ -62,7 +63,7 @@ class Layout:
     needs: Sequence[str]
     fits: Callable[[Group], bool]
     like: Callable[[Group], Like]
-    read: Callable[[Group, Any], np.ndarray | Mapping[str, np.ndarray]]  # Any: the class that `like` gives
+    read: Callable[[Group, Any], np.ndarray | Mapping[str, Any]]  # Any: the class that `like` gives, and its leaves
     may_have: Sequence[str] = ()
     array: str = ".weight"
 

@@ -13,6 +13,11 @@ from eformer.ops.quantization import formats
 
 KEEP = "keep"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SOURCE = "a .safetensors or .gguf file, an index of shards, or a folder with one"
+READS = """
+Arrays that other projects quantized are recognized by their tensors and the config.json beside them, and stay
+quantized: bitsandbytes, GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4, MLX, BitNet, and blocks of GGUF.
+"""
 MIN_K = 32  # the rules for whole models quantize no weight with fewer rows
 
 

@@ -10,23 +10,24 @@ from eformer._text import in_bytes
 from eformer.checkpoint import convert, open_checkpoint
 
 from ._answer import Answer
-from ._arguments import byte_count, target
+from ._arguments import READS, SOURCE, byte_count, target
 from ._inspect import Totals
 from ._output import said, writing_to
 from ._progress import showing
 
 HELP = "write a checkpoint as safetensors, bitsandbytes, compressed-tensors, MLX or GGUF"
-EXAMPLE = """\
+EXAMPLE = f"""\
 examples:
   eformer convert model.gguf model.safetensors
   eformer convert small.safetensors model.gguf --type Q8_0
   eformer convert ./small ./for-torch --to bitsandbytes
   eformer convert ./small ./for-vllm --to compressed-tensors
-"""
+  eformer convert ./model-gptq small.safetensors
+{READS}"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="IN", help="a file, an index of shards or a folder")
+    parser.add_argument("source", metavar="IN", help=SOURCE)
     parser.add_argument("target", metavar="OUT", type=target, help="a .safetensors or .gguf file, or a folder")
     parser.add_argument(
         "--to",

@@ -9,13 +9,14 @@ from eformer._text import as_bits, as_shape, in_bytes, printable, table
 from eformer.checkpoint import Checkpoint, open_checkpoint
 
 from ._answer import Answer
+from ._arguments import READS, SOURCE
 
 HELP = "list the arrays of a checkpoint; reads no data"
-EXAMPLE = """\
+EXAMPLE = f"""\
 examples:
   eformer inspect model.safetensors
   eformer inspect ./model --json
-"""
+{READS}"""
 WIDTH = 60  # of a metadata value
 
 
@@ -32,9 +33,7 @@ class Totals:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", metavar="FILE", help="a .safetensors or .gguf file, an index of shards, or a folder with one"
-    )
+    parser.add_argument("source", metavar="FILE", help=SOURCE)
 
 
 def run(args: argparse.Namespace) -> Answer:

@@ -13,29 +13,28 @@ from eformer.checkpoint import open_checkpoint, quantize_checkpoint
 from eformer.model import UnusedRuleWarning, default_rules
 
 from ._answer import Answer
-from ._arguments import add_format, byte_count, format_names, formats_help, rule, target
+from ._arguments import READS, SOURCE, add_format, byte_count, format_names, formats_help, rule, target
 from ._compare import compare_checkpoints
 from ._inspect import Totals
 from ._output import check_page, page_path, said, write_page, writing_to
 from ._progress import showing
 
 HELP = "write a checkpoint again with its weights in fewer bits"
-EXAMPLE = """\
+EXAMPLE = f"""\
 examples:
   eformer quantize model.safetensors small.safetensors --format nf4
   eformer quantize ./model ./small --format nf4,block_size=32 --embeddings int8 --report small.html
   eformer quantize ./model ./small --rule 'lm_head=int8,axis=-1' --rule 'layers[.]0[.]=keep'
 
 The first --rule whose pattern (a regular expression) is found in the name of an array decides. For all other arrays
---format decides: large matrices are quantized; norms, biases, embeddings and small arrays are kept.
-"""
+--format decides: large matrices are quantized; norms, biases, embeddings and small arrays are kept. So is every array
+that is quantized already, whatever matches it.
+{READS}"""
 more_help = formats_help
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", metavar="IN", help="a .safetensors or .gguf file, an index of shards, or a folder with one"
-    )
+    parser.add_argument("source", metavar="IN", help=SOURCE)
     parser.add_argument(
         "target",
         metavar="OUT",

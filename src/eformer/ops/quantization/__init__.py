@@ -38,6 +38,7 @@ from .implicit_array_8bit import Array8B as Array8B
 from .implicit_array_float8 import ArrayFloat8 as ArrayFloat8
 from .implicit_array_grouped import ArrayGrouped as ArrayGrouped
 from .implicit_array_nf4 import ArrayNF4 as ArrayNF4
+from .implicit_array_permuted import ArrayPermuted as ArrayPermuted
 from .implicit_array_rsr import RSROperatorBinary as RSROperatorBinary
 from .implicit_array_rsr import RSROperatorTernary as RSROperatorTernary
 

@@ -1,0 +1,70 @@
+"""BitNet as transformers keeps it: ternary values, four rows in a byte, and one scale.
+
+Bits 2i of row r hold row `i * (out / 4) + r`; 0, 1 and 2 are -1, 0 and 1. The class of linear layers that the
+configuration names divides by the scale ("bitlinear", the default) or multiplies by it ("autobitlinear").
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from eformer.ops.quantization import Array1B, array_from_fields
+
+from ._grouped_like import AT_ONCE
+from ._prequantized import Group, Layout, register_layout
+from ._qweight import SCALES, said
+
+WEIGHT, SCALE = ".weight", ".weight_scale"
+CODES = np.array([1, 0, 3, 2], np.uint8)  # of `Array1B`, for -1, 0, 1 and none
+
+
+def _fits(group: Group) -> bool:
+    return group[WEIGHT].dtype == np.uint8 and said(group.config(), "quant_method") == "bitnet"
+
+
+def _divides(group: Group) -> bool:
+    kind = said(group.config(), "linear_class") or "bitlinear"
+    if kind not in ("bitlinear", "autobitlinear"):
+        raise group.wrong(f"`linear_class` must be 'bitlinear' or 'autobitlinear', got {kind[:50]!r}")
+    return kind == "bitlinear"
+
+
+def _like(group: Group) -> Array1B:
+    weight, scale = group[WEIGHT], group[SCALE]
+    if len(weight.shape) != 2 or scale.shape not in ((), (1,)) or scale.dtype.name not in SCALES:
+        raise group.wrong(
+            f"a ternary `weight` has two axes and a `weight_scale` of one element, one of {', '.join(SCALES)}; got "
+            f"{list(weight.shape)} and {scale.dtype}{list(scale.shape)}"
+        )
+    rows, columns = weight.shape
+    # One over a scale needs more digits than a scale of 16 bits has.
+    dtype = np.float32 if _divides(group) else scale.dtype
+    codes = jax.ShapeDtypeStruct((rows * 4, -(-columns // 4)), np.uint8)
+    fields = {"weight": codes, "scale": jax.ShapeDtypeStruct((1, 1), dtype), "axis": -1, "padding": -columns % 4}
+    return array_from_fields(Array1B, {**fields, "dtype": scale.dtype})
+
+
+def _read(group: Group, like: Array1B) -> dict[str, np.ndarray]:
+    """The leaves, some rows at a time. The scale by which the layer divides becomes one over it, in float32."""
+    packed, scale = group[WEIGHT].view(), group[SCALE].view().reshape(1, 1)
+    rows, columns = packed.shape
+    made = np.zeros(like.weight.shape, np.uint8)
+    step = max(AT_ONCE // max(columns, 1), 1)
+    for start in range(0, rows, step):
+        part = packed[start : start + step]
+        for i in range(4):
+            values = part >> np.uint8(2 * i) & np.uint8(3)
+            if np.any(values == 3):
+                raise group.wrong("it has the code 3, which is no ternary value")
+            codes, into = CODES[values], made[i * rows + start : i * rows + start + len(part)]
+            for j in range(min(4, columns)):
+                each = codes[:, j::4]
+                into[:, : each.shape[1]] |= each << np.uint8(2 * j)
+    if _divides(group):
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            scale = np.float32(1) / scale.astype(np.float32)
+    return {"weight": made, "scale": scale}
+
+
+register_layout(Layout("bitnet", "bitnet", (WEIGHT, SCALE), _fits, _like, _read))

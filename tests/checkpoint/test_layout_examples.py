@@ -1,0 +1,43 @@
+"""Every layout of another project has a small valid example, which is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eformer.checkpoint import CheckpointError, open_checkpoint
+from eformer.checkpoint._prequantized import LAYOUTS, PrequantizedEntry
+
+from .layout_examples import Example, examples, write_folder
+
+
+@pytest.mark.parametrize("example", examples().values(), ids=examples())
+def test_examples(example: Example, tmp_path: Path):
+    folder = write_folder(tmp_path, {f"layer.{name}": each for name, each in example.tensors.items()}, example.config)
+    if example.refused:
+        with pytest.raises(CheckpointError, match="not read here"):
+            open_checkpoint(folder)
+        return
+    with open_checkpoint(folder) as checkpoint:
+        assert len(checkpoint) == 1
+        info = checkpoint.info(*checkpoint)
+        made = checkpoint.entry(*checkpoint).host()
+    assert info.format is not None
+    assert (made.shape, made.dtype) == (info.shape, info.dtype)
+
+
+def test_every_layout_has_an_example(tmp_path: Path):
+    seen = set()
+    for example in examples().values():
+        tensors = {f"layer.{name}": each for name, each in example.tensors.items()}
+        if not example.refused:
+            with open_checkpoint(write_folder(tmp_path, tensors, example.config)) as checkpoint:
+                entry = checkpoint.entry(*checkpoint)
+            assert isinstance(entry, PrequantizedEntry)
+            seen.add(id(entry._layout))
+            continue
+        fits = [each for each in LAYOUTS if all(any(name.endswith(end) for name in tensors) for end in each.needs)]
+        seen.add(id(fits[0]))
+    missing = [(layout.kind, layout.name, layout.needs) for layout in LAYOUTS if id(layout) not in seen]
+    assert not missing, "add one to layout_examples.py"
