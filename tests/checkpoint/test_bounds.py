@@ -25,6 +25,7 @@ from eformer.kernels.reference import NF4_CODES
 from eformer.ops.quantization import Array8B, quantize
 
 from .files import ours, parts_of, safetensors_file, with_header
+from .layout_examples import write_folder
 
 SLACK = 1 << 21  # bytes that reading takes whatever the size: pieces that are decoded, and Python's own
 ROWS, COLUMNS = 512, 2048
@@ -99,6 +100,48 @@ def test_memory_of_loading(make: Callable[[Path], Any], times: float, tmp_path: 
     size = len(source) if isinstance(source, bytes) else source.stat().st_size
     load(source)  # what is compiled or imported once is not counted
     assert peak(lambda: load(source)) <= times * size + SLACK
+
+
+OUT, IN, GROUPS = 2048, 4096, 32
+
+
+def qweight(bits: int, shape: tuple[int, int], words: int, **more: np.ndarray) -> dict[str, np.ndarray]:
+    """An array (OUT, IN) of GPTQ or AWQ, which have `words` of zeros in a row."""
+    random = np.random.default_rng(bits)
+    parts = {name: random.integers(0, 2**31, each).astype(np.int32) for name, each in (("qweight", shape),)}
+    return {**parts, "qzeros": np.ones((GROUPS, words), np.int32), "scales": np.ones((GROUPS, OUT), np.float16), **more}
+
+
+def shuffled() -> np.ndarray:
+    return np.random.default_rng(0).permutation(IN).astype(np.int32) // (IN // GROUPS)
+
+
+LAYOUTS: dict[str, tuple[Callable[[], dict[str, np.ndarray]], dict[str, Any]]] = {
+    "gptq": (lambda: qweight(4, (IN // 8, OUT), OUT // 8), {"quant_method": "gptq"}),
+    "gptq, desc_act": (lambda: qweight(4, (IN // 8, OUT), OUT // 8, g_idx=shuffled()), {"quant_method": "gptq"}),
+    "gptq, 3 bits": (lambda: qweight(3, (IN // 32 * 3, OUT), OUT // 32 * 3), {"quant_method": "gptq"}),
+    "awq": (lambda: qweight(4, (IN, OUT // 8), OUT // 8), {"quant_method": "awq"}),
+    "awq, 5 bits": (lambda: qweight(5, (IN, OUT // 32 * 5), OUT // 32 * 5), {"quant_method": "auto-round"}),
+    "bitnet": (
+        lambda: {"weight": np.full((OUT // 4, IN), 0b01100001, np.uint8), "weight_scale": np.ones(1, np.float32)},
+        {"quant_method": "bitnet"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "config"), LAYOUTS.values(), ids=LAYOUTS)
+def test_memory_of_layouts(
+    make: Callable[[], dict[str, np.ndarray]],
+    config: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Codes are unpacked some at a time: all of them are up to four times as large as the file."""
+    for module in ("_grouped_like", "_layout_awq", "_layout_bitnet"):
+        monkeypatch.setattr(f"eformer.checkpoint.{module}.AT_ONCE", 1 << 18)
+    folder = write_folder(tmp_path, {f"layer.{name}": each for name, each in make().items()}, config)
+    load(folder)  # what is compiled or imported once is not counted
+    assert peak(lambda: load(folder)) <= 2 * (folder / "model.safetensors").stat().st_size + SLACK
 
 
 def test_a_tensor_is_a_part_of_one_array():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def _read(path: Path) -> Json:
     """The JSON of a file; None if there is no such file."""
     try:
         with open_plain(path) as file:
-            text = file.read(MAX_CONFIG + 1)
+            size = os.fstat(file.fileno()).st_size
+            text = file.read(min(size, MAX_CONFIG) + 1)  # which is also the memory it takes
     except FileNotFoundError:
         return None
     if len(text) > MAX_CONFIG:

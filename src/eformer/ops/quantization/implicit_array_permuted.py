@@ -41,12 +41,10 @@ class ArrayPermuted(QuantizedArray):
 
     >>> import jax.numpy as jnp
     >>> from eformer.ops.quantization import ArrayGrouped, ArrayPermuted
-    >>> w = jnp.arange(8.0).reshape(2, 4)
-    >>> order = jnp.array([2, 0, 3, 1])
-    >>> q = ArrayPermuted(ArrayGrouped.quantize(w[:, order], block_size=2), order)
-    >>> q.materialize()
-    Array([[0., 1., 2., 3.],
-           [4., 5., 6., 7.]], dtype=float32)
+    >>> stored = ArrayGrouped.quantize(jnp.arange(8.0).reshape(2, 4), block_size=2)
+    >>> q = ArrayPermuted(stored, order=jnp.array([2, 0, 3, 1]))
+    >>> q.materialize()[0].round()
+    Array([1., 3., 0., 2.], dtype=float32)
     """
 
     _rules: ClassVar[Rules] = {
