@@ -25,17 +25,22 @@ FORMATS = ("gptq", "gptq_v2", "gptq_p")
 # --- the dialect ---
 
 
+def _is_auto_round(config: Config) -> bool:
+    return "auto-round" in said(config, "quant_method")  # "intel/auto-round" in early releases
+
+
 def _stored_less(config: Config, bits: int) -> int | None:
     """By how much stored zeros are less than zeros: 1, 0, or None if the configuration does not say it."""
-    if said(config, "quant_method") == "auto-round":
-        packing = said(config, "packing_format") or "auto_round:auto_gptq"
-        return None if "awq" in packing else int("gptq" in packing and "gptqmodel" not in packing)
+    if _is_auto_round(config):
+        packing = said(config, "packing_format", "backend")
+        settled = "round" in packing and "awq" not in packing
+        return int("gptq" in packing and "gptqmodel" not in packing) if settled else None
     return 0 if _is_planar(config, bits) else {"gptq": 1, "gptq_v2": 0}.get(said(config, "checkpoint_format", "format"))
 
 
 def _is_planar(config: Config, bits: int) -> bool:
     """Whether codes are split into planes. GPTQModel has no other way for 5, 6 and 7 bits, and auto-round has none."""
-    if said(config, "quant_method") == "auto-round":
+    if _is_auto_round(config):
         return False
     return bits in (5, 6, 7) or said(config, "checkpoint_format", "format") == "gptq_p"
 
