@@ -13,7 +13,6 @@ import pytest
 
 from eformer.checkpoint import CheckpointError, convert, load, open_checkpoint
 from eformer.cli import main
-from eformer.ops.quantization import QuantizedArray
 
 from .files import bits, safetensors_file
 from .layouts import BF16, CASES, Case
@@ -34,8 +33,7 @@ def test_values_are_those_of_the_file(name: str, tmp_path: Path):
         assert (checkpoint.kind, checkpoint.info(case.name).format) == (case.kind, case.format)
         found = checkpoint[case.name]
     assert found.shape == case.expected.shape
-    wide = found.with_dtype(np.float32).materialize() if isinstance(found, QuantizedArray) else found
-    assert bits(np.asarray(wide, np.float32)) == bits(case.expected)
+    assert bits(found.with_dtype(np.float32).materialize()) == bits(case.expected)
 
 
 # --- a folder as a whole ---
@@ -140,7 +138,7 @@ LIES: dict[str, tuple[Callable[[], Case], str]] = {
     "axes of scales": (lie("pack 4 bits", weight_scale=np.ones((6, 4, 1), np.float32)), "are not those of a weight"),
     "zeros": (lie("pack 4 bits", weight_zero_point=np.ones((2, 4), np.int32)), r"must be int32\[1, 4\]"),
     "int8 zeros": (lie("pack channel", weight_zero_point=np.full((6, 1), -128, np.int8)), "3 bits do not reach"),
-    "groups": (lie("pack permuted", weight_g_idx=lambda groups: groups + 1), "groups that are none of the 4"),
+    "groups": (lie("pack permuted", weight_g_idx=lambda groups: groups + 1), "each group for 16 columns, from 0 on"),
     "columns": (lie("pack permuted", weight_g_idx=lambda groups: groups[:-1]), r"`weight_g_idx` must be int32\[64\]"),
     "both packings": (
         lie("pack 4 bits", weight_packed=np.ones((6, 2), np.int32), weight_shape=np.array([6, 20]), config={}),

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from eformer.checkpoint import load, save
+from eformer.checkpoint._bit_fields import pack_planes
 from eformer.checkpoint._file import MappedFile
 from eformer.checkpoint._header import read_header
 from eformer.ops.quantization import ArrayFloat8, ArrayGrouped, quantize
@@ -31,23 +32,28 @@ def weight(*shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(len(shape)), shape or (OUT, IN))
 
 
-def with_zeros(bits: int, zero: jax.Array | None = None) -> ArrayGrouped:
-    q = ArrayGrouped.quantize(weight(), 32, bits=bits, symmetric=True)
-    some = np.random.default_rng(1).integers(0, 2**bits, (OUT, IN // 32), np.uint8)
-    return dataclasses.replace(q, zero=jnp.asarray(some) if zero is None else zero)
-
-
 def mxfp4() -> ArrayGrouped:
     found: ArrayGrouped = load(safetensors_file(CASES["mxfp4 ct"]().tensors))["m.weight"]
     return found
 
 
+def grouped(bits: int, *shape: int, block: int = 64, dtype: Any = jnp.float32, **other: str) -> ArrayGrouped:
+    """Any codes, with scales and other leaves of bfloat16 or uint8."""
+    shape, random = shape or (OUT, IN), np.random.default_rng(bits)
+    planes = pack_planes(random.integers(0, 2**bits, shape, np.uint8), bits)
+    entries = (*shape[:-1], shape[-1] // block)
+    kinds = {"scale": "bfloat16", **other}
+    leaves = {name: jnp.asarray(random.integers(0, 2**bits, entries), kind) for name, kind in kinds.items()}
+    return ArrayGrouped(**jax.tree.map(jnp.asarray, planes), **leaves, bits=bits, block_size=block, dtype=dtype)
+
+
+BIASES = {"offset": "bfloat16"}
 ARRAYS: dict[str, Callable[[], ArrayGrouped]] = {
-    **{f"{bits} bits": lambda bits=bits: ArrayGrouped.quantize(weight(), bits=bits) for bits in (3, 4, 8)},
-    "symmetric": lambda: ArrayGrouped.quantize(weight(), bits=4, symmetric=True),
-    "zeros": lambda: with_zeros(3),
-    "long blocks": lambda: ArrayGrouped.quantize(weight(OUT, 512), 256),
-    "experts of bfloat16": lambda: ArrayGrouped.quantize(weight(2, OUT, IN).astype(jnp.bfloat16), 32),
+    **{f"{bits} bits": lambda bits=bits: grouped(bits, **BIASES) for bits in (2, 3, 4, 5, 6, 8)},
+    "symmetric": lambda: grouped(4),
+    "zeros": lambda: grouped(3, block=32, zero="uint8"),
+    "long blocks": lambda: grouped(4, OUT, 512, block=256, **BIASES),
+    "experts of bfloat16": lambda: grouped(4, 2, OUT, IN, block=32, dtype=jnp.bfloat16, **BIASES),
     "mxfp4": mxfp4,
 }
 
@@ -93,7 +99,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
     "vector": (CT, lambda: ArrayGrouped.quantize(weight(64), symmetric=True), "have two axes"),
     "e5m2": (CT, lambda: quantize(weight(), format="fp8_e5m2"), "float8_e4m3fn, not float8_e5m2"),
     "fp8 columns": (CT, lambda: ArrayFloat8.quantize(weight(), axis=0), "quantize with `axis=-1`"),
-    "zero": (CT, lambda: with_zeros(4, jnp.full((OUT, 4), 16, jnp.uint8)), "16 does not fit into 4 bits"),
+    "zero": (CT, lambda: dataclasses.replace(grouped(4), zero=jnp.full((1, 1), 16, jnp.uint8)), "16 does not fit into 4"),
     "mlx blocks": ("mlx", lambda: ArrayGrouped.quantize(weight(), 48), "must be divided by one of 32, 64, 128"),
     "mlx axis": ("mlx", lambda: quantize(weight(), format="int4", axis=0), COLUMNS),
     "mlx scales": ("mlx", lambda: quantize(weight(), format="int8_grouped", symmetric=True), "`symmetric=False`"),

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from eformer.kernels.grouped import PLANES
-from eformer.ops.quantization import Array8B, ArrayGrouped, array_from_fields
+from eformer.ops.quantization import Array8B, ArrayGrouped, ArrayPermuted, QuantizedArray, array_from_fields
 
 from ._arrays import Like
 from ._bit_fields import dense_words, unpack_dense, unpack_fields
-from ._grouped_like import AT_ONCE, FLOATS, block_of, bytes_of, grouped_like, planes_of
+from ._grouped_like import FLOATS, block_of, bytes_of, grouped_like, planes_of
 from ._header import Json, checked_shape
 from ._prequantized import Config, Group, Layout, register_layout
 
@@ -123,14 +123,44 @@ def _grouped_like(group: Group, shape: tuple[int, ...], bits: int, zero: tuple[i
     return grouped_like(shape, bits, block, dtype, leaves)
 
 
-def _packed_like(group: Group) -> Like:
+def _rows_like(group: Group, shape: tuple[int, ...]) -> Array8B:
+    """Codes of int8 with a scale for each row, or one; float32, which holds them all, is what kernels read."""
+    scale = _scale_shape(group, shape)
+    leaves = {"scale": jax.ShapeDtypeStruct(scale, np.float32), "weight": jax.ShapeDtypeStruct(shape, np.int8)}
+    axes = tuple(axis - len(shape) for axis, size in enumerate(scale) if size == 1)
+    return array_from_fields(Array8B, {**leaves, "axis": axes, "dtype": group[SCALE].dtype})
+
+
+def _row_scales(group: Group, like: Array8B) -> np.ndarray:
+    return group[SCALE].view().reshape(like.scale.shape).astype(np.float32)
+
+
+def _packed_like(group: Group) -> ArrayGrouped | ArrayPermuted | Array8B:
     shape = _shape(group)
     packing = _packing(group, shape[-1])
     like = _grouped_like(group, shape, packing.stored_bits, _zero_shape(group, shape, packing))
-    columns = group.get(COLUMNS)
-    if columns is not None and (columns.dtype != np.int32 or columns.shape != shape[-1:]):
-        raise group.wrong(f"`weight_g_idx` must be int32[{shape[-1]}], got {columns.dtype}{list(columns.shape)}")
-    return like
+    order = _order(group, like)
+    if order is not None:
+        positions = jax.ShapeDtypeStruct(order.shape, order.dtype)
+        return array_from_fields(ArrayPermuted, {"array": like, "order": positions, "dtype": like.dtype})
+    rows = packing.bits == 8 and like.zero is None and like.scale.shape[-1] == 1
+    return _rows_like(group, shape) if rows else like
+
+
+def _order(group: Group, like: ArrayGrouped) -> np.ndarray | None:
+    """The order that puts the columns of each group side by side; None if they are, which -1 means, too."""
+    columns, count = group.get(COLUMNS), like.shape[-1]
+    if columns is None:
+        return None
+    if columns.dtype != np.int32 or columns.shape != (count,):
+        raise group.wrong(f"`weight_g_idx` must be int32[{count}], got {columns.dtype}{list(columns.shape)}")
+    groups, wanted = columns.view(), np.arange(count) // like.block_size
+    if np.any(groups == -1) or np.array_equal(groups, wanted):
+        return None
+    order = np.argsort(groups, kind="stable").astype(np.int32)
+    if not np.array_equal(groups[order], wanted):
+        raise group.wrong(f"`weight_g_idx` must name each group for {like.block_size} columns, from 0 on")
+    return order
 
 
 def _zero_shape(group: Group, shape: tuple[int, ...], packing: Packing) -> tuple[int, ...] | None:
@@ -163,61 +193,35 @@ def _int8_zeros(group: Group, bits: int, like: ArrayGrouped) -> np.ndarray:
     return zero.astype(np.uint8).reshape(like.zero.shape)
 
 
-def _read_packed(group: Group, like: ArrayGrouped) -> dict[str, np.ndarray]:
+def _read_packed(
+    group: Group, like: ArrayGrouped | ArrayPermuted | Array8B
+) -> Mapping[str, np.ndarray | QuantizedArray]:
+    if isinstance(like, Array8B):
+        weight = bytes_of(group[PACKED], like.shape[-1]) ^ np.uint8(128)
+        return {"weight": weight.view(np.int8), "scale": _row_scales(group, like)}
+    if isinstance(like, ArrayGrouped):
+        return _leaves(group, like, None)
+    assert isinstance(like.array, ArrayGrouped)
+    order = _order(group, like.array)
+    leaves = _leaves(group, like.array, order)
+    return {"array": array_from_fields(ArrayGrouped, {**vars(like.array), **leaves}), "order": np.asarray(order)}
+
+
+def _leaves(group: Group, like: ArrayGrouped, order: np.ndarray | None) -> dict[str, np.ndarray]:
     packing = _packing(group, like.shape[-1])
     made = {"scale": group[SCALE].view().reshape(like.scale.shape)}
     if like.zero is not None:
         made["zero"] = _unpacked_zeros(group, packing, like)
-    if packing.dense and packing.bits in (2, 4, 8):  # the bytes are ours already
+    if packing.dense and packing.bits in (2, 4, 8) and order is None:  # the bytes are ours already
         return {**made, "packed": bytes_of(group[PACKED], like.packed.shape[-1])}
-
     # Centred codes of one more bit are larger by half of what they were centred at.
     shift = 2 ** (packing.stored_bits - 1) - 2 ** (packing.bits - 1) if like.zero is None else 0
 
     def codes(words: np.ndarray) -> np.ndarray:
-        return packing.unpack(words, like.shape[-1], -1) + np.uint8(shift)
+        found = packing.unpack(words, like.shape[-1], -1) + np.uint8(shift)
+        return found if order is None else found[:, order]
 
     return {**made, **planes_of(like, group[PACKED].view(), codes)}
-
-
-# --- columns out of order ---
-
-
-def _is_permuted(group: Group) -> bool:
-    """Whether the columns of a group are not side by side; -1 in place of a group means that all are."""
-    columns, scale = group[COLUMNS].view().reshape(-1), group[SCALE].shape
-    if not _is_packed(group) or not columns.size or not scale or np.any(columns == -1):
-        return False
-    return not np.array_equal(columns, np.arange(columns.size) // -(-columns.size // max(scale[-1], 1)))
-
-
-def _permuted_like(group: Group) -> Like:
-    like, columns = _packed_like(group), group[COLUMNS].view()
-    assert isinstance(like, ArrayGrouped)
-    if np.any((columns < 0) | (columns >= like.scale.shape[-1])):
-        raise group.wrong(f"`weight_g_idx` names groups that are none of the {like.scale.shape[-1]}")
-    return jax.ShapeDtypeStruct(like.shape, like.dtype)
-
-
-def _read_permuted(group: Group, like: jax.ShapeDtypeStruct) -> np.ndarray:
-    """The weights, decoded some rows at a time."""
-    array = _packed_like(group)
-    assert isinstance(array, ArrayGrouped)
-    packing, columns, words = _packing(group, like.shape[-1]), group[COLUMNS].view(), group[PACKED].view()
-    scale, zero = group[SCALE].view().reshape(array.scale.shape), np.uint8(2 ** (packing.bits - 1))
-    if array.zero is not None:
-        zero = _unpacked_zeros(group, packing, array)
-    rows, count, blocks = math.prod(like.shape[:-1]), like.shape[-1], scale.shape[-1]
-    scale, zero = (np.broadcast_to(each, (*like.shape[:-1], blocks)).reshape(rows, blocks) for each in (scale, zero))
-    out, words = np.empty((rows, count), like.dtype), words.reshape(rows, words.shape[-1])
-    step = max(AT_ONCE // max(count, 1), 1)
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        codes = packing.unpack(words[part], count, -1).astype(np.float32)
-        codes -= zero[part][:, columns]
-        with np.errstate(over="ignore", invalid="ignore"):
-            out[part] = codes * scale[part][:, columns].astype(np.float32)
-    return out.reshape(like.shape)
 
 
 # --- int-quantized ---
@@ -230,19 +234,18 @@ def _is_int8(group: Group) -> bool:
 
 
 def _int8_like(group: Group) -> Array8B | ArrayGrouped:
-    shape, dtype = group[WEIGHT].shape, group[SCALE].dtype
+    shape = group[WEIGHT].shape
     scale = _scale_shape(group, shape)
     if group.get(ZERO) is not None or scale[-1] != 1:
         return _grouped_like(group, shape, 8, None if group.get(ZERO) is None else scale)
-    leaves = {"scale": jax.ShapeDtypeStruct(scale, np.float32), "weight": jax.ShapeDtypeStruct(shape, np.int8)}
-    axes = tuple(axis - len(shape) for axis, size in enumerate(scale) if size == 1)
-    return array_from_fields(Array8B, {**leaves, "axis": axes, "dtype": dtype})
+    return _rows_like(group, shape)
 
 
 def _read_int8(group: Group, like: Array8B | ArrayGrouped) -> dict[str, np.ndarray]:
-    weight, scale = group[WEIGHT], group[SCALE].view().reshape(like.scale.shape)
+    weight = group[WEIGHT]
     if isinstance(like, Array8B):
-        return {"weight": weight.view(), "scale": scale.astype(np.float32)}
+        return {"weight": weight.view(), "scale": _row_scales(group, like)}
+    scale = group[SCALE].view().reshape(like.scale.shape)
     made = {"packed": bytes_of(weight, weight.shape[-1]) ^ np.uint8(128), "scale": scale}
     return made if like.zero is None else {**made, "zero": _int8_zeros(group, 8, like)}
 
@@ -259,19 +262,8 @@ def _refuse(group: Group) -> Like:
 
 
 register_layout(
-    Layout(
-        KIND,
-        "pack-quantized, dense: its columns are permuted",
-        (PACKED, SCALE, SHAPE, COLUMNS),
-        _is_permuted,
-        _permuted_like,
-        _read_permuted,
-        (ZERO,),
-    )
-)
-register_layout(
     Layout(KIND, "pack-quantized", (PACKED, SCALE, SHAPE), _is_packed, _packed_like, _read_packed, (ZERO, COLUMNS))
 )
-register_layout(Layout(KIND, "int-quantized", (WEIGHT, SCALE), _is_int8, _int8_like, _read_int8, (ZERO,)))
+register_layout(Layout(KIND, "int-quantized", (SCALE, WEIGHT), _is_int8, _int8_like, _read_int8, (ZERO,)))
 for _name, _needs in (("marlin-24", (".scale_packed", PACKED, ".meta")), ("sparse", (".bitmask", ".compressed"))):
     register_layout(Layout(KIND, _name, _needs, lambda group: True, _refuse, lambda group, like: {}))

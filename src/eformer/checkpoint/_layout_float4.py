@@ -56,7 +56,7 @@ def _mx(kind: str, name: str, codes: str, scale: str, bytes: Sequence[np.dtype],
         return {"packed": bytes_of(group[codes], like.packed.shape[-1]).view(np.uint8), "scale": powers(group[scale])}
 
     like = lambda group: fp4_like(group, group[codes], group[scale], E8M0, BFLOAT16)  # noqa: E731
-    return Layout(kind, name, (codes, scale), fits, like, read, array=array)
+    return Layout(kind, name, (scale, codes), fits, like, read, array=array)
 
 
 # --- E4M3 per block, and one for all ---
@@ -126,7 +126,7 @@ for _layout in (
     Layout(
         "compressed-tensors",
         "nvfp4-pack-quantized",
-        (".weight_packed", ".weight_scale", ".weight_global_scale"),
+        (".weight_global_scale", ".weight_scale", ".weight_packed"),
         _is_nv(".weight_packed", ".weight_global_scale"),
         _divided_like,
         _read_divided,
@@ -134,7 +134,7 @@ for _layout in (
     Layout(
         "modelopt",
         "nvfp4",
-        (".weight", ".weight_scale", ".weight_scale_2"),
+        (".weight_scale_2", ".weight_scale", ".weight"),
         _is_nv(".weight", ".weight_scale_2"),
         _multiplied_like,
         _read_multiplied,

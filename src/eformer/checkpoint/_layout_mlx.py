@@ -77,8 +77,10 @@ MODES = {4 * 32: "mxfp4", 4 * 16: "nvfp4", 8 * 32: "mxfp8"}  # by bits times blo
 def _is_mode(mode: str) -> Callable[[Group], bool]:
     def fits(group: Group) -> bool:
         weight, scales = group[WEIGHT], group[SCALES]
-        kinds = weight.dtype == np.uint32 and scales.dtype == np.uint8 and len(weight.shape) >= 2 and scales.shape
-        return bool(kinds) and MODES.get(_bits_per_block(group)) == mode
+        kinds = weight.dtype == np.uint32 and scales.dtype == np.uint8
+        if not kinds or len(weight.shape) < 2 or len(scales.shape) != len(weight.shape):
+            return False
+        return any(name == mode and scales.shape[-1] * n == weight.shape[-1] * 32 for n, name in MODES.items())
 
     return fits
 
@@ -88,7 +90,7 @@ def _fp4(mode: str, kind: np.dtype) -> Layout:
         return {"packed": bytes_of(group[WEIGHT], like.packed.shape[-1]), "scale": group[SCALES].view().view(kind)}
 
     like = lambda group: fp4_like(group, group[WEIGHT], group[SCALES], kind, BFLOAT16)  # noqa: E731
-    return Layout("mlx", f"mlx {mode}", (WEIGHT, SCALES), _is_mode(mode), like, read)
+    return Layout("mlx", f"mlx {mode}", (SCALES, WEIGHT), _is_mode(mode), like, read)
 
 
 def _mxfp8_like(group: Group) -> ArrayFloat8:
@@ -102,7 +104,7 @@ def _read_mxfp8(group: Group, like: ArrayFloat8) -> dict[str, np.ndarray]:
     return {"weight": bytes_of(group[WEIGHT], like.shape[-1]).view(E4M3), "scale": powers(group[SCALES])}
 
 
-register_layout(Layout("mlx", "mlx affine", (WEIGHT, SCALES, BIASES), _is_affine, _affine_like, _read_affine))
+register_layout(Layout("mlx", "mlx affine", (BIASES, SCALES, WEIGHT), _is_affine, _affine_like, _read_affine))
 register_layout(_fp4("mxfp4", E8M0))
 register_layout(_fp4("nvfp4", E4M3))
-register_layout(Layout("mlx", "mlx mxfp8", (WEIGHT, SCALES), _is_mode("mxfp8"), _mxfp8_like, _read_mxfp8))
+register_layout(Layout("mlx", "mlx mxfp8", (SCALES, WEIGHT), _is_mode("mxfp8"), _mxfp8_like, _read_mxfp8))

@@ -47,8 +47,9 @@ class Group:
 class Layout:
     """How another project keeps one array.
 
-    `needs` are the ends of the names of its tensors (".qweight", "_blocks"), and `may_have` are ends of others that
-    belong to it if they are there. What comes before is the same for all; with `array` behind, it is the array's name.
+    `needs` are the ends of the names of its tensors (".qweight", "_blocks"), first the one that others have least, and
+    `may_have` are ends of others that belong to it if they are there. What comes before is the same for all; with
+    `array` behind, it is the array's name.
     `kind` is the project, for `Checkpoint.kind`, and `name` is the array's format, for `ArrayInfo.format`.
 
     `fits(group)` looks at dtypes and shapes. `like(group)` gives the array without values; it may read small tensors,
@@ -112,12 +113,12 @@ def find_prequantized(
     """The arrays of known layouts among `tensors`, by name. Those that `own` names are arrays of their own."""
     found: dict[str, PrequantizedEntry] = {}
     taken: set[str] = set()
+    # A dot in front, because a name may have no prefix: "weight" ends in ".weight", too.
+    dotted = [f".{name}" for name in tensors]
     for layout in LAYOUTS:
-        for name in tensors:
-            # A dot in front, because a name may have no prefix: "weight" ends in ".weight", too.
-            if not f".{name}".endswith(layout.needs[0]):
-                continue
-            group = _group(f".{name}".removesuffix(layout.needs[0]), layout, tensors, config)
+        first = layout.needs[0]
+        for prefix in [name.removesuffix(first) for name in dotted if name.endswith(first)]:
+            group = _group(prefix, layout, tensors, config)
             names = set() if group is None else {tensor.name for tensor in group.tensors.values()}
             if group is None or names & taken or any(each in own for each in names - {group.name}):
                 continue
