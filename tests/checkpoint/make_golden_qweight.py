@@ -113,23 +113,28 @@ def gptqmodel(source: Path) -> Iterator[Case]:
         yield Case(f"gptqmodel-{bits}", config, {**tensors, "qzeros": v2 - ones}, expected)
 
 
-def awq(source: Path) -> Iterator[Case]:
-    utils = module(source / "awq/utils/packing_utils.py")
+def awq() -> Iterator[Case]:
     for bits in (4, 5):
         codes, zeros, scales = random_parts(bits, False, least=0)
-        layer = WQLinear_GEMM.from_linear(
-            linear_of(codes, zeros, scales), bits, GROUP, scales=scales.T, zeros=zeros.T, device="cpu"
-        )
+        linear = linear_of(codes, zeros, scales)
+        layer = WQLinear_GEMM.from_linear(linear, bits, GROUP, scales=scales.T, zeros=zeros.T, device="cpu")
         tensors = {name: getattr(layer, name) for name in ("qweight", "qzeros", "scales")}
-        decode = utils.dequantize_gemm if bits == 4 else dequantize_gemm
-        found = decode(layer.qweight, layer.qzeros, torch.ones_like(layer.scales, dtype=torch.float32), bits, GROUP)
+        ones = torch.ones_like(layer.scales, dtype=torch.float32)
+        found = dequantize_gemm(layer.qweight, layer.qzeros, ones, bits, GROUP)
         config = {"quant_method": "awq" if bits == 4 else "auto-round", "packing_format": "auto_round:auto_awq"}
         yield Case(f"awq-{bits}", config, tensors, found.T)
-    stub: Any = types.ModuleType("awq.utils.module")
-    stub.try_import = lambda name: (None, "")
-    sys.modules.update(
-        {"awq": types.ModuleType("awq"), "awq.utils": types.ModuleType("awq.utils"), stub.__name__: stub}
+
+
+def autoawq(source: Path) -> Iterator[Case]:
+    case = next(awq())
+    ones = torch.ones_like(case.tensors["scales"], dtype=torch.float32)
+    utils = module(source / "awq/utils/packing_utils.py")
+    assert torch.equal(
+        utils.dequantize_gemm(case.tensors["qweight"], case.tensors["qzeros"], ones, 4, GROUP).T, case.expected
     )
+    stubs: Any = {name: types.ModuleType(name) for name in ("awq", "awq.utils", "awq.utils.module")}
+    stubs["awq.utils.module"].try_import = lambda name: (None, "")  # of its CUDA kernels
+    sys.modules.update(stubs)
     gemv = module(source / "awq/modules/linear/gemv.py").WQLinear_GEMV
     codes, zeros, scales = random_parts(4, False, least=0)
     layer = gemv.from_linear(linear_of(codes, zeros, scales), 4, GROUP, scales=scales, zeros=zeros)
@@ -148,9 +153,9 @@ def ternary() -> Iterator[Case]:
         yield Case(f"bitnet-{kind}", {"quant_method": "bitnet", "linear_class": kind}, tensors, found)
 
 
-def main(autoawq: str, gptqmodel_source: str) -> None:
+def main(autoawq_source: str, gptqmodel_source: str) -> None:
     torch.manual_seed(0)
-    cases = [*gptq(), *gptqmodel(Path(gptqmodel_source)), *awq(Path(autoawq)), *ternary()]
+    cases = [*gptq(), *gptqmodel(Path(gptqmodel_source)), *awq(), *autoawq(Path(autoawq_source)), *ternary()]
     tensors = {f"{case.name}.{end}": tensor for case in cases for end, tensor in case.tensors.items()}
     for case in cases:
         small = case.expected.to(torch.int16 if case.expected.abs().max() > 127 else torch.int8)

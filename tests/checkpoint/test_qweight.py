@@ -142,6 +142,7 @@ def test_a_configuration_that_contradicts_symmetric_zeros(word: int, form: str, 
 
 REFUSED: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any], str]] = {
     "zeros of either dialect": ("gptq-4-asym", None, {}, "whether its zeros are stored less one"),
+    "zeros of another method": ("gptq-4-asym", {"quant_method": "awq"}, {}, "whether its zeros are stored less one"),
     "3 bits of either packing": ("gptq-3-asym", None, {}, "codes of 3 bits are packed in two ways"),
     "another format": ("gptq-4-sym", {"quant_method": "gptq", "checkpoint_format": "marlin"}, {}, "'marlin', which is"),
     "int16 codes": ("awq-4", {}, {"qweight": np.zeros((4, 4), np.int16)}, "'gemm'|`gemv_fast`"),

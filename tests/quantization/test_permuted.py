@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.checkpoint import CheckpointError, load, save
@@ -58,6 +59,26 @@ def test_matmuls_stay_quantized(function: Any, shape: tuple[int, ...]):
     found, expected = jax.jit(implicit(function))(x, q), function(x, q.materialize())
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def moved_codes(jaxpr: Any) -> list[Any]:
+    """The equations of a program that transpose codes, for something that uses them."""
+    used = {id(each) for eqn in jaxpr.eqns for each in eqn.invars} | {id(each) for each in jaxpr.outvars}
+    found = []
+    for eqn in jaxpr.eqns:
+        codes = eqn.primitive.name == "transpose" and eqn.outvars[0].aval.dtype == jnp.uint8
+        found += [eqn] if codes and id(eqn.outvars[0]) in used else []
+        found += [each for inner in jaxprs_in_params(eqn.params) for each in moved_codes(inner)]
+    return found
+
+
+def test_a_transpose_moves_no_codes():
+    def twice(x: Any, q: Any) -> Any:
+        return x @ q.T, jnp.transpose(q)
+
+    x, q = normal((3, 64), seed=1), permuted()
+    assert not moved_codes(jax.make_jaxpr(implicit(lambda x, q: x @ q.T))(x, q).jaxpr)
+    assert moved_codes(jax.make_jaxpr(implicit(twice))(x, q).jaxpr)  # which has to
 
 
 def test_gradients_and_casts():

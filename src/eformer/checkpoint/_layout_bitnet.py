@@ -11,6 +11,7 @@ import numpy as np
 
 from eformer.ops.quantization import Array1B, array_from_fields
 
+from ._bit_fields import pack_planes
 from ._grouped_like import AT_ONCE
 from ._prequantized import Group, Layout, register_layout
 from ._qweight import SCALES, said
@@ -37,19 +38,18 @@ def _like(group: Group) -> Array1B:
             f"a ternary `weight` has two axes and a `weight_scale` of one element, one of {', '.join(SCALES)}; got "
             f"{list(weight.shape)} and {scale.dtype}{list(scale.shape)}"
         )
+    _divides(group)  # raises unless it is known
     rows, columns = weight.shape
-    # One over a scale needs more digits than a scale of 16 bits has.
-    dtype = np.float32 if _divides(group) else scale.dtype
-    codes = jax.ShapeDtypeStruct((rows * 4, -(-columns // 4)), np.uint8)
-    fields = {"weight": codes, "scale": jax.ShapeDtypeStruct((1, 1), dtype), "axis": -1, "padding": -columns % 4}
-    return array_from_fields(Array1B, {**fields, "dtype": scale.dtype})
+    leaves = {"weight": ((rows * 4, -(-columns // 4)), np.uint8), "scale": ((1, 1), np.float32)}
+    structs = {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in leaves.items()}
+    return array_from_fields(Array1B, {**structs, "axis": -1, "padding": -columns % 4, "dtype": scale.dtype})
 
 
 def _read(group: Group, like: Array1B) -> dict[str, np.ndarray]:
-    """The leaves, some rows at a time. The scale by which the layer divides becomes one over it, in float32."""
-    packed, scale = group[WEIGHT].view(), group[SCALE].view().reshape(1, 1)
+    """The leaves, some rows at a time. A scale that the layer divides by becomes one over it."""
+    packed = group[WEIGHT].view()
     rows, columns = packed.shape
-    made = np.zeros(like.weight.shape, np.uint8)
+    made = np.empty(like.weight.shape, np.uint8)
     step = max(AT_ONCE // max(columns, 1), 1)
     for start in range(0, rows, step):
         part = packed[start : start + step]
@@ -57,14 +57,11 @@ def _read(group: Group, like: Array1B) -> dict[str, np.ndarray]:
             values = part >> np.uint8(2 * i) & np.uint8(3)
             if np.any(values == 3):
                 raise group.wrong("it has the code 3, which is no ternary value")
-            codes, into = CODES[values], made[i * rows + start : i * rows + start + len(part)]
-            for j in range(min(4, columns)):
-                each = codes[:, j::4]
-                into[:, : each.shape[1]] |= each << np.uint8(2 * j)
-    if _divides(group):
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            scale = np.float32(1) / scale.astype(np.float32)
-    return {"weight": made, "scale": scale}
+            row = i * rows + start
+            made[row : row + len(part)] = pack_planes(CODES[values], 2)["packed"]
+    with np.errstate(all="ignore"):  # it may be 0, or a NaN that signals
+        scale = group[SCALE].view().reshape(1, 1).astype(np.float32)
+        return {"weight": made, "scale": np.float32(1) / scale if _divides(group) else scale}
 
 
 register_layout(Layout("bitnet", "bitnet", (WEIGHT, SCALE), _fits, _like, _read))

@@ -25,17 +25,27 @@ FORMATS = ("gptq", "gptq_v2", "gptq_p")
 # --- the dialect ---
 
 
+def _is_auto_round(config: Config) -> bool:
+    return "auto-round" in said(config, "quant_method")  # "intel/auto-round" in early releases
+
+
+def _is_gptq(config: Config) -> bool:
+    """Whether the configuration is one of GPTQ; AutoGPTQ's own file did not name a method."""
+    return bool(config) and (_is_auto_round(config) or said(config, "quant_method") in ("", "gptq"))
+
+
 def _stored_less(config: Config, bits: int) -> int | None:
     """By how much stored zeros are less than zeros: 1, 0, or None if the configuration does not say it."""
-    if said(config, "quant_method") == "auto-round":
-        packing = said(config, "packing_format") or "auto_round:auto_gptq"
-        return None if "awq" in packing else int("gptq" in packing and "gptqmodel" not in packing)
+    if _is_auto_round(config):
+        packing = said(config, "packing_format", "backend")
+        settled = "round" in packing and "awq" not in packing
+        return int("gptq" in packing and "gptqmodel" not in packing) if settled else None
     return 0 if _is_planar(config, bits) else {"gptq": 1, "gptq_v2": 0}.get(said(config, "checkpoint_format", "format"))
 
 
 def _is_planar(config: Config, bits: int) -> bool:
     """Whether codes are split into planes. GPTQModel has no other way for 5, 6 and 7 bits, and auto-round has none."""
-    if said(config, "quant_method") == "auto-round":
+    if _is_auto_round(config):
         return False
     return bits in (5, 6, 7) or said(config, "checkpoint_format", "format") == "gptq_p"
 
@@ -43,12 +53,12 @@ def _is_planar(config: Config, bits: int) -> bool:
 def _check_dialect(group: Group, form: Form) -> None:
     config = group.config()
     stated = said(config, "checkpoint_format", "format")
-    if said(config, "quant_method") == "gptq" and stated and stated not in FORMATS:
+    if _is_gptq(config) and not _is_auto_round(config) and stated and stated not in FORMATS:
         raise group.wrong(
             f"the configuration says that its format is {stated[:50]!r}, which is not read: it must be one of "
             f"{', '.join(map(repr, FORMATS))}"
         )
-    if not config and WORD % form.bits:
+    if not _is_gptq(config) and WORD % form.bits:
         raise group.wrong(
             f"codes of {form.bits} bits are packed in two ways, and no `quantization_config` in a config.json beside "
             f"the file says by `quant_method` and `checkpoint_format` which it is"
@@ -69,15 +79,12 @@ def _zeros(group: Group, form: Form) -> np.ndarray:
     stored = _codes(words, bits, form.out, planar)
     if less is None or config.get("sym") is not False:
         less = _less_if_symmetric(group, stored, bits, less)
-    if less is None:
-        # Releases that did not write `checkpoint_format` knew only one.
-        if not config:
-            raise group.wrong(
-                "nothing says whether its zeros are stored less one: a config.json beside the file must have a "
-                '`quantization_config` with `checkpoint_format`, "gptq" if they are and "gptq_v2" if not'
-            )
-        less = 1
-    if not less:
+    if less is None and not _is_gptq(config):
+        raise group.wrong(
+            "nothing says whether its zeros are stored less one: a config.json beside the file must have a "
+            '`quantization_config` with `checkpoint_format`, "gptq" if they are and "gptq_v2" if not'
+        )
+    if less == 0:  # None of GPTQ is 1: releases that did not write `checkpoint_format` knew only "gptq"
         return stored
     if WORD % bits:
         return stored + np.uint8(1) & np.uint8(2**bits - 1)

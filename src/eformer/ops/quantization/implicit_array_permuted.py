@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, Self
@@ -9,12 +10,13 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax import tree_util as jtu
 from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from eformer.jaximus import aux_field, register
+from eformer.jaximus import Deferred, ImplicitArray, aux_field, register
 
 from . import _leafwise
 from ._base import QuantizedArray
@@ -84,13 +86,22 @@ class ArrayPermuted(QuantizedArray):
         return self.array.shape
 
     def _stored(self) -> LeafwiseArray:
-        """The array as it is stored, with the switches of this one."""
-        switches = {"use_kernel": self.use_kernel, "activation_dtype": self.activation_dtype}
-        return self.array._replaced(dtype=self.dtype, **switches)
+        """The array as it is stored, with the dtype and the switches of this one."""
+        own = {name: getattr(self, name) for name in ("dtype", "use_kernel", "activation_dtype")}
+        # A transpose knows what it is the transpose of; a copy of it does not.
+        same = all(getattr(self.array, name) == value for name, value in own.items())
+        return self.array if same else self.array._replaced(**own)
 
     def _in_place(self, stored: jax.Array, axis: int) -> jax.Array:
         """What is in the order of `array` along `axis`, each element in its place."""
         return jnp.take(stored, jnp.argsort(self.order), axis=axis)
+
+    def _deferred(self) -> ImplicitArray | Deferred:
+        if self.array._moved_from is None:
+            return self
+        origin, permutation = self.array._moved_from
+        axis = permutation[self.axis % self.ndim] - self.ndim
+        return Deferred(self._replaced(array=origin, axis=axis), Transposition(permutation))
 
     def decode(self) -> jax.Array:
         self._check_shapes()  # a tree may have been restructured since it was constructed
@@ -144,6 +155,14 @@ def dot_general_lhs(
 def transpose(primitive: Primitive, q: ArrayPermuted, *, permutation: Sequence[int], **params: object) -> ArrayPermuted:
     moved = _leafwise.transpose(primitive, q.array, permutation=permutation, **params)
     return q._replaced(array=moved, axis=list(permutation).index(q.axis % q.ndim) - q.ndim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposition:
+    permutation: tuple[int, ...]
+
+    def __call__(self, q: Any) -> ArrayPermuted:
+        return transpose(lax.transpose_p, q, permutation=self.permutation)
 
 
 @register("convert_element_type")
