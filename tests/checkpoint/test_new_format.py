@@ -273,7 +273,7 @@ def test_without_the_codec_its_file_is_dequantized(tmp_path: Path, monkeypatch: 
     assert np.array_equal(load(path)["w"], encode(W).materialize())
 
 
-NOT_IN_GGUF = {"digits", "fp8", "fp8_e5m2", "mxfp4", "nvfp4"}
+NOT_IN_GGUF = {"digits", "fp8", "fp8_e5m2"}
 
 
 @pytest.mark.parametrize("form", [form for form in formats() if form.name not in NOT_IN_GGUF], ids=str)
