@@ -22,8 +22,8 @@ run it          implicit, use_implicit, materialize
 look inside     explain, materialization_error, use_kernels
 files           load, save, open_checkpoint, quantize_checkpoint
 train it        partition, combine, straight_through, ste
-formats         Array8B (int8), ArrayGrouped (int2, int3, int4, int5, int6, int8_grouped), ArrayFloat8 (fp8, fp8_e5m2),
-                ArrayNF4 (nf4), Array1B (ternary, binary), RSROperatorBinary, RSROperatorTernary
+formats         Array8B (int8), ArrayGrouped (int2, int3, int4, int5, int6, int8_grouped, mxfp4, nvfp4), ArrayNF4 (nf4),
+                ArrayFloat8 (fp8, fp8_e5m2), Array1B (ternary, binary), RSROperatorBinary, RSROperatorTernary
 add your own    ImplicitArray, aux_field, register; QuantizedArray, register_format, formats
 
 `help(eformer.quantize_model)` explains one name, `eformer --help` the command line. Names live in `eformer.jaximus`

@@ -25,9 +25,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "int3": ({"block_size": 8, "axis": 0},),
     "fp8": ({"block_shape": (4, 4)},),
 }
-# Of the same class as "int4" and "int3", with other planes, or as "fp8": `test_grouped.py` and `test_float8.py` have
+# Of the same class as "int4", "int3" or "fp8": `test_grouped.py`, `test_mx.py` and `test_float8.py` have
 # tests of them all.
-ALIKE = {"int2", "int5", "int6", "int8_grouped", "fp8_e5m2"}
+ALIKE = {"int2", "int5", "int6", "int8_grouped", "fp8_e5m2", "mxfp4", "nvfp4"}
 
 
 def _options(form: Format) -> tuple[dict[str, Any], ...]:

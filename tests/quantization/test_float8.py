@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.jaximus import explain, implicit
 from eformer.kernels import cpu
+from eformer.model import default_rules, quantize_model
 from eformer.ops.quantization import ArrayFloat8, format_names, quantize
 
-from .cases import assert_product, assert_same_array, assert_within, f64, normal
+from .cases import assert_product, assert_same_array, assert_same_leaves, assert_within, f64, normal
 
 DTYPES = {"fp8": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 quickly = pytest.mark.usefixtures("compile_quickly")
@@ -135,6 +136,11 @@ def test_matmuls_make_nothing_dense(options, dtype, core):
     assert_product(one_transposed, x[:1], q.materialize().T)
 
 
+def test_blocks_win_over_the_axis_that_rules_for_models_choose():
+    model = quantize_model({"kernel": normal((128, 96))}, default_rules("fp8", block_shape=(64, 32)))
+    assert_same_leaves(model["kernel"], quantize(normal((128, 96)), format="fp8", block_shape=(64, 32)))
+
+
 def test_codes_have_no_gradient():
     q, x = quantize(normal((6, 10)), format="fp8"), normal((3, 6), seed=1)
     gradient = jax.grad(implicit(lambda q: jnp.sum(x @ q)))(q)
@@ -146,7 +152,6 @@ def test_codes_have_no_gradient():
 W: Any = np.ones((6, 10), np.float32)
 CODES = jnp.asarray(W, jnp.float8_e4m3fn)
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "both": (lambda: quantize(W, format="fp8", axis=0, block_shape=(2, 2)), ValueError, "per slice or per block: got"),
     "blocks of a vector": (lambda: quantize(W[0], format="fp8", block_shape=(2, 2)), ValueError, "needs 2 axes"),
     "length 0": (lambda: quantize(W, format="fp8", block_shape=(2, 0)), ValueError, "lengths from 1 to"),
     "no ints": (lambda: quantize(W, format="fp8", block_shape=(2, 2.0)), TypeError, "must be an int"),

@@ -47,7 +47,7 @@ def absmax(x: jax.Array, axis: Sequence[int]) -> jax.Array:
     return jnp.where(jnp.isnan(zero), jnp.inf, peak).astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
-def _divide(x: jax.Array, by: jax.Array) -> jax.Array:
+def divide(x: jax.Array, by: jax.Array) -> jax.Array:
     """`x / by`, rounded once. XLA multiplies by the inverse of a broadcast `by`: inexact, and 0 where `by` is huge."""
     return x / jnp.where(jnp.isnan(x), x, by)
 
@@ -63,7 +63,7 @@ def _mean_of_magnitudes(x: jax.Array, axis: Sequence[int], count: jax.Array | in
     Each element is rounded to 24 bits of the largest one. Groups of these bits are summed as integers, and fit.
     """
     peak = absmax(x, axis)
-    whole = jnp.round(_divide(x.astype(peak.dtype), jnp.where(peak == 0, 1, peak)) * 2.0**24).astype(jnp.int32)
+    whole = jnp.round(divide(x.astype(peak.dtype), jnp.where(peak == 0, 1, peak)) * 2.0**24).astype(jnp.int32)
     bits = 30 - math.prod(x.shape[a] for a in axis).bit_length()
     total = jnp.zeros_like(peak)
     for low in range(0, 25, bits):
@@ -75,7 +75,7 @@ def _mean_of_magnitudes(x: jax.Array, axis: Sequence[int], count: jax.Array | in
 def _absmax_scale(peak: jax.Array, largest: float) -> jax.Array:
     """`peak / largest`; 1 where the peak is 0, NaN where it is infinite, and never so large that decoding overflows."""
     peak = _finite(peak)
-    step = _divide(peak, jnp.full_like(peak, largest))
+    step = divide(peak, jnp.full_like(peak, largest))
     scale = jnp.where(peak == 0, 1, jnp.maximum(step, jnp.finfo(peak.dtype).tiny))
     # Next to the largest float, `largest` times the rounded quotient overflows.
     return jnp.where(jnp.isinf(scale * largest), jnp.nextafter(scale, jnp.zeros_like(scale)), scale)
@@ -87,7 +87,7 @@ def encode_int8(x: jax.Array, axis: Sequence[int], largest: int = 127) -> tuple[
     A slice of zeros has scale 1. A slice with a NaN or an infinity has scale NaN, and decodes to NaN.
     """
     scale = _absmax_scale(absmax(x, axis), largest)
-    steps = jnp.clip(jnp.round(_divide(x.astype(scale.dtype), scale)), -largest, largest)
+    steps = jnp.clip(jnp.round(divide(x.astype(scale.dtype), scale)), -largest, largest)
     return jnp.where(jnp.isnan(steps), 0, steps).astype(jnp.int8), scale
 
 
@@ -122,7 +122,7 @@ def encode_float8(
         peak = jnp.squeeze(absmax(split(peak, along, block), (along + 1,)), along + 1)
     largest = float(jnp.finfo(dtype).max)
     scale = _absmax_scale(peak, largest)
-    unit = jnp.clip(_divide(x.astype(scale.dtype), repeat_blocks(scale, blocks, x.shape)), -largest, largest)
+    unit = jnp.clip(divide(x.astype(scale.dtype), repeat_blocks(scale, blocks, x.shape)), -largest, largest)
     return jnp.where(jnp.isnan(unit), 0, unit).astype(dtype), scale
 
 
@@ -167,7 +167,7 @@ def encode_nf4(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax
     axis, length = axis % x.ndim, x.shape[axis % x.ndim]
     blocks = split(x, axis, block_size)
     peak = _finite(absmax(blocks, (axis + 1,)))
-    unit = _divide(blocks.astype(peak.dtype), jnp.where(peak == 0, 1, peak))
+    unit = divide(blocks.astype(peak.dtype), jnp.where(peak == 0, 1, peak))
     codes = functools.reduce(jnp.add, [(unit > boundary).astype(jnp.uint8) for boundary in NF4_BOUNDARIES])
     return _pack_nibbles(merge(codes, axis, length), axis), jnp.squeeze(peak, axis + 1)
 
@@ -218,7 +218,7 @@ def encode_dynamic(x: jax.Array, block_size: int = 256) -> tuple[jax.Array, jax.
     offset = _mean_of_magnitudes(x, (-1,), max(x.shape[-1], 1))[..., 0]
     blocks = split(x - offset[..., None], -1, block_size)
     nested = absmax(blocks, (-1,))
-    unit = _divide(blocks, jnp.where(nested == 0, 1, nested))
+    unit = divide(blocks, jnp.where(nested == 0, 1, nested))
     codes = jnp.searchsorted(jnp.asarray(_boundaries(dynamic_map())), unit, side="left").astype(jnp.uint8)
     return merge(codes, x.ndim - 1, x.shape[-1]), nested[..., 0], offset
 

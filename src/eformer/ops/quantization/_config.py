@@ -30,6 +30,8 @@ class QuantizationType(enum.StrEnum):
     INT8_GROUPED = "int8_grouped"
     FP8 = "fp8"
     FP8_E5M2 = "fp8_e5m2"
+    MXFP4 = "mxfp4"
+    NVFP4 = "nvfp4"
 
 
 class _OwnBlockSize(int):

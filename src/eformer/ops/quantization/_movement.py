@@ -145,7 +145,8 @@ def _alike(arrays: Sequence[LeafwiseArray], axes: Sequence[int]) -> list[Leaves]
 
     def described(q: LeafwiseArray, leaves: Leaves | None) -> list[object]:
         lengths = {n: [d for a, d in enumerate(leaf.shape) if a not in axes] for n, leaf in (leaves or {}).items()}
-        return [type(q), lengths, *(getattr(q, name) for name in q._static_fields if name != "padding")]
+        dtypes = [leaf.dtype for leaf in (leaves or {}).values()]
+        return [type(q), lengths, dtypes, *(getattr(q, name) for name in q._static_fields if name != "padding")]
 
     first, *others = map(described, arrays, found)
     complete = [leaves for leaves in found if leaves is not None]

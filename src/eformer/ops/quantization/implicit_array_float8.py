@@ -78,17 +78,15 @@ class ArrayFloat8(LeafwiseArray):
     ) -> Self:
         """`array` in FP8 with a float32 scale per slice along `axis`, the last by default; any axes, in any number.
 
-        With `block_shape`, such as (128, 128), there is a scale for each block along the last axes instead. The
-        sharding is kept. Integers raise a ValueError unless they are held exactly.
+        With `block_shape`, such as (128, 128), there is a scale for each block along the last axes instead, whatever
+        `axis` is. The sharding is kept. Integers raise a ValueError unless they are held exactly.
         """
         x, name = checked_array(array), _code_name(code_dtype)
-        if axis is not None and block_shape is not None:
-            raise ValueError(f"scales are per slice or per block: got `axis={axis}` and `block_shape={block_shape}`")
         lengths = tuple(block_shape or ())
         if len(lengths) > x.ndim:
             raise ValueError(f"`block_shape={block_shape}` needs {len(lengths)} axes, and the array has {x.ndim}")
-        last = () if block_shape is not None else tuple(range(x.ndim))[-1:]
-        axes = normalized_axes(last if axis is None else axis, x.ndim)
+        axes = normalized_axes(tuple(range(x.ndim))[-1:] if axis is None else axis, x.ndim)
+        axes = axes if block_shape is None else ()
         lengths = _without_leading_ones(lengths)
         _a_block_shape("block_shape", lengths)
 

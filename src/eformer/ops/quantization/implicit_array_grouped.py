@@ -17,11 +17,12 @@ from eformer.kernels import grouped, reference
 from ._base import Grain, Leaves
 from ._leafwise import replaced
 from ._packed import PackedArray
-from ._registry import register_format
+from ._registry import find_format, register_format
 from ._validation import FLOATS, MAX_LENGTH, Leaf, Rules, an_int
 
 SMALL = (jnp.uint8, jnp.int8)  # of scales and offsets that have a scale themselves
 CODEBOOKS = ("integer", *grouped.CODEBOOKS)
+FLOAT4 = {jnp.dtype(jnp.float8_e8m0fnu): "mxfp4", jnp.dtype(jnp.float8_e4m3fn): "nvfp4"}  # formats by their scales
 
 
 def _some_bits(name: str, value: Any) -> None:
@@ -116,7 +117,8 @@ class ArrayGrouped(PackedArray):
         return cls._quantized(_name(bits), array, axis, encode, **options, use_kernel=use_kernel)
 
     def _names_among(self, names: Sequence[str]) -> Sequence[str]:
-        return [name for name in names if name == _name(self.bits)] if self.codebook == "integer" else [self.codebook]
+        own = _name(self.bits) if self.codebook == "integer" else FLOAT4.get(self.scale.dtype, self.codebook)
+        return [name for name in names if name == own] or [self.codebook]
 
     def _counts(self) -> Mapping[str, int]:
         return {name: 8 // width for name, width in zip(self._code_fields, grouped.PLANES[self.bits], strict=False)}
@@ -168,7 +170,8 @@ class ArrayGrouped(PackedArray):
             return wide * factor
         blocks = -(-self.shape[along] // self.block_size)
         wide = jnp.broadcast_to(wide, replaced(wide.shape, along % self.ndim, blocks))
-        return reference.scale_blocks(wide, factor, self.superblock_size // self.block_size, along)
+        per_factor = (self.superblock_size or self.block_size) // self.block_size
+        return reference.scale_blocks(wide, factor, per_factor, along)
 
     def _scale(self) -> jax.Array:
         scale = self._level("scale")
@@ -222,6 +225,9 @@ class ArrayGrouped(PackedArray):
         return (self.superblock_size or self.block_size) if name.endswith("_scale") else self.block_size
 
     def _encoded_again(self, array: jax.Array) -> ArrayGrouped:
+        if self.codebook == "e2m1":
+            made: Any = find_format(FLOAT4.get(self.scale.dtype, "mxfp4")).encode(array, self.block_size)
+            return made
         symmetric = self.zero is None and self.offset is None
         return self.quantize(array, self.block_size, bits=self.bits, symmetric=symmetric)
 

@@ -1,0 +1,60 @@
+"""MXFP4 and NVFP4: `ArrayGrouped` of 4-bit floating point (E2M1) codes, with scales of 8 bits for each short block."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+
+from eformer.kernels import float4
+
+from ._base import Leaves
+from ._registry import register_format
+from .implicit_array_grouped import ArrayGrouped
+
+
+def quantize_mxfp4(array: jax.Array, block_size: int = 32, *, axis: int = -1, use_kernel: bool = True) -> ArrayGrouped:
+    """`array` in MXFP4: a power of two for each block of 32, as OCP's "Microscaling Formats (MX) 1.0" rounds.
+
+    The largest element of a block, over the power of two, is in [4, 8); what is over 6 becomes 6. It takes 4.25 bits an
+    element.
+
+    >>> import jax.numpy as jnp
+    >>> from eformer.ops.quantization import quantize
+    >>> quantize(jnp.array([7.0, -2.5, 0.25, 1.75]), format="mxfp4").materialize()
+    Array([ 6., -2.,  0.,  2.], dtype=float32)
+    """
+    return _quantize("mxfp4", _encode_mxfp4, array, block_size, axis, use_kernel)
+
+
+def quantize_nvfp4(array: jax.Array, block_size: int = 16, *, axis: int = -1, use_kernel: bool = True) -> ArrayGrouped:
+    """`array` in NVFP4: an E4M3 scale for each block of 16, times a float32 for each matrix.
+
+    The largest element of a block has the code of 6, as far as E4M3 can tell its scale; the largest of a matrix has
+    the largest scale, 448. It takes 4.5 bits an element.
+    """
+    return _quantize("nvfp4", _encode_nvfp4, array, block_size, axis, use_kernel)
+
+
+def _quantize(
+    name: str, encode: Callable[..., Leaves], array: jax.Array, block_size: int, axis: int, use_kernel: bool
+) -> ArrayGrouped:
+    fields = {"bits": 4, "block_size": block_size, "codebook": "e2m1", "use_kernel": use_kernel}
+    return ArrayGrouped._quantized(name, array, axis, functools.partial(encode, block_size=block_size), **fields)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "block_size"))
+def _encode_mxfp4(x: jax.Array, axis: int, block_size: int) -> Leaves:
+    packed, scale = float4.encode_mxfp4(x, block_size, axis)
+    return {"packed": packed, "scale": scale}
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "block_size"))
+def _encode_nvfp4(x: jax.Array, axis: int, block_size: int) -> Leaves:
+    packed, scale, scale_scale = float4.encode_nvfp4(x, block_size, axis)
+    return {"packed": packed, "scale": scale, "scale_scale": scale_scale}
+
+
+register_format("mxfp4", ArrayGrouped, quantize_mxfp4)
+register_format("nvfp4", ArrayGrouped, quantize_nvfp4)
