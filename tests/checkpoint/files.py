@@ -1,9 +1,10 @@
-"""Safetensors files made by hand, whose metadata and tensors need not agree."""
+"""Files made by hand, whose metadata and tensors need not agree."""
 
 from __future__ import annotations
 
 import copy
 import json
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,3 +75,17 @@ def file_of(q: QuantizedArray, changes: Mapping[str, Any], leaves: Mapping[str, 
     description = changed(description, changes)
     tensors |= {f"w.{name}": np.asarray(leaf) for name, leaf in leaves.items()}
     return safetensors_file(tensors, ours({"w": description}, {"dict": {"w": "w"}}))
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def gguf_bytes(
+    *tensors: tuple[str, tuple[int, ...], int, int], pairs: bytes = b"", count: int = 0, data: int = 64
+) -> bytes:
+    """A file with these tensors (name, dimensions, type, offset), and so many bytes of data."""
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), count) + pairs
+    for name, shape, kind, offset in tensors:
+        header += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+    return header + bytes(-len(header) % 32) + bytes(data)

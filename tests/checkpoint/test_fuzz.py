@@ -20,14 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.checkpoint import CheckpointError, load, open_checkpoint, save, save_bitsandbytes, save_gguf
+from eformer.checkpoint import CheckpointError, load, open_checkpoint, save, save_bitsandbytes
+from eformer.checkpoint._gguf_blocks import IDS, TYPES
+from eformer.checkpoint._gguf_grouped import GROUPED
 from eformer.checkpoint._tree import rebuilt
 from eformer.jaximus import materialize
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, RSROperatorBinary, array_types
 
-from .files import safetensors_file, split, with_header
+from .files import gguf_bytes, safetensors_file, split, text, with_header
 from .layout_examples import examples
 
+pytestmark = pytest.mark.filterwarnings("ignore::eformer.checkpoint.DecodedWarning")
 PARTS = 4  # in which they are tried, so that processes can share them
 TRACED = 50  # every so many with all allocations traced, which is slow
 USED = 25  # of those that open, which are used
@@ -174,9 +177,16 @@ def bitsandbytes(path: Path, rng: random.Random) -> Stream:
 
 
 def gguf(path: Path, rng: random.Random) -> Stream:
-    tree = {"x": np.ones((1, 32), np.float32), "y": np.ones(2, np.float32)}
-    seed = save_gguf(path / "a.gguf", tree, type="Q8_0", metadata={"a": [1, 2], "c": ["x"]}).read_bytes()
-    header = len(seed) - 64 - 32
+    del path
+    tensors, data = [], b""
+    for kind in ("F32", *rng.sample(list(GROUPED), 4)):  # each part of the test has others
+        form = TYPES[IDS[kind]]
+        tensors.append((kind, (form.elements * 2, 1), IDS[kind], len(data)))
+        data += rng.randbytes(form.bytes * 2)
+        data += bytes(-len(data) % 32)
+    pairs = text("a") + struct.pack("<IIQ2I", 9, 4, 2, 1, 2) + text("c") + struct.pack("<IIQ", 9, 8, 1) + text("x")
+    start = gguf_bytes(*tensors, pairs=pairs, count=2, data=0)
+    seed, header = start + data, len(start)
 
     def with_numbers_changed() -> Stream:
         """Whole fields of four and eight bytes, which byte by byte takes long."""

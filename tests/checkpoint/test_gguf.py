@@ -22,6 +22,8 @@ from eformer.checkpoint._gguf_encode import ENCODERS
 from eformer.checkpoint._gguf_grouped import GROUPED
 from eformer.ops.quantization import Array1B, ArrayGrouped, QuantizedArray, quantize
 
+from .files import gguf_bytes, text
+
 GOLDEN = Path(__file__).with_name("blocks.gguf")
 
 
@@ -358,20 +360,6 @@ def test_a_real_file(request: pytest.FixtureRequest):
 
 
 # --- what does not hold together ---
-
-
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
-
-
-def gguf_bytes(
-    *tensors: tuple[str, tuple[int, ...], int, int], pairs: bytes = b"", count: int = 0, data: int = 64
-) -> bytes:
-    """A file with these tensors (name, dimensions, type, offset), and so many bytes of data."""
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), count) + pairs
-    for name, shape, kind, offset in tensors:
-        header += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
-    return header + bytes(-len(header) % 32) + bytes(data)
 
 
 ALIGNMENT = text("general.alignment") + struct.pack("<II", 4, 3)

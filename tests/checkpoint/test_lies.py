@@ -25,7 +25,10 @@ from eformer.ops.quantization import ArrayGrouped, ArrayPermuted, QuantizedArray
 
 from .lies import LIES, Lie
 
-pytestmark = pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning"),
+    pytest.mark.filterwarnings("ignore::eformer.checkpoint.DecodedWarning"),
+]
 resource = pytest.importorskip("resource", reason="this system does not limit the memory of a process")
 
 PARTS = 2  # in which they are tried, so that processes can share them
