@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -48,7 +49,7 @@ def in_blocks(w: jax.Array, axis: int, name: str, block_size: int, kind: str) ->
     small = [jnp.asarray(rng.integers(-50, 50, blocks), jnp.int8), jnp.asarray(rng.integers(0, 64, blocks), jnp.uint8)]
     scales = {
         "scale": {"scale": numbers[0]},
-        "zero": {"scale": numbers[0].astype(jnp.float16), "zero": small[1] % jnp.uint8(2**bits)},
+        "zero": {"scale": numbers[0].astype(jnp.float16), "zero": small[1] & jnp.uint8(2**bits - 1)},
         "offset": {"scale": numbers[0].astype(jnp.bfloat16), "offset": numbers[1].astype(jnp.bfloat16)},
         "two levels": {
             "scale": small[0],
@@ -135,17 +136,17 @@ def oracle(matrix: Matrix) -> jax.Array:
 
 # The largest value of a code, of formats with offsets.
 BOUNDS = {f"uint{bits}": 2**bits for bits in grouped.PLANES} | {"e2m1": 6, "iq4_nl": 127}
-IN_BLOCKS = [
-    ("uint2", 16, "offset"),
-    ("uint3", 16, "two levels"),
-    ("uint4", 64, "offset"),
-    ("uint4", 32, "two levels"),
-    ("uint4", 5, "zero"),
-    ("uint5", 32, "zero"),
-    ("uint6", 16, "two levels"),
-    ("uint8", 24, "scale"),
-    ("e2m1", 16, "float8"),
-    ("iq4_nl", 32, "offset"),
+IN_BLOCKS = [  # and the axes along which they are packed
+    ("uint2", 16, "offset", (1,)),
+    ("uint3", 16, "two levels", (2,)),
+    ("uint4", 64, "offset", (1, 2)),
+    ("uint4", 32, "two levels", (2,)),
+    ("uint4", 5, "zero", (1,)),
+    ("uint5", 32, "zero", (2,)),
+    ("uint6", 16, "two levels", (1, 2)),
+    ("uint8", 24, "scale", (1,)),
+    ("e2m1", 16, "float8", (2,)),
+    ("iq4_nl", 32, "offset", (1,)),
 ]
 FORMATS = {
     "int8 per row": lambda w: int8(w, (2,)),
@@ -160,10 +161,8 @@ FORMATS = {
     "ternary per matrix": lambda w: ternary(w, 1, (1, 2)),
     "ternary along 2": lambda w: ternary(w, 2, (1,)),
     **{
-        f"{name} {size} {kind} along {a}": lambda w, a=a, name=name, size=size, kind=kind: in_blocks(
-            w, a, name, size, kind
-        )
-        for name, size, kind in IN_BLOCKS
-        for a in (1, 2)
+        f"{name} {size} {kind} along {a}": functools.partial(in_blocks, axis=a, name=name, block_size=size, kind=kind)
+        for name, size, kind, axes in IN_BLOCKS
+        for a in axes
     },
 }
