@@ -13,10 +13,11 @@
 namespace eformer {
 namespace {
 
-constexpr int64_t kTaskValues = 1 << 20;    // values of the matrix in a task: about 50 microseconds
-constexpr int64_t kMaxDepthParts = 8;       // partial sums kept for each element of the result
-constexpr int64_t kMinTasks = 8;            // with fewer, threads are idle
-constexpr int64_t kMaxInt8Depth = 1 << 17;  // sums of more terms of 127 * 128 may not fit into 32 bits
+constexpr int64_t kTaskValues = 1 << 20;     // values of a large matrix in a task: about 50 microseconds
+constexpr int64_t kMinTaskValues = 1 << 17;  // of a small one: less is not worth waking a thread
+constexpr int64_t kMaxDepthParts = 8;        // partial sums kept for each element of the result
+constexpr int64_t kMinTasks = 8;             // with fewer, threads are idle
+constexpr int64_t kMaxInt8Depth = 1 << 17;   // sums of more terms of 127 * 128 may not fit into 32 bits
 
 float FromBfloat16(uint16_t bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;
@@ -209,6 +210,12 @@ struct Depth {
   int64_t Start(int64_t part, int64_t parts) const { return std::min(all, Units() * part / parts * unit); }
 };
 
+// Values in a task for one row of x. Small matrices are cut finer, so that threads share them too.
+int64_t TaskValues(const Matrix& m) {
+  constexpr int64_t kTasks = 16;
+  return std::clamp(m.rows * m.cols / kTasks, kMinTaskValues, kTaskValues);
+}
+
 // Adds up the results of `count` parts, `stride` apart.
 void AddParts(const float* results, int64_t count, int64_t stride, int64_t width, float* sums) {
   std::memcpy(sums, results, width * sizeof(float));
@@ -226,7 +233,7 @@ void CutRowMatmul(ffi::ThreadPool& pool, const Stack& stack, const PartMatmul& m
   const int64_t block = format.scales == ScaleKind::kPerBlock && shape.packed_axis == 0 ? shape.block : 1;
   const Depth depth = {shape.Depth(), CeilDiv(kDepthStep, block) * block};
   const int64_t width = shape.Width(), slices = CeilDiv(width, kSliceColumns);
-  const int64_t parts = depth.Parts(CeilDiv(depth.all * std::min(width, kSliceColumns), kTaskValues));
+  const int64_t parts = depth.Parts(CeilDiv(depth.all * std::min(width, kSliceColumns), TaskValues(shape)));
   const std::unique_ptr<float[]> partial(parts > 1 ? new float[stack.count * parts * width] : nullptr);
   ParallelFor(pool, stack.count * parts * slices, [&](int64_t task) {
     const int64_t matrix = task / (parts * slices), part = task / slices % parts;
@@ -247,7 +254,7 @@ void RowMatmulTransposed(ffi::ThreadPool& pool, const Stack& stack, const Single
   const int64_t depth = shape.Depth(), width = shape.Width();
   const bool in_blocks = format.scales == ScaleKind::kPerBlock && shape.packed_axis == 0;
   const int64_t unit = in_blocks ? shape.block : format.max_values_per_byte;
-  const int64_t rows = CeilDiv(CeilDiv(kTaskValues, std::max<int64_t>(depth, 1)), unit) * unit;
+  const int64_t rows = CeilDiv(CeilDiv(TaskValues(shape), std::max<int64_t>(depth, 1)), unit) * unit;
   const int64_t tasks = CeilDiv(width, rows);
   ParallelFor(pool, stack.count * tasks, [&](int64_t task) {
     const int64_t matrix = task / tasks, n0 = task % tasks * rows;
@@ -321,10 +328,11 @@ void PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, const Rows& x, float
 
 ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs buffers, ffi::Result<ffi::AnyBuffer> y,
                       std::string_view format, std::string_view instruction_set, int64_t rows, int64_t cols,
-                      int64_t packed_axis, int64_t contracted_axis, int64_t block_size, bool round_x,
-                      bool round_values) {
+                      int64_t packed_axis, int64_t contracted_axis, int64_t block_size, int64_t superblock_size,
+                      std::string_view scale_names, bool round_x, bool round_values) {
   Stack stack;
-  const Attributes attributes = {format, instruction_set, rows, cols, packed_axis, contracted_axis, block_size};
+  const Attributes attributes = {format,     instruction_set, rows,       cols, packed_axis, contracted_axis,
+                                 block_size, superblock_size, scale_names};
   if (auto error = MakeStack(pool, attributes, buffers, stack); error.failure()) return error;
   const int64_t depth = stack.first.Depth(), width = stack.first.Width();
   const auto type = x.element_type();
@@ -357,9 +365,10 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs
 
 ffi::Error DecodeImpl(ffi::ThreadPool pool, ffi::RemainingArgs buffers, ffi::Result<ffi::AnyBuffer> values,
                       std::string_view format, std::string_view instruction_set, int64_t rows, int64_t cols,
-                      int64_t packed_axis, int64_t block_size) {
+                      int64_t packed_axis, int64_t block_size, int64_t superblock_size, std::string_view scale_names) {
   Stack stack;
-  const Attributes attributes = {format, instruction_set, rows, cols, packed_axis, 0, block_size};
+  const Attributes attributes = {format,     instruction_set, rows,       cols, packed_axis, 0,
+                                 block_size, superblock_size, scale_names};
   if (auto error = MakeStack(pool, attributes, buffers, stack); error.failure()) return error;
   int64_t results;
   if (auto error = CheckResult(*values, stack.count, rows, cols, results); error.failure()) return error;
@@ -391,6 +400,8 @@ XLA_FFI_DEFINE_HANDLER(kMatmul, WithMemory<MatmulImpl>::Call,
                            .Attr<int64_t>("packed_axis")
                            .Attr<int64_t>("contracted_axis")
                            .Attr<int64_t>("block_size")
+                           .Attr<int64_t>("superblock_size")
+                           .Attr<std::string_view>("scale_names")
                            .Attr<bool>("round_x")
                            .Attr<bool>("round_values"));
 
@@ -404,7 +415,9 @@ XLA_FFI_DEFINE_HANDLER(kDecode, WithMemory<DecodeImpl>::Call,
                            .Attr<int64_t>("rows")
                            .Attr<int64_t>("cols")
                            .Attr<int64_t>("packed_axis")
-                           .Attr<int64_t>("block_size"));
+                           .Attr<int64_t>("block_size")
+                           .Attr<int64_t>("superblock_size")
+                           .Attr<std::string_view>("scale_names"));
 
 XLA_FFI_Handler* MatmulHandler() { return kMatmul; }
 XLA_FFI_Handler* DecodeHandler() { return kDecode; }
