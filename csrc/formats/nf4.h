@@ -21,6 +21,7 @@ struct Nf4 : FormatDefaults {
   static constexpr int kPlaneBits[] = {4};
   static constexpr ScaleKind kScales = ScaleKind::kPerBlock;
   static constexpr bool kHighBitsFirst = true;
+  static constexpr bool kFloatScales = true;
   static constexpr float Value(int code) { return kNf4Values[code]; }
 
   static void RowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums);
