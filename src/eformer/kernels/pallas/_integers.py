@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -17,9 +16,9 @@ from ._formats import FORMATS, result, scale_and_offset
 from ._integers_kernel import PART, Plan, Tiles, kernel
 from ._lanes import LANES, Interpret, deinterleaved, interleaved
 
-FEW_ROWS = 64
+FEW_ROWS = 64  # of x, for which scales multiply x or sums
+MOST_ROWS = 256  # that enter the matrix unit for that, counting each block
 BLOCKS = (16, 32, 64, 128, 256)
-Index = int | jax.Array  # of a block in the grid
 
 
 def parts_of_blocks(matrix: Matrix) -> int | None:
@@ -56,15 +55,10 @@ def matmul(
     block_size = parts_of_blocks(matrix)
     assert block_size is not None
     scales = [leaf for leaf in scale_and_offset(matrix) if leaf is not None]
-    plan = Plan(
-        format,
-        contracted_axis,
-        matrix.packed_axis,
-        block_size,
-        tiles or default_tiles(matrix, m),
-        m <= few_rows,
-        len(scales) > 1,
-    )
+    tiles = tiles or default_tiles(matrix, m)
+    plan = Plan(format, contracted_axis, matrix.packed_axis, block_size, tiles, few_rows=m <= few_rows)
+    if tiles.m * plan.blocks > MOST_ROWS:
+        plan = plan._replace(few_rows=False)
     steps = [pl.cdiv(size, tile) for size, tile in zip(shape, plan.tiles[1:], strict=True)]
     grid = (count, pl.cdiv(m, plan.tiles.m), steps[1 - contracted_axis], steps[contracted_axis])
     padded = [n * tile for n, tile in zip(steps, plan.tiles[1:], strict=True)]
@@ -97,23 +91,16 @@ def _padded(x: jax.Array, sizes: dict[int, int]) -> jax.Array:
 
 
 def _laid_out(scale: jax.Array, plan: Plan, matrix: Matrix, padded: Sequence[int]) -> jax.Array:
-    """Scales or offsets in the order in which the kernel reads them, and 0 behind the end of the matrix.
-
-    They are (count, blocks, cols) or (count, blocks, rows), or with many rows of x (count, rows, blocks).
-    """
+    """Scales or offsets as the kernel reads them: (count, blocks, rows or cols), 0 behind the end of the matrix."""
     axis = plan.packed_axis
-    length = (matrix.rows, matrix.cols)[axis]
+    scale = scale if axis == 0 else jnp.swapaxes(scale, 1, 2)
+    # A vector has eight rows of float32, and 16 of bfloat16.
+    if scale.dtype == jnp.float16 or plan.tiles[1 + axis] // plan.block_size % 16:
+        scale = scale.astype(jnp.float32)
     if plan.block_size < matrix.block_size:
-        repeats = pl.cdiv(min(matrix.block_size, length), plan.block_size)
-        scale = jnp.repeat(scale, repeats, 1 + axis)
-    blocks, across = padded[axis] // plan.block_size, padded[1 - axis]
-    if axis == 0:
-        return _padded(scale, {1: blocks, 2: across})
-    scale = _padded(scale, {1: across, 2: _round_up(blocks, 8 if plan.few_rows else LANES)})
-    scale = scale.reshape(scale.shape[0], -1, LANES // plan.order, plan.order, scale.shape[2])
-    if plan.few_rows:
-        return jnp.transpose(scale, (0, 4, 1, 3, 2)).reshape(scale.shape[0], -1, across)
-    return jnp.swapaxes(scale, 2, 3).reshape(scale.shape[0], across, -1)
+        length = min(matrix.block_size, (matrix.rows, matrix.cols)[axis])
+        scale = jnp.repeat(scale, pl.cdiv(length, plan.block_size), 1)
+    return _padded(scale, {1: padded[axis] // plan.block_size, 2: padded[1 - axis]})
 
 
 def _codes_spec(plan: Plan, bits: int) -> pl.BlockSpec:
@@ -122,14 +109,5 @@ def _codes_spec(plan: Plan, bits: int) -> pl.BlockSpec:
 
 
 def _scales_spec(plan: Plan) -> pl.BlockSpec:
-    per_step, across = plan.tiles[1 + plan.packed_axis] // plan.block_size, plan.tiles[2 - plan.packed_axis]
-    if plan.packed_axis == 0 or plan.few_rows:
-        return pl.BlockSpec((None, per_step, across), lambda b, i, j, k: (b, *((k, j) if plan.sums_blocks else (j, k))))
-
-    def index(b: Index, i: Index, j: Index, k: Index) -> tuple[Index, ...]:
-        """128 columns of scales may serve several steps."""
-        del i
-        row, block = (j, k) if plan.sums_blocks else (k, j)
-        return b, row, lax.div(block * per_step, LANES)
-
-    return pl.BlockSpec((None, across, LANES), index)
+    blocks, across = plan.tiles[1 + plan.packed_axis] // plan.block_size, plan.tiles[2 - plan.packed_axis]
+    return pl.BlockSpec((None, blocks, across), lambda b, i, j, k: (b, *((k, j) if plan.sums_blocks else (j, k))))

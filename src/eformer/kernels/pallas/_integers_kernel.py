@@ -43,8 +43,7 @@ class Plan(NamedTuple):
     packed_axis: int
     block_size: int
     tiles: Tiles
-    few_rows: bool
-    has_offset: bool
+    few_rows: bool  # of x: scales multiply x or sums, not the matrix
 
     @property
     def by_bits(self) -> bool:
@@ -93,7 +92,10 @@ def kernel(x_ref: jax.Ref, *refs: jax.Ref, plan: Plan) -> None:
     def _() -> None:
         out_ref[...] = jnp.zeros(out_ref.shape, out_ref.dtype)
 
-    scale, *offset = (ref[...].astype(jnp.float32) for ref in scale_refs)
+    levels = [ref[...].astype(jnp.float32) for ref in scale_refs]
+    if plan.packed_axis == 1:  # (blocks, rows)
+        levels = [_in_order(level, plan.order) for level in levels]
+    scale, *offset = levels
     for start in range(0, plan.tiles.rows, PART):
         part = slice(start, start + PART)
         operands = _decoded(planes, start, plan)
@@ -108,7 +110,9 @@ def kernel(x_ref: jax.Ref, *refs: jax.Ref, plan: Plan) -> None:
             if plan.contracted_axis == 0:
                 out_ref[i] += _dot(xs[0], operand, plan)
             else:
-                out_ref[0, :, part] += _dot(xs[i], operand, plan)
+                for at in range(0, PART, LANES):
+                    columns = slice(start + at, start + at + LANES)
+                    out_ref[0, :, columns] += _dot(xs[i], operand[at : at + LANES], plan)
 
     if plan.contracted_axis == 1 and plan.order > 1:
 
@@ -308,13 +312,11 @@ def _of_elements(level: jax.Array, start: int, plan: Plan) -> jax.Array:
                 each = jnp.where(block == i, rows[i], each)
             parts += [each] * plan.order
         return jnp.concatenate(parts, 0)
-    per_step = plan.tiles.cols // plan.block_size
-    step = pl.program_id(2 if plan.contracted_axis == 0 else 3)
-    first = (step * per_step) & (LANES - 1) if per_step < LANES else 0
-    rows = level[start : start + PART]
+    rows = level[:, start : start + PART]
+    filled = jnp.concatenate([rows, jnp.zeros((LANES - rows.shape[0], PART), rows.dtype)], 0).T
     block = lax.broadcasted_iota(jnp.int32, (PART, plan.lanes), 1) * plan.operands >> _log2(plan.block_size)
-    taken = [block[:, at : at + LANES] + first for at in range(0, plan.lanes, LANES)]
-    return jnp.concatenate([permuted_lanes(rows, each) for each in taken], 1)
+    taken = [block[:, at : at + LANES] for at in range(0, plan.lanes, LANES)]
+    return jnp.concatenate([permuted_lanes(filled, each) for each in taken], 1)
 
 
 def _log2(size: int) -> int:
