@@ -51,6 +51,8 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "nf4 packed 0": {"dtype": "nf4", "axis": 0},
     "nf4 packed 1": {"dtype": "nf4", "axis": 1},
     "ternary packed 0": {"dtype": "ternary", "scale": "channel"},
+    "uint4 packed 0": {"dtype": "int4", "axis": 0},
+    "uint4 packed 1": {"dtype": "int4", "axis": 1},
 }
 
 
@@ -116,6 +118,7 @@ def xla_cycles(weight: str, contracted_axis: int, m: int, chip: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--chip", choices=TOPOLOGIES, action="append")
+    parser.add_argument("--weight", choices=WEIGHTS, action="append")
     parser.add_argument("--show", action="store_true", help="compile nothing; print the table that is kept")
     parser.add_argument("--write", action="store_true", help=f"keep the figures in {CYCLES.name}")
     parser.add_argument("--keep-xla", action="store_true", help="leave XLA's figures for packed formats as they are")
@@ -123,10 +126,11 @@ def main() -> None:
     known = {_key(row): row for row in json.loads(CYCLES.read_text())} if CYCLES.exists() else {}
     chips = [] if options.show else options.chip or TOPOLOGIES
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
-        for chip, weight, contracted_axis, m in itertools.product(chips, WEIGHTS, (0, 1), ROWS):
+        weights = options.weight or WEIGHTS
+        for chip, weight, contracted_axis, m in itertools.product(chips, weights, (0, 1), ROWS):
             key = (chip, weight, contracted_axis, m)
             xla = known.get(key, {}).get("xla")
-            if "int8" in weight or (m == ROWS[0] and not options.keep_xla):
+            if weight.startswith("int8") or (m == ROWS[0] and not options.keep_xla):
                 xla = other.submit(xla_cycles, weight, contracted_axis, m, chip)
             row: dict[str, Any] = dict(zip(KEYS, key, strict=True))
             row["kernel"] = kernel_cycles(weight, contracted_axis, m, chip)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from eformer.kernels import Matrix
-from tests.kernels.matrices import int8, nested_nf4, nf4, ternary
+from tests.kernels.matrices import from_codebook, int8, integers, nested_nf4, nf4, ternary
 
 WEIGHTS: dict[str, Callable[[jax.Array], Matrix]] = {
     "int8 per row": lambda w: int8(w, (2,)),
@@ -22,6 +22,14 @@ WEIGHTS: dict[str, Callable[[jax.Array], Matrix]] = {
     "nf4 nested": lambda w: nested_nf4(w, 1, 64),
     "ternary": lambda w: ternary(w, 1, (1,)),
     "ternary along 2": lambda w: ternary(w, 2, (1,)),
+    "uint4 along 1": lambda w: integers(w, 1, 64, 4),
+    "uint4 along 2": lambda w: integers(w, 2, 64, 4),
+    "uint3 along 1": lambda w: integers(w, 1, 32, 3),
+    "uint5 along 2": lambda w: integers(w, 2, 16, 5, symmetric=True),
+    "uint8 along 1": lambda w: integers(w, 1, 128, 8, symmetric=True),
+    "e2m1 along 1": lambda w: from_codebook(w, 1, 32, "e2m1"),
+    "uint6 along 1": lambda w: integers(w, 1, 32, 6),
+    "uint2 along 2": lambda w: integers(w, 2, 64, 2),
 }
 
 
@@ -56,11 +64,16 @@ class Problem(NamedTuple):
 
 
 SQUARE, WIDE, RAGGED, STACK = (1, 4096, 4096), (1, 4096, 14336), (1, 1111, 333), (4, 512, 256)
-PROBLEMS = [Problem(weight, SQUARE, axis, 8) for weight in WEIGHTS for axis in (0, 1)]
-PROBLEMS += [Problem(weight, RAGGED, axis, 3, jnp.float32) for weight in WEIGHTS for axis in (0, 1)]
+IN_STACKS = {"uint6 along 1": 1, "uint2 along 2": 0}  # only, and contracted along this axis
+COMMON = [weight for weight in WEIGHTS if weight not in IN_STACKS]
+PROBLEMS = [Problem(weight, SQUARE, axis, 8) for weight in COMMON for axis in (0, 1)]
+PROBLEMS += [Problem(weight, RAGGED, axis, 3, jnp.float32) for weight in COMMON for axis in (0, 1)]
 PROBLEMS += [Problem(weight, SQUARE, 0, 512) for weight in ("int8 per column", "nf4 along 1", "ternary")]
 PROBLEMS += [
     Problem("nf4 along 1", WIDE, 0, 1),
     Problem("nf4 along 2", WIDE, 1, 1),
     Problem("nf4 along 1", STACK, 1, 20),
+    *(Problem(weight, STACK, axis, 20) for weight, axis in IN_STACKS.items()),
+    *(Problem("uint3 along 1", SQUARE, axis, 512) for axis in (0, 1)),
+    *(Problem("uint5 along 2", SQUARE, axis, 512) for axis in (0, 1)),
 ]

@@ -64,7 +64,9 @@ def test_spills_are_seen():
 
 
 @every_gpu
-@pytest.mark.parametrize("options", [{"dtype": "nf4"}, {"dtype": "int8"}, {"dtype": "ternary"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"dtype": "nf4"}, {"dtype": "int8"}, {"dtype": "ternary"}, {"dtype": "int4"}], ids=str
+)
 def test_products_and_gradients_use_the_kernel(options, name):
     q = jax.eval_shape(lambda w: quantize(w, **options), jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16))
     x = jax.ShapeDtypeStruct((8, 512), jnp.bfloat16)

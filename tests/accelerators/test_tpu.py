@@ -69,19 +69,22 @@ def abstract(options: dict[str, Any], shape: tuple[int, ...], sharding: Any) -> 
 
 
 @every_chip
-@pytest.mark.parametrize("options", [{"dtype": "nf4"}, {"dtype": "nf4", "axis": 0}, {"dtype": "ternary"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"dtype": "nf4"}, {"dtype": "nf4", "axis": 0}, {"dtype": "ternary"}, {"dtype": "int4"}], ids=str
+)
 def test_products_and_gradients_use_the_kernel(options, chip):
     sharding = SingleDeviceSharding(devices(chip)[0])
     x = jax.ShapeDtypeStruct((8, 512), jnp.bfloat16, sharding=sharding)
     q = abstract(options, (512, 1024), sharding)
     program = jax.jit(lambda x, q: jax.value_and_grad(lambda x: (x @ q).astype(jnp.float32).sum())(x)).lower(x, q)
-    assert len(re.findall(r"%(?:nf4|ternary)_matmul[.\d]* = ", program.compile().as_text())) == 2
+    assert len(re.findall(r"%(?:nf4|ternary|uint4)_matmul[.\d]* = ", program.compile().as_text())) == 2
 
 
-def test_each_device_of_a_mesh_uses_the_kernel_in_shard_map():
+@pytest.mark.parametrize("dtype", ["nf4", "int3"])
+def test_each_device_of_a_mesh_uses_the_kernel_in_shard_map(dtype):
     mesh = Mesh(np.array(devices("v5e")), "d")
     replicated, columns = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "d"))
-    q = abstract({"dtype": "nf4", "axis": 0}, (512, 2048), columns)
+    q = abstract({"dtype": dtype, "axis": 0}, (512, 2048), columns)
     x = jax.ShapeDtypeStruct((8, 512), jnp.bfloat16, sharding=replicated)
     local = jax.shard_map(lambda x, q: x @ q, mesh=mesh, in_specs=(P(), P(None, "d")), out_specs=P(None, "d"))
     text = jax.jit(local).lower(x, q).compile().as_text()

@@ -63,25 +63,52 @@ FORMATS = {
 
 
 def has_kernel(matrix: Matrix) -> bool:
-    """Whether the format is known; a scale per element, and offsets of values from a table, are left to XLA."""
+    """Whether the format is known, and blocks fill bytes.
+
+    A scale per element, and offsets of values from a table, are left to XLA.
+    """
     known = FORMATS.get(matrix.format)
     if known is None or len(matrix.codes) != len(known.planes):
         return False
     if known.block_scales:
-        return known.table is None or len(matrix.scales) != 2
+        return matrix.block_size % known.codes_per_byte == 0 and (
+            known.table is None or "offset" not in _levels(matrix)
+        )
     return all(1 in scale.shape[1:] for scale in matrix.scales)
 
 
 def scale_and_offset(matrix: Matrix) -> tuple[jax.Array, jax.Array | None]:
     """The scale and the offset of each block, (count, rows / block_size, cols) or (count, rows, cols / block_size).
 
-    An integer stands for `scale * code + offset`, or without an offset for `scale * (code - centre)`.
+    An integer stands for `scale * code + offset`, or without an offset for `scale * (code - centre)`. They are as they
+    are stored if that is in 16 bits, else float32.
     """
-    scale, *rest = matrix.scales
-    if len(rest) == 3:  # quantized themselves
-        nested, offset, _ = rest
-        return reference.decode_dynamic(scale.reshape(matrix.count, -1), nested, offset).reshape(scale.shape), None
-    return scale, rest[0] if rest else None
+    levels = _levels(matrix)
+    scale, offset = (_decoded_level(levels, name, matrix) for name in ("scale", "offset"))
+    assert scale is not None
+    if "zero" in levels:
+        offset = -scale.astype(jnp.float32) * levels["zero"].astype(jnp.float32)
+    return scale, offset
+
+
+def _levels(matrix: Matrix) -> dict[str, jax.Array]:
+    return dict(zip(matrix.scale_names, matrix.scales, strict=False))
+
+
+def _decoded_level(levels: dict[str, jax.Array], name: str, matrix: Matrix) -> jax.Array | None:
+    """The scales or the offsets of blocks, times their own scales."""
+    leaf, of_leaf = levels.get(name), levels.get(f"{name}_scale")
+    if leaf is None:
+        return None
+    if "nested" in levels:
+        decoded = reference.decode_dynamic(leaf.reshape(matrix.count, -1), levels["nested"], levels["mean"])
+        return decoded.reshape(leaf.shape)
+    if of_leaf is None:
+        return leaf if leaf.dtype in (jnp.bfloat16, jnp.float16) else leaf.astype(jnp.float32)
+    axis, leaf, of_leaf = 1 + matrix.packed_axis, leaf.astype(jnp.float32), of_leaf.astype(jnp.float32)
+    if of_leaf.shape[axis] == 1:
+        return leaf * of_leaf
+    return reference.scale_blocks(leaf, of_leaf, matrix.superblock_size // matrix.block_size, axis)
 
 
 @functools.cache

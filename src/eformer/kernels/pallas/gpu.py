@@ -57,8 +57,10 @@ def default_tiles(matrix: Matrix, contracted_axis: int, m: int) -> Tiles:
     """Small enough that nothing spills on A100 and H100: `tests/accelerators` compiles them with ptxas."""
     if m <= 16:
         return Tiles(16, 32, 64)
-    several = matrix.packed_axis == contracted_axis and FORMATS[matrix.format].codes_per_byte > 1
-    return Tiles(64, 16 if several else 32, 64)
+    per_byte = FORMATS[matrix.format].codes_per_byte
+    if matrix.packed_axis == contracted_axis:
+        return Tiles(64, 16 if per_byte > 1 else 32, 64)
+    return Tiles(64, 32, 64 if per_byte <= 2 else 32)
 
 
 def matmul(x: jax.Array, matrix: Matrix, contracted_axis: int, *, interpret: bool = False) -> jax.Array:

@@ -132,7 +132,7 @@ def matmul(
     if format.integer_blocks:
         few_rows = _integers.FEW_ROWS if scale_after else 0
         return _integers.matmul(x, matrix, contracted_axis, tiles=tiles, few_rows=few_rows, interpret=interpret)
-    scales = scale_and_offset(matrix)[0] if format.block_scales else None
+    scales = scale_and_offset(matrix)[0].astype(jnp.float32) if format.block_scales else None
     x, out_scale = applied_scales(x, matrix, contracted_axis)
     x_scale = None
     if round_x and format.table is None:
