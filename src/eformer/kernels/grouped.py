@@ -175,7 +175,7 @@ def _fitted(
         reference.split(x.astype(low.dtype), axis, block_size),
         (axis + 1,),
         _per_block(plain, axis),
-        _per_block(start, axis),
+        [_per_block(start, axis)],
         nearest,
         peak=jnp.expand_dims(jnp.maximum(-low, high), axis + 1),
         stored=lambda scale: round_scales(scale, scale_dtype),
