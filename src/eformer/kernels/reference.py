@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
+
+from . import fitting
 
 # Dettmers et al., "QLoRA" (arXiv 2305.14314), appendix E: quantiles of a normal distribution, zero among them.
 _NEGATIVE = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036)
@@ -31,6 +33,7 @@ def _boundaries(codes: np.ndarray) -> np.ndarray:
 
 
 NF4_BOUNDARIES = _boundaries(NF4_CODES)
+NF4_STARTS = (1.03, 0.9)  # of the largest magnitude: where the search of a better scale begins, as measured
 
 
 def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -81,14 +84,39 @@ def _absmax_scale(peak: jax.Array, largest: float) -> jax.Array:
     return jnp.where(jnp.isinf(scale * largest), jnp.nextafter(scale, jnp.zeros_like(scale)), scale)
 
 
-def encode_int8(x: jax.Array, axis: Sequence[int], largest: int = 127) -> tuple[jax.Array, jax.Array]:
+def encode_int8(
+    x: jax.Array, axis: Sequence[int], largest: int = 127, fit: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """`weight`, int8 in [-largest, largest], and `scale`, with `x` within `scale / 2` of `weight * scale`.
 
-    A slice of zeros has scale 1. A slice with a NaN or an infinity has scale NaN, and decodes to NaN.
+    With `fit` the scale has the smallest squared error found, and what lies beyond `largest` scales is clipped. A slice
+    of zeros has scale 1. A slice with a NaN or an infinity has scale NaN, and decodes to NaN.
     """
-    scale = _absmax_scale(absmax(x, axis), largest)
-    steps = jnp.clip(jnp.round(divide(x.astype(scale.dtype), scale)), -largest, largest)
-    return jnp.where(jnp.isnan(steps), 0, steps).astype(jnp.int8), scale
+    peak = absmax(x, axis)
+    scale = _absmax_scale(peak, largest)
+    x = x.astype(scale.dtype)
+
+    def steps(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return jnp.clip(jnp.round(divide(x, scale)), -largest, largest)
+
+    if fit:
+        starts = [scale * (1 - 1 / largest)]
+        scale = _fitted_scale(x, axis, scale, starts, lambda x, scale: steps(x, scale) * scale, peak)
+    weight = steps(x, scale)
+    return jnp.where(jnp.isnan(weight), 0, weight).astype(jnp.int8), scale
+
+
+def _fitted_scale(
+    x: jax.Array,
+    axis: Sequence[int],
+    scale: jax.Array,
+    starts: Sequence[jax.Array],
+    nearest: Callable[[jax.Array, jax.Array], jax.Array],
+    peak: jax.Array,
+) -> jax.Array:
+    """`scale`, or one found from `starts` for which the values `nearest` to `x` have a smaller squared error."""
+    lines = [(start, None) for start in starts]
+    return fitting.fitted(x, axis, (scale, None), lines, lambda x, scale, _: nearest(x, scale), peak=peak)[0]
 
 
 def encode_blocks(x: jax.Array, block_size: int, axis: int, largest: int) -> tuple[jax.Array, jax.Array]:
@@ -159,17 +187,40 @@ def merge(x: jax.Array, axis: int, length: int) -> jax.Array:
 
 
 def encode_nf4(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax.Array]:
-    """`packed`, two codes a byte along `axis`, the even one in the high nibble, and `absmax` per block.
+    """`packed`, two codes a byte along `axis`, the even one in the high nibble, and `absmax` per block."""
+    absmax = nf4_scales(x, block_size, axis)
+    return nf4_codes(x, absmax, block_size, axis), absmax
 
-    The code of `x / absmax` is the nearest, of two equally near the lower. A NaN or an infinity makes its block's
-    absmax NaN, and the block decodes to NaN.
+
+def nf4_scales(x: jax.Array, block_size: int, axis: int, fit: bool = False) -> jax.Array:
+    """The largest magnitude of each block, or with `fit` the scale of the smallest squared error.
+
+    It is NaN for a block with a NaN or an infinity.
     """
-    axis, length = axis % x.ndim, x.shape[axis % x.ndim]
+    axis = axis % x.ndim
     blocks = split(x, axis, block_size)
     peak = _finite(absmax(blocks, (axis + 1,)))
-    unit = divide(blocks.astype(peak.dtype), jnp.where(peak == 0, 1, peak))
+
+    def nearest(x: jax.Array, scale: jax.Array) -> jax.Array:
+        unit = x / jnp.where(scale == 0, 1, scale)
+        values = jnp.full_like(x, NF4_CODES[0])
+        for boundary, code in zip(NF4_BOUNDARIES, NF4_CODES[1:], strict=True):
+            values = jnp.where(unit > boundary, code, values)
+        return values * scale
+
+    if fit:
+        starts = [peak * part for part in NF4_STARTS]
+        peak = _fitted_scale(blocks.astype(peak.dtype), (axis + 1,), peak, starts, nearest, peak)
+    return jnp.squeeze(peak, axis + 1)
+
+
+def nf4_codes(x: jax.Array, scale: jax.Array, block_size: int, axis: int) -> jax.Array:
+    """The packed codes nearest to `x` over the `scale` of its block, of two equally near the lower."""
+    axis, length = axis % x.ndim, x.shape[axis % x.ndim]
+    blocks, scale = split(x, axis, block_size), jnp.expand_dims(scale, axis + 1)
+    unit = divide(blocks.astype(scale.dtype), jnp.where(scale == 0, 1, scale))
     codes = functools.reduce(jnp.add, [(unit > boundary).astype(jnp.uint8) for boundary in NF4_BOUNDARIES])
-    return _pack_nibbles(merge(codes, axis, length), axis), jnp.squeeze(peak, axis + 1)
+    return _pack_nibbles(merge(codes, axis, length), axis)
 
 
 def _pack_nibbles(codes: jax.Array, axis: int) -> jax.Array:
@@ -291,6 +342,21 @@ def ternary(x: jax.Array) -> jax.Array:
     threshold = 0.5 * jnp.std(x)
     values = jnp.where(x > threshold, 1.0, jnp.where(x < -threshold, -1.0, 0.0))
     return jnp.where(jnp.isnan(threshold), jnp.nan, values)
+
+
+def fitted_ternary(
+    x: jax.Array, values: jax.Array, scale: jax.Array, axis: Sequence[int]
+) -> tuple[jax.Array, jax.Array]:
+    """Values and scales over `axis` nearer to `x` than `values` times `scale`, which must have its best scale."""
+
+    def nearest(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return jnp.clip(jnp.round(x / jnp.where(scale == 0, 1, scale)), -1, 1)
+
+    # For normal numbers the best threshold is 0.7 of the mean magnitude (Li et al., arXiv 1605.04711), half a scale.
+    starts = [1.4 * mean_magnitude(x, jnp.ones_like(x), axis)]
+    x, peak = x.astype(scale.dtype), _finite(absmax(x, axis))
+    found = _fitted_scale(x, axis, scale, starts, lambda x, scale: nearest(x, scale) * scale, peak)
+    return jnp.where(jnp.isnan(values), values, nearest(x, found)), found
 
 
 def mean_magnitude(x: jax.Array, values: jax.Array, axis: Sequence[int]) -> jax.Array:

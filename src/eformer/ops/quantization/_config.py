@@ -55,7 +55,8 @@ class QuantizationConfig:
     `format` is another name of `dtype`. `block_size` is for formats that have blocks, by default the format's own. With
     `simulate`, `quantize` returns a dense array of quantized values, with the gradient of the identity.
     `use_kernel=False` makes matmuls decode the whole array first. `activation_dtype="int8"` lets matmuls round the
-    activations: see `with_activation_dtype`. Config fields that a format does not have are ignored.
+    activations: see `with_activation_dtype`. `fit` searches for scales with the smallest squared error, by default as
+    the format does. Config fields that a format does not have are ignored.
     """
 
     dtype: QuantizationType | str = QuantizationType.NF4
@@ -63,6 +64,7 @@ class QuantizationConfig:
     simulate: bool = False
     use_kernel: bool = True
     activation_dtype: str | None = None
+    fit: bool | None = None
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class QuantizationConfig:
         simulate: bool = False,
         use_kernel: bool = True,
         activation_dtype: str | None = None,
+        fit: bool | None = None,
         *,
         format: str | None = None,
     ) -> None:
@@ -84,7 +87,9 @@ class QuantizationConfig:
         a_bool("simulate", simulate)
         a_bool("use_kernel", use_kernel)
         int8_or_none("activation_dtype", activation_dtype)
-        switches = {"simulate": simulate, "use_kernel": use_kernel, "activation_dtype": activation_dtype}
+        if fit is not None:
+            a_bool("fit", fit)
+        switches = {"simulate": simulate, "use_kernel": use_kernel, "activation_dtype": activation_dtype, "fit": fit}
         vars(self).update(dtype=name, block_size=block_size, **switches)
 
     @property
@@ -154,8 +159,9 @@ def _encode(array: jax.Array, config: QuantizationConfig, options: dict[str, obj
         )
     form, general = find_format(config.dtype), {"block_size": config.block_size, "use_kernel": config.use_kernel}
     known = [name for name in form.options if name not in general]
+    general |= {} if config.fit is None else {"fit": config.fit}
     for name in options:
         if name not in known:
             raise TypeError(f"the format {form.name!r} has no option {name!r}; it has {', '.join(map(repr, known))}")
-    made = form.encode(array, **{k: v for k, v in general.items() if k in form.options}, **options)
+    made = form.encode(array, **{k: v for k, v in general.items() if k in form.options} | options)
     return made if config.activation_dtype is None else made.with_activation_dtype(config.activation_dtype)

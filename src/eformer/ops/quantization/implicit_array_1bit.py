@@ -20,7 +20,7 @@ from ._base import Leaves
 from ._input import as_floats, checked_array, normalized_axes
 from ._packed import PackedArray
 from ._registry import register_format
-from ._validation import FLOATS, Leaf, Rules
+from ._validation import FLOATS, Leaf, Rules, a_bool
 
 SCALES = ("tensor", "channel", None)
 
@@ -127,42 +127,54 @@ def _check_values(x: jax.Array) -> None:
 _packed = jax.jit(reference.pack_ternary, static_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 3))
-def _rounded(rule: Callable[[jax.Array], jax.Array], scale: str | None, x: jax.Array, axis: int) -> Leaves:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 4))
+def _rounded(rule: Callable[[jax.Array], jax.Array], scale: str | None, fit: bool, x: jax.Array, axis: int) -> Leaves:
     x = as_floats(x)
     values = rule(x)
-    packed = {"weight": reference.pack_ternary(values, axis)}
     if scale is None:
-        return packed
+        return {"weight": reference.pack_ternary(values, axis)}
     axes = range(x.ndim) if scale == "tensor" else range(x.ndim)[-2:-1]
-    return {**packed, "scale": reference.mean_magnitude(x, values, axes)}
+    found = reference.mean_magnitude(x, values, axes)
+    if fit:
+        values, found = reference.fitted_ternary(x, values, found, axes)
+    return {"weight": reference.pack_ternary(values, axis), "scale": found}
 
 
 def _quantize(
-    name: str, rule: Callable[[jax.Array], jax.Array], array: jax.Array, scale: str | None, use_kernel: bool
+    name: str, rule: Callable[[jax.Array], jax.Array], array: jax.Array, scale: str | None, fit: bool, use_kernel: bool
 ) -> Array1B:
     if scale not in SCALES:
         raise ValueError(f"`scale={scale!r}` must be one of {', '.join(map(repr, SCALES))}")
-    encode = functools.partial(_rounded, rule, scale)
+    a_bool("fit", fit)
+    if fit and scale is None:
+        raise ValueError("`fit=True` fits a scale, and there is none; give `scale='channel'` or `scale='tensor'`")
+    fit = fit and rule is reference.ternary  # of signs, the mean magnitude is the best scale already
+    encode = functools.partial(_rounded, rule, scale, fit)
     return Array1B._quantized(name, array, _pack_axis(getattr(array, "ndim", 0)), encode, use_kernel=use_kernel)
 
 
-def quantize_binary(array: jax.Array, scale: str | None = None, *, use_kernel: bool = True) -> Array1B:
+def quantize_binary(
+    array: jax.Array, scale: str | None = None, *, fit: bool = False, use_kernel: bool = True
+) -> Array1B:
     """The sign of each element, 1 for zero; NaN stays NaN. Integers raise a ValueError unless they are held exactly.
 
-    `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude, which is lost without.
+    `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude, which is lost without. No
+    scale has a smaller squared error, so `fit` changes nothing.
     """
-    return _quantize("binary", reference.signs, array, scale, use_kernel)
+    return _quantize("binary", reference.signs, array, scale, fit, use_kernel)
 
 
-def quantize_ternary(array: jax.Array, scale: str | None = None, *, use_kernel: bool = True) -> Array1B:
+def quantize_ternary(
+    array: jax.Array, scale: str | None = None, *, fit: bool = False, use_kernel: bool = True
+) -> Array1B:
     """1 above half a standard deviation of the whole array, -1 below minus that, else 0; of integers, if that is exact.
 
-    `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude of what is not 0. With a NaN
-    or an infinity the array becomes all NaN. On a sharded array the deviation is summed in another order, so an element
+    `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude of what is not 0. `fit`
+    searches for scales with the smallest squared error, their thresholds at half a scale. With a NaN or an infinity the
+    array becomes all NaN. On a sharded array the deviation is summed in another order, so an element
     that lies on the threshold to the last bit can fall on its other side.
     """
-    return _quantize("ternary", reference.ternary, array, scale, use_kernel)
+    return _quantize("ternary", reference.ternary, array, scale, fit, use_kernel)
 
 
 register_format("ternary", Array1B, quantize_ternary)

@@ -17,13 +17,14 @@ from ._input import checked_array, normalized_axes, without_loss
 from ._leafwise import AxisMap, LeafwiseArray
 from ._registry import register_format
 from ._sharding import ShardingType, laid_out
-from ._validation import FLOATS, Leaf, Rules, check_fields
+from ._validation import FLOATS, Leaf, Rules, a_bool, check_fields
 
 
 class Array8B(LeafwiseArray):
     """`decode() == weight * scale`: int8 in [-127, 127], and a scale with length 1 along the axes of `axis`.
 
-    An element is off by at most `scale / 2`. A slice that holds a NaN or an infinity decodes to NaN.
+    An element is off by at most `scale / 2`, unless `fit` let it be clipped. A slice that holds a NaN or an infinity
+    decodes to NaN.
 
     >>> import jax.numpy as jnp
     >>> from eformer.ops.quantization import Array8B
@@ -85,18 +86,21 @@ class Array8B(LeafwiseArray):
         dtype: DTypeLike | None = None,
         axis: int | tuple[int, ...] | None = None,
         *,
+        fit: bool = False,
         use_kernel: bool = True,
     ) -> Self:
         """`array` in INT8, with a scale per slice along `axis`, the last by default; any axes, in any number.
 
-        `dtype` is that of the dense array this stands for, by default `array`'s. The sharding is kept. Integers raise a
-        ValueError unless they are held exactly, as those up to 127 always are.
+        `dtype` is that of the dense array this stands for, by default `array`'s. The sharding is kept. With `fit` a
+        scale is not that of the largest magnitude but of the smallest squared error, and what lies beyond 127 scales is
+        clipped. Integers raise a ValueError unless they are held exactly, as those up to 127 always are.
         """
+        a_bool("fit", fit)
         x = checked_array(array)
         axes = normalized_axes(tuple(range(x.ndim))[-1:] if axis is None else axis, x.ndim)
 
         def make(x: jax.Array) -> Self:
-            weight, scale = _encode(x, axes)
+            weight, scale = _encode(x, axes, fit=fit)
             return cls(scale, weight, axes, dtype=x.dtype if dtype is None else dtype, use_kernel=use_kernel)
 
         return without_loss(lambda x: laid_out(make, x), x, "int8", 127)
@@ -121,7 +125,9 @@ class Array8B(LeafwiseArray):
         return self.quantize(array)
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(jnp.abs(self.scale) / 2, original.shape)
+        scale = jnp.abs(self.scale)
+        clipped = jnp.abs(original.astype(scale.dtype)) - 127 * scale
+        return jnp.maximum(jnp.broadcast_to(scale / 2, original.shape), clipped)
 
     def _grain(self, name: str, axis: int) -> int:
         del name, axis
@@ -134,7 +140,7 @@ class Array8B(LeafwiseArray):
         return self._replaced(**leaves, axis=tuple(sorted(axis)))
 
 
-_encode = jax.jit(reference.encode_int8, static_argnums=1)
+_encode = jax.jit(reference.encode_int8, static_argnums=1, static_argnames="fit")
 
 
 register_format("int8", Array8B, Array8B.quantize)

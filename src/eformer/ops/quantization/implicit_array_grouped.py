@@ -18,7 +18,7 @@ from ._base import Grain, Leaves
 from ._leafwise import replaced
 from ._packed import PackedArray
 from ._registry import find_format, register_format
-from ._validation import FLOATS, MAX_LENGTH, Leaf, Rules, an_int
+from ._validation import FLOATS, MAX_LENGTH, Leaf, Rules, a_bool, an_int
 
 SMALL = (jnp.uint8, jnp.int8)  # of scales and offsets that have a scale themselves
 CODEBOOKS = ("integer", *grouped.CODEBOOKS)
@@ -104,16 +104,20 @@ class ArrayGrouped(PackedArray):
         bits: int = 4,
         axis: int = -1,
         symmetric: bool = False,
+        fit: bool = True,
         use_kernel: bool = True,
     ) -> Self:
         """`array` in codes of `bits` bits with blocks of `block_size` along `axis`; the sharding is kept.
 
         `symmetric` leaves out the offsets, which saves 16 bits a block; zero is exact then. Scales and offsets are
-        bfloat16, and float32 for 8 bits. Integers raise a ValueError unless they are held exactly.
+        bfloat16, and float32 for 8 bits. `fit` searches for those with the smallest squared error, up to five times as
+        long; without, they span the extremes of a block. Integers raise a ValueError unless they are held exactly.
         """
+        a_bool("symmetric", symmetric)
+        a_bool("fit", fit)
         scale_dtype = jnp.dtype(jnp.float32 if bits == 8 else jnp.bfloat16)
         options = {"bits": bits, "block_size": block_size}
-        encode = functools.partial(_encode, symmetric=symmetric, scale_dtype=scale_dtype, **options)
+        encode = functools.partial(_encode, symmetric=symmetric, scale_dtype=scale_dtype, fit=fit, **options)
         return cls._quantized(_name(bits), array, axis, encode, **options, use_kernel=use_kernel)
 
     def _names_among(self, names: Sequence[str]) -> Sequence[str]:
@@ -245,9 +249,11 @@ class ArrayGrouped(PackedArray):
         return jnp.maximum(outside, 0) + self._scaled_blocks(widest, jnp.abs(scale))
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "bits", "block_size", "symmetric", "scale_dtype"))
-def _encode(x: jax.Array, axis: int, bits: int, block_size: int, symmetric: bool, scale_dtype: DTypeLike) -> Leaves:
-    codes, scale, offset = grouped.encode(x, bits, block_size, axis, symmetric, scale_dtype)
+@functools.partial(jax.jit, static_argnames=("axis", "bits", "block_size", "symmetric", "scale_dtype", "fit"))
+def _encode(
+    x: jax.Array, axis: int, bits: int, block_size: int, symmetric: bool, scale_dtype: DTypeLike, fit: bool
+) -> Leaves:
+    codes, scale, offset = grouped.encode(x, bits, block_size, axis, symmetric, scale_dtype, fit)
     leaves = dict(zip(ArrayGrouped._code_fields, grouped.pack_codes(codes, bits, axis), strict=False))
     return {**leaves, "scale": scale} | ({} if offset is None else {"offset": offset})
 
@@ -259,9 +265,15 @@ def _name(bits: int) -> str:
 
 def _register(name: str, bits: int) -> None:
     def encode(
-        array: jax.Array, block_size: int = 64, *, axis: int = -1, symmetric: bool = False, use_kernel: bool = True
+        array: jax.Array,
+        block_size: int = 64,
+        *,
+        axis: int = -1,
+        symmetric: bool = False,
+        fit: bool = True,
+        use_kernel: bool = True,
     ) -> ArrayGrouped:
-        options = {"axis": axis, "symmetric": symmetric, "use_kernel": use_kernel}
+        options = {"axis": axis, "symmetric": symmetric, "fit": fit, "use_kernel": use_kernel}
         return ArrayGrouped.quantize(array, block_size, bits=bits, **options)
 
     register_format(name, ArrayGrouped, encode)

@@ -19,7 +19,7 @@ from ._base import Leaves
 from ._packed import PackedArray
 from ._registry import register_format
 from ._sharding import ShardingType
-from ._validation import FLOATS, Leaf, Rules
+from ._validation import FLOATS, Leaf, Rules, a_bool
 
 NESTED_BLOCK = 256  # scales that share a scale
 # Half the distance between neighbouring codes, at most: between -1 and the next.
@@ -31,7 +31,8 @@ class ArrayNF4(PackedArray):
 
     `packed` and `absmax` have the array's axes; along `axis`, `packed` is half as long, and `absmax` has one entry per
     block. The last block may be short and the last byte half empty (`padding`). An element is off by at most 0.152 of
-    its block's absmax; zero is exact. A block that holds a NaN or an infinity decodes to NaN.
+    its block's absmax, unless `fit` let it be clipped; zero is exact. A block that holds a NaN or an infinity decodes
+    to NaN.
 
     With `nested` and `offset` the absmax itself is quantized, as bitsandbytes does it: `absmax` holds codes of an 8-bit
     dynamic map, `nested` a scale per 256 of them and `offset` their mean, per matrix of the last two axes. Moving such
@@ -118,16 +119,19 @@ class ArrayNF4(PackedArray):
         *,
         axis: int = -1,
         double_quantization: bool = False,
+        fit: bool = False,
         verbose: bool = False,
         use_kernel: bool = True,
     ) -> Self:
         """`array` in NF4 with blocks of `block_size`, even, along `axis`; the sharding is kept.
 
         For a weight (K, N) that is used as `x @ w`, `axis=0` puts blocks along the contracted axis, as most checkpoints
-        do. `double_quantization` takes 4.127 bits a weight instead of 4.5. `verbose` prints what was made. Integers
-        raise a ValueError unless they are held exactly, as those up to 4 always are.
+        do. `double_quantization` takes 4.127 bits a weight instead of 4.5. With `fit` an absmax is the scale of the
+        smallest squared error: a little less than the largest magnitude, and what lies beyond is clipped. `verbose`
+        prints what was made. Integers raise a ValueError unless they are held exactly, as those up to 4 always are.
         """
-        encode = functools.partial(_encode, block_size=block_size, nested=double_quantization)
+        a_bool("fit", fit)
+        encode = functools.partial(_encode, block_size=block_size, nested=double_quantization, fit=fit)
         exact = 0 if double_quantization else 4  # a quantized absmax is not exact itself
         made = cls._quantized("nf4", array, axis, encode, exact, block_size=block_size, use_kernel=use_kernel)
         if verbose:
@@ -176,7 +180,10 @@ class ArrayNF4(PackedArray):
         return self.quantize(array, self.block_size, double_quantization=self.nested is not None)
 
     def _step_bound(self, original: jax.Array) -> jax.Array:
-        bound = self._scaled(jnp.full(original.shape, _HALF_GAP), jnp.abs(self._scale()))
+        scale = jnp.abs(self._scale())
+        bound = self._scaled(jnp.full(original.shape, _HALF_GAP), scale)
+        clipped = jnp.abs(original.astype(scale.dtype)) - self._scaled(jnp.ones(original.shape), scale)
+        bound = jnp.maximum(bound, clipped)
         if self.nested is None:
             return bound
         # The nested absmax is off by half the widest step of the dynamic map, and multiplies at most 1.
@@ -184,13 +191,16 @@ class ArrayNF4(PackedArray):
         return bound + 2 * width * jnp.max(self.nested, initial=0)
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "block_size", "nested"))
-def _encode(x: jax.Array, axis: int, block_size: int, nested: bool) -> Leaves:
-    packed, absmax = reference.encode_nf4(x, block_size, axis)
+@functools.partial(jax.jit, static_argnames=("axis", "block_size", "nested", "fit"))
+def _encode(x: jax.Array, axis: int, block_size: int, nested: bool, fit: bool) -> Leaves:
+    absmax = reference.nf4_scales(x, block_size, axis, fit)
     if not nested:
-        return {"packed": packed, "absmax": absmax}
+        return {"packed": reference.nf4_codes(x, absmax, block_size, axis), "absmax": absmax}
     matrix = absmax.reshape(*absmax.shape[:-2], math.prod(absmax.shape[-2:]))
     codes, scales, mean = reference.encode_dynamic(matrix)
+    if fit:  # to what the absmax will be read as; without, as bitsandbytes does
+        absmax = reference.decode_dynamic(codes, scales, mean).reshape(absmax.shape)
+    packed = reference.nf4_codes(x, absmax, block_size, axis)
     return {"packed": packed, "absmax": codes.reshape(absmax.shape), "nested": scales, "offset": mean}
 
 
