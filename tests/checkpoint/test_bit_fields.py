@@ -50,4 +50,7 @@ def test_planes_are_those_of_grouped_arrays(bits: int, count: int):
         expected = grouped.pack_codes(jnp.asarray(given), bits, axis)
         assert all(np.array_equal(a, b) for a, b in zip(planes.values(), expected, strict=True))
         assert axis == 0 or np.array_equal(bit_fields.unpack_planes(list(planes.values()), bits, count), codes)
+        if axis == -1:
+            words = bit_fields.dense_of_planes(list(planes.values()), bits, count)
+            assert np.array_equal(words, bit_fields.pack_dense(codes, bits))
         assert {n: p.shape for n, p in planes.items()} == bit_fields.plane_shapes(given.shape, bits, axis)

@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
     "vector": (CT, lambda: ArrayGrouped.quantize(weight(64), symmetric=True), "have two axes"),
     "e5m2": (CT, lambda: quantize(weight(), format="fp8_e5m2"), "float8_e4m3fn, not float8_e5m2"),
     "fp8 columns": (CT, lambda: ArrayFloat8.quantize(weight(), axis=0), "quantize with `axis=-1`"),
-    "zero": (CT, lambda: dataclasses.replace(grouped(4), zero=jnp.full((1, 1), 16, jnp.uint8)), "16 does not fit into 4"),
+    "zero": (CT, lambda: dataclasses.replace(grouped(4), zero=jnp.full((1, 1), 16, jnp.uint8)), "does not fit into 4"),
     "mlx blocks": ("mlx", lambda: ArrayGrouped.quantize(weight(), 48), "must be divided by one of 32, 64, 128"),
     "mlx axis": ("mlx", lambda: quantize(weight(), format="int4", axis=0), COLUMNS),
     "mlx scales": ("mlx", lambda: quantize(weight(), format="int8_grouped", symmetric=True), "`symmetric=False`"),

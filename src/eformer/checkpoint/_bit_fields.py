@@ -94,6 +94,15 @@ def pack_planes(codes: np.ndarray, bits: int, axis: int = -1) -> dict[str, np.nd
     return planes
 
 
+def dense_of_planes(planes: Sequence[np.ndarray], bits: int, count: int) -> np.ndarray:
+    """The words of `pack_dense` for the codes in planes, as uint32."""
+    if len(planes) > 1:
+        return np.ascontiguousarray(pack_dense(unpack_planes(planes, bits, count), bits))
+    missing = dense_words(count, bits) * 4 - planes[0].shape[-1]  # the bytes are the same
+    padded = np.pad(planes[0], [(0, 0)] * (planes[0].ndim - 1) + [(0, missing)])
+    return padded.view(np.uint32)
+
+
 def unpack_planes(planes: Sequence[np.ndarray], bits: int, count: int) -> np.ndarray:
     """The `count` uint8 codes along the last axis that `pack_planes` has packed."""
     codes, below = np.zeros((*planes[0].shape[:-1], count), np.uint8), 0

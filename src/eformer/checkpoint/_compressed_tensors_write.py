@@ -15,7 +15,7 @@ import numpy as np
 from eformer.ops.quantization import Array8B, ArrayFloat8, ArrayGrouped, QuantizedArray
 
 from ._arrays import Item, Part, Record, Written, record_of
-from ._bit_fields import dense_words, pack_dense, unpack_planes
+from ._bit_fields import dense_of_planes, dense_words, pack_dense
 from ._grouped_like import E8M0, FLOATS
 from ._header import Json
 
@@ -110,8 +110,8 @@ def _words(item: Item, like: QuantizedArray, bits: int) -> list[Part]:
     return [words, Part(f"{prefix}weight_shape", np.dtype(np.int64), (like.ndim,))]
 
 
-def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    return np.ascontiguousarray(pack_dense(codes, bits)).view(np.int32)
+def planes_in(q: ArrayGrouped) -> list[np.ndarray]:
+    return [np.asarray(plane) for plane in (q.packed, q.high) if plane is not None]
 
 
 def _int8(item: Item, like: Array8B) -> tuple[Record, Scheme]:
@@ -124,7 +124,11 @@ def _int8(item: Item, like: Array8B) -> tuple[Record, Scheme]:
         q = item.make()
         assert isinstance(q, Array8B)
         codes = np.asarray(q.weight).view(np.uint8) ^ np.uint8(128)
-        return [_packed(codes, 8), np.array(like.shape), _full(q.scale, scale, dtype)]
+        return [
+            dense_of_planes([codes], 8, codes.shape[-1]).view(np.int32),
+            np.array(like.shape),
+            _full(q.scale, scale, dtype),
+        ]
 
     return Record(item.name, parts, values, item.done), _scheme("pack-quantized", 8, "int", strategy="channel")
 
@@ -154,8 +158,7 @@ def _integers(item: Item, like: ArrayGrouped) -> tuple[Record, Scheme]:
     def values() -> list[np.ndarray]:
         q = item.make()
         assert isinstance(q, ArrayGrouped)
-        planes = [np.asarray(plane) for plane in (q.packed, q.high) if plane is not None]
-        packed = _packed(unpack_planes(planes, bits, count), bits)
+        packed = dense_of_planes(planes_in(q), bits, count).view(np.int32)
         made = [packed, np.array(like.shape), _full(q.scale, (*stack, out, blocks), dtype)]
         if q.zero is not None:
             zero = _full(q.zero, (*stack, out, blocks), np.dtype(np.uint8))

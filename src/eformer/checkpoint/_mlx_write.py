@@ -14,8 +14,8 @@ import numpy as np
 from eformer.ops.quantization import ArrayGrouped, QuantizedArray
 
 from ._arrays import Item, Part, Record, Written, record_of
-from ._bit_fields import dense_words, pack_dense, unpack_planes
-from ._compressed_tensors_write import cannot, module_of
+from ._bit_fields import dense_of_planes, dense_words
+from ._compressed_tensors_write import cannot, module_of, planes_in
 from ._grouped_like import E8M0, FLOATS
 from ._header import Json
 from ._layout_mlx import SIZES
@@ -83,7 +83,6 @@ def _affine(item: Item, like: ArrayGrouped) -> tuple[Record, Mode]:
     def values() -> list[np.ndarray]:
         q = item.make()
         assert isinstance(q, ArrayGrouped)
-        planes = [np.asarray(plane) for plane in (q.packed, q.high) if plane is not None]
         scale = spread(q.scale).astype(dtype)
         if q.offset is not None:
             biases = spread(q.offset).astype(dtype)
@@ -95,7 +94,7 @@ def _affine(item: Item, like: ArrayGrouped) -> tuple[Record, Mode]:
                 raise _cannot(
                     item, f"{dtype} can't hold the biases that its scales make; `astype(jnp.float32)` it first"
                 )
-        return [np.ascontiguousarray(pack_dense(unpack_planes(planes, bits, count), bits)), scale, biases]
+        return [dense_of_planes(planes_in(q), bits, count), scale, biases]
 
     return Record(item.name, parts, values, item.done), (size, bits, "affine")
 
