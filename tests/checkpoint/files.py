@@ -6,6 +6,7 @@ import copy
 import json
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,12 @@ def bits(x: Any) -> tuple[Any, ...]:
     """What is equal if two arrays are, bit for bit."""
     array = np.asarray(x)
     return array.shape, array.dtype, array.tobytes()
+
+
+def write_anew(path: Path, data: bytes) -> None:
+    """Write a file that may be there. To remove it first is faster: ext4 flushes a file that was truncated."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
 
 
 def with_header(text: bytes, data: bytes) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from .files import safetensors_file
+from .files import safetensors_file, write_anew
 
 Tensors = Mapping[str, np.ndarray]
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -113,7 +113,7 @@ def examples() -> dict[str, Example]:
 def write_folder(folder: Path, tensors: Tensors, config: Mapping[str, Any] | None) -> Path:
     """A folder with these tensors and this `quantization_config`."""
     folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").write_bytes(safetensors_file(tensors))
+    write_anew(folder / "model.safetensors", safetensors_file(tensors))
     (folder / "config.json").unlink(missing_ok=True)
     if config is not None:
         (folder / "config.json").write_text(json.dumps({"quantization_config": config}))

@@ -27,7 +27,7 @@ from eformer.checkpoint._tree import rebuilt
 from eformer.jaximus import materialize
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, RSROperatorBinary, array_types
 
-from .files import gguf_bytes, safetensors_file, split, text, with_header
+from .files import gguf_bytes, safetensors_file, split, text, with_header, write_anew
 from .layout_examples import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore::eformer.checkpoint.DecodedWarning")
@@ -205,7 +205,7 @@ def index(path: Path, rng: random.Random) -> Sources:
     file = save(path, tree, max_shard_bytes=1)
     text = file.read_bytes()
     for changed in alternately(with_bytes_changed(text, len(text), rng), with_values_changed(json.loads(text), rng)):
-        file.write_bytes(changed)
+        write_anew(file, changed)
         yield file
 
 
@@ -223,8 +223,8 @@ def layouts(path: Path, rng: random.Random) -> Sources:
         (headers, files), data, whole, config, configs = rng.choice(seeds)
         choice = rng.randrange(3)
         file = with_header(next(headers), data) if choice == 0 else next(files) if choice == 1 else whole
-        (path / "model.safetensors").write_bytes(file)
-        (path / "config.json").write_bytes(next(configs) if choice == 2 else json.dumps(config).encode())
+        write_anew(path / "model.safetensors", file)
+        write_anew(path / "config.json", next(configs) if choice == 2 else json.dumps(config).encode())
         yield path
 
 

@@ -64,4 +64,4 @@ def _read(group: Group, like: Array1B) -> dict[str, np.ndarray]:
         return {"weight": made, "scale": np.float32(1) / scale if _divides(group) else scale}
 
 
-register_layout(Layout("bitnet", "bitnet", (WEIGHT, SCALE), _fits, _like, _read))
+register_layout(Layout("bitnet", "bitnet", (SCALE, WEIGHT), _fits, _like, _read))
