@@ -99,8 +99,8 @@ def convert(
         items = [Item(entry.name, entry.like, entry.host, entry.drop) for entry in entries]
         to_record = KINDS[kind]
         if to_record is None:
-            metadata = {name: value for name, value in checkpoint.metadata.items() if name != "total_size"}
-            return write_gguf(to, items, type, metadata)
+            rest = {name: value for name, value in checkpoint.metadata.items() if name != "total_size"}
+            return write_gguf(to, items, type, checkpoint.metadata if checkpoint.kind == "gguf" else rest)
         records = [to_record(item) for item in items]
         return write_safetensors(to, records, checkpoint.tree, _text_metadata(checkpoint), max_shard_bytes)
 
