@@ -1,7 +1,7 @@
 """Language models of the Llama and Qwen2 families from GGUF files, in plain JAX: the code knows no quantization.
 
-`benchmarks/gguf_model.py` and `benchmarks/quality.py` run it under `implicit`, on weights as they are in the file. They keep
-their names, and the layout (out, in).
+`benchmarks/gguf_model.py` and `benchmarks/quality.py` run it under `implicit`, on weights as they are in the file. They
+keep their names, and the layout (out, in).
 
     python examples/language_model.py model.gguf 785 6722 315 9625 374
 """

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from quantization.cases import assert_same_leaves, assert_within, normal
 
-from eformer.checkpoint import CheckpointError, DecodedWarning, load, open_checkpoint, save_gguf
+from eformer.checkpoint import CheckpointError, DecodedWarning, convert, load, open_checkpoint, save_gguf
 from eformer.checkpoint._gguf_blocks import IDS, TYPES
 from eformer.checkpoint._gguf_codecs import CODECS
 from eformer.checkpoint._gguf_encode import ENCODERS
@@ -104,6 +104,18 @@ METADATA = {
 def test_metadata_comes_back(tmp_path: Path):
     path = save_gguf(tmp_path / "a.gguf", {}, metadata=METADATA)
     assert open_checkpoint(path).metadata == METADATA
+
+
+def test_metadata_keeps_its_types_from_file_to_file(tmp_path: Path):
+    """Python has one type of integers and one of floats; whoever reads the file next may want another."""
+    typed = {"a": np.float32(0.1), "b": np.float64(0.1), "c": np.uint8(3), "d": [np.int8(-1), np.int8(2)], "e": True}
+    first = save_gguf(tmp_path / "a.gguf", {}, metadata=typed)
+    second = convert(first, tmp_path / "b.gguf", "gguf")
+    assert second.read_bytes() == first.read_bytes()
+    with open_checkpoint(first) as checkpoint:
+        checkpoint.metadata["c"] = -5  # pyright: ignore[reportIndexIssue]  # it is a dict
+        third = save_gguf(tmp_path / "c.gguf", {}, metadata=checkpoint.metadata)
+    assert open_checkpoint(third).metadata["c"] == -5
 
 
 @pytest.mark.parametrize("value", [None, {"a": 1}, [1, "a"], 2**70, 1j], ids=repr)

@@ -29,6 +29,17 @@ SCALARS: dict[int, struct.Struct] = {number: struct.Struct("<" + code) for numbe
 _U32, _U64 = SCALARS[4], SCALARS[10]
 
 
+class Metadata(dict[str, object]):
+    """The metadata of a file. `kinds` has the number of the type of each value or, for a list, of its elements.
+
+    Programs that run models want the types that they know: a number of 32 bits, not the same number of 64.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: dict[str, int] = {}
+
+
 class Reader:
     """Walks over the header; each step first checks that the bytes are there."""
 
@@ -84,7 +95,7 @@ class Reader:
         return [self.value(inner, depth + 1) for _ in range(number)]
 
 
-def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], dict[str, object]]:
+def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], Metadata]:
     """The arrays, by name, of a file that begins with `MAGIC`, and its metadata."""
     reader = Reader(file)
     reader.take(len(MAGIC))
@@ -93,12 +104,15 @@ def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], dict[str, object]]:
         raise reader.wrong(f"GGUF version {version}; versions 2 and 3 can be read, little-endian")
     tensors = reader.count(24, "tensors", STEPS_OF_TENSOR)
     pairs = reader.count(13, "metadata entries", STEPS_OF_PAIR)
-    metadata: dict[str, object] = {}
+    metadata = Metadata()
     for _ in range(pairs):
         name = reader.name()
         if name in metadata:
             raise reader.wrong(f"the metadata has {name[:100]!r} twice")
-        metadata[name] = reader.value(reader.scalar(_U32))
+        kind = reader.scalar(_U32)
+        metadata.kinds[name] = kind if kind != ARRAY else _U32.unpack(reader.take(4))[0]
+        reader.at -= 4 if kind == ARRAY else 0  # `value` reads it again
+        metadata[name] = reader.value(kind)
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= 2**16 or alignment & (alignment - 1):
         raise reader.wrong(f"`general.alignment` must be a power of two, got {str(alignment)[:50]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from eformer.ops.quantization import QuantizedArray
 
 from ._arrays import Item, Like, Part, contiguous_bytes, items_of
 from ._file import StrPath
-from ._gguf import ARRAY, MAGIC, MAX_AXES, SCALARS, STRING
+from ._gguf import ARRAY, MAGIC, MAX_AXES, SCALARS, STRING, Metadata
 from ._gguf_blocks import IDS, PLAIN, TYPES
 from ._gguf_codecs import encoder_of, writer_of
 from ._gguf_encode import ENCODERS
@@ -60,7 +61,8 @@ def save_gguf(
     unless they are of that type; a function of name and shape chooses for each array, None for the default.
 
     `metadata` maps names to text, numbers, booleans and lists of these; programs that run models want
-    "general.architecture" and more. The structure of the tree is not kept.
+    "general.architecture" and more, with the types that they know (`numpy.float32`). The metadata of an open GGUF
+    checkpoint keeps its types. The structure of the tree is not kept.
     """
     return write_gguf(Target(path, overwrite, progress), items_of(flattened(tree)[0]), type, metadata)
 
@@ -79,9 +81,10 @@ def write_gguf(target: Target, items: Sequence[Item], type: TypeFor, metadata: M
     if any(plan.kind not in PLAIN for plan in planned):
         given.setdefault("general.quantization_version", 2)
     header = bytearray(MAGIC + struct.pack("<IQQ", 3, len(planned), len(given)))
+    kinds = metadata.kinds if isinstance(metadata, Metadata) else {}
     for name, value in given.items():
-        kind = _kind(name, value)
-        header += _text(name) + struct.pack("<I", kind) + _content(name, value, kind)
+        kind = _kind(name, value, kinds.get(name))
+        header += _text(name) + struct.pack("<I", kind) + _content(name, value, kind, kinds.get(name))
     offset = 0
     for item, kind, _, nbytes in planned:
         shape = item.like.shape
@@ -175,8 +178,15 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _kind(name: str, value: object) -> int:
-    """The number of the type of a value: NumPy's, or for Python's integers the smallest of 32 or 64 bits."""
+def _kind(name: str, value: object, known: int | None = None) -> int:
+    """The number of the type of a value: the one it had in a file, NumPy's, or the smallest for integers.
+
+    That has 32 or 64 bits. Python's floats have 64 bits; programs that run models want `numpy.float32`.
+    """
+    if known in SCALARS and isinstance(value, (bool, int, float)):
+        with contextlib.suppress(struct.error, OverflowError):  # it has another value now
+            SCALARS[known].pack(value)
+            return known
     if isinstance(value, (bool, float, np.generic)) and (dtype := np.asarray(value).dtype) in _NUMBERS:
         return _NUMBERS[dtype]
     if isinstance(value, str):
@@ -190,15 +200,15 @@ def _kind(name: str, value: object) -> int:
     raise TypeError(f"the metadata {name!r} is {value!r}; GGUF holds text, numbers, booleans and lists of these")
 
 
-def _content(name: str, value: object, kind: int) -> bytes:
+def _content(name: str, value: object, kind: int, known: int | None = None) -> bytes:
     if isinstance(value, str):
         return _text(value)
     if not isinstance(value, (list, tuple)):
         return SCALARS[kind].pack(value)
-    kinds = {_kind(name, each) for each in value}
+    kinds = {_kind(name, each, known) for each in value}
     if kinds <= _RANGES.keys() and len(kinds) > 1:  # integers of several sizes and signs
         kinds = {_I64}
     if len(kinds) > 1:
         raise TypeError(f"the metadata {name!r} is a list of several types; GGUF has lists of one")
-    inner = kinds.pop() if kinds else _U32
+    inner = kinds.pop() if kinds else _U32 if known is None else known
     return struct.pack("<IQ", inner, len(value)) + b"".join(_content(name, each, inner) for each in value)

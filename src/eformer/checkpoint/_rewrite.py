@@ -96,8 +96,8 @@ def convert(
         entries = [checkpoint.entry(name) for name in checkpoint]
         items = [Item(entry.name, entry.like, entry.host, entry.drop) for entry in entries]
         if kind == GGUF:
-            metadata = {name: value for name, value in checkpoint.metadata.items() if name != "total_size"}
-            return write_gguf(to, items, type, metadata)
+            rest = {name: value for name, value in checkpoint.metadata.items() if name != "total_size"}
+            return write_gguf(to, items, type, checkpoint.metadata if checkpoint.kind == GGUF else rest)
         written = KINDS[kind](items)
         to = with_config(to, written, checkpoint.path)
         return write_safetensors(to, written, checkpoint.tree, _text_metadata(checkpoint), max_shard_bytes)
