@@ -79,8 +79,8 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOMES` has the same names
 
 _HOMES = {
     "jaximus": "ImplicitArray aux_field explain implicit materialization_error materialize register ste use_implicit",
-    "ops.quantization": "Array1B Array8B ArrayGrouped ArrayNF4 QuantizationConfig QuantizationType QuantizedArray RSROperatorBinary "
-    "RSROperatorTernary formats quantize register_format straight_through use_kernels",
+    "ops.quantization": "Array1B Array8B ArrayGrouped ArrayNF4 QuantizationConfig QuantizationType QuantizedArray "
+    "RSROperatorBinary RSROperatorTernary formats quantize register_format straight_through use_kernels",
     "model": "Report Rule combine default_rules dequantize dequantize_model partition quantize_model report "
     "rules_from_use stored_bytes",
     "checkpoint": "Checkpoint CheckpointError load open_checkpoint quantize_checkpoint save",

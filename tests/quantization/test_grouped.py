@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -174,21 +175,23 @@ def test_requantizing_keeps_width_and_symmetry():
     assert (again.bits, again.block_size, again.offset) == (5, 8, None)
 
 
+ONES, ZEROS = jnp.ones((6, 9)), jnp.ones((6, 9), jnp.uint8)
+eights = functools.partial(from_codes, 4, -1, block_size=8)
 WRONG = {
     "bits": (lambda: quantize(jnp.ones((8, 8)), format="int4", bits=7), TypeError, "no option 'bits'"),
     "width": (lambda: ArrayGrouped.quantize(jnp.ones((8, 8)), bits=7), ValueError, "`bits=7` must be one of 2, 3, 4"),
     "block": (lambda: quantize(jnp.ones(8), format="int4", block_size=0), ValueError, "`block_size=0` must be from 1"),
-    "codebook": (lambda: from_codes(4, -1, jnp.ones((6, 9)), block_size=8, codebook="e3m0"), ValueError, "'iq4_nl'"),
-    "scale": (lambda: from_codes(4, -1, jnp.ones((6, 9), jnp.uint8), block_size=8), ValueError, "goes with `scale_scale`"),
-    "entries": (lambda: from_codes(4, -1, jnp.ones((6, 8)), block_size=8), ValueError, "it must have 9 entries or 1"),
-    "both": (
-        lambda: from_codes(4, -1, jnp.ones((6, 9)), block_size=8, zero=jnp.ones((6, 9), jnp.uint8), offset=jnp.ones((6, 9))),
+    "codebook": (lambda: eights(ONES, codebook="e3m0"), ValueError, "'iq4_nl'"),
+    "scale": (lambda: eights(ZEROS), ValueError, "goes with `scale_scale`"),
+    "entries": (lambda: eights(ONES[:, 1:]), ValueError, "it must have 9 entries or 1"),
+    "both": (lambda: eights(ONES, zero=ZEROS, offset=ONES), ValueError, "not both"),
+    "superblock": (
+        lambda: dataclasses.replace(two_levels(), superblock_size=30),
         ValueError,
-        "not both",
+        "multiple of `block_size=",
     ),
-    "superblock": (lambda: dataclasses.replace(two_levels(), superblock_size=30), ValueError, "multiple of `block_size=8`"),
-    "plane": (lambda: dataclasses.replace(from_codes(3, -1, jnp.ones((6, 9)), block_size=8), high=None), ValueError, "`high`"),
-}  # fmt: skip
+    "plane": (lambda: dataclasses.replace(from_codes(3, -1, ONES, block_size=8), high=None), ValueError, "`high`"),
+}
 
 
 @pytest.mark.parametrize(("make", "error", "words"), WRONG.values(), ids=WRONG)
