@@ -1,5 +1,7 @@
 """Checkpoints of dense and quantized arrays: safetensors, also as bitsandbytes writes it, and GGUF."""
 
+from ._adapter import load_adapter as load_adapter
+from ._adapter import save_adapter as save_adapter
 from ._arrays import ArrayInfo as ArrayInfo
 from ._bitsandbytes import BitsandbytesCodec as BitsandbytesCodec
 from ._bitsandbytes import register_bitsandbytes_codec as register_bitsandbytes_codec

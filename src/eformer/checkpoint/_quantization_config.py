@@ -32,7 +32,7 @@ def config_beside(path: Path | None) -> Callable[[], Mapping[str, Json]]:
             return {}
         for name, key in FILES:
             if name not in parsed:
-                parsed[name] = _read(path.with_name(name))
+                parsed[name] = read_json(path.with_name(name))
             whole = parsed[name]
             part = whole if key is None or not isinstance(whole, dict) else whole.get(key)
             if isinstance(part, dict):
@@ -42,7 +42,7 @@ def config_beside(path: Path | None) -> Callable[[], Mapping[str, Json]]:
     return read
 
 
-def _read(path: Path) -> Json:
+def read_json(path: Path) -> Json:
     """The JSON of a file; None if there is no such file."""
     try:
         with open_plain(path) as file:
