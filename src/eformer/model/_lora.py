@@ -14,6 +14,7 @@ from jax import tree_util as jtu
 from jax.typing import DTypeLike
 
 from eformer.jaximus import materialize
+from eformer.ops.quantization import QuantizedArray, find_format, format_names
 
 from ._defaults import EMBEDDINGS, contracted_axis
 from ._lora_array import LoraArray
@@ -81,12 +82,30 @@ def add_lora(
     return jtu.tree_unflatten(structure, leaves)
 
 
-def merge_lora(tree: Tree) -> Tree:
-    """`tree` with each `LoraArray` as the dense sum of its weight and its update, in the weight's dtype.
+def merge_lora(tree: Tree, *, requantize: bool = False) -> Tree:
+    """`tree` with each `LoraArray` as the sum of its weight and its update: dense, in the weight's dtype.
 
-    `quantize_model` brings the sum back into a format; `report(merged, quantized)` tells the error this costs.
+    With `requantize`, the sum with a quantized weight is quantized again, in the weight's format. That rounds once
+    more; `report(merge_lora(tree), merge_lora(tree, requantize=True))` tells the error it costs.
     """
-    return jtu.tree_map(lambda x: materialize(x) if is_lora(x) else x, tree, is_leaf=_is_whole)
+
+    def merged(x: Any) -> Any:
+        if not is_lora(x):
+            return x
+        dense = materialize(x)
+        return quantized_like(x.base, dense) if requantize and is_quantized(x.base) else dense
+
+    return jtu.tree_map(merged, tree, is_leaf=_is_whole)
+
+
+def quantized_like(q: QuantizedArray, array: jax.Array) -> QuantizedArray:
+    """`array`, of the shape of `q`, in the format of `q` and with its options."""
+    names = format_names(q)
+    if not names:
+        raise ValueError(f"no format makes a {type(q).__name__}: merge into dense weights, and quantize these")
+    form = find_format(names[0])
+    options = {name: getattr(q, name) for name in form.options if name in q._static_fields}
+    return form.encode(array, **options)
 
 
 def drop_lora(tree: Tree) -> Tree:
