@@ -22,7 +22,7 @@ from eformer.cli import _compare, _quantize, main
 from eformer.cli._interrupt import deferred
 from eformer.cli._progress import lines, showing
 
-COMMANDS = ["quantize", "inspect", "compare", "convert", "bench", "demo", "completion"]
+COMMANDS = ["quantize", "inspect", "compare", "convert", "lora", "bench", "demo", "completion"]
 
 
 @pytest.mark.parametrize(

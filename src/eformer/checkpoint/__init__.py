@@ -3,6 +3,8 @@
 import importlib as _importlib
 import pkgutil as _pkgutil
 
+from ._adapter import load_adapter as load_adapter
+from ._adapter import save_adapter as save_adapter
 from ._arrays import ArrayInfo as ArrayInfo
 from ._bitsandbytes import BitsandbytesCodec as BitsandbytesCodec
 from ._bitsandbytes import register_bitsandbytes_codec as register_bitsandbytes_codec

@@ -36,7 +36,7 @@ def config_beside(path: Path | None) -> Callable[[], Mapping[str, Json]]:
             return {}
         for name, key in FILES:
             if name not in parsed:
-                parsed[name] = _read(path.with_name(name))
+                parsed[name] = read_json(path.with_name(name))
             whole = parsed[name]
             part = whole if key is None or not isinstance(whole, dict) else whole.get(key)
             if isinstance(part, dict):
@@ -48,13 +48,13 @@ def config_beside(path: Path | None) -> Callable[[], Mapping[str, Json]]:
 
 def config_with(path: Path | None, said: Mapping[str, Json]) -> bytes:
     """The config.json beside the file `path`, with `said` in place of what it says of quantization."""
-    given = None if path is None else _read(path.with_name(CONFIG))
+    given = None if path is None else read_json(path.with_name(CONFIG))
     kept = given if isinstance(given, dict) else {}
     keys = {key for name, key in FILES if name == CONFIG}
     return json.dumps({**{key: kept[key] for key in kept if key not in keys}, **said}, indent=2).encode()
 
 
-def _read(path: Path) -> Json:
+def read_json(path: Path) -> Json:
     """The JSON of a file; None if there is no such file."""
     try:
         with open_plain(path) as file:

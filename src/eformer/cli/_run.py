@@ -14,7 +14,7 @@ import eformer
 from eformer._text import printable
 from eformer.model import UnusedRuleWarning
 
-from . import _bench, _compare, _completion, _convert, _demo, _inspect, _quantize
+from . import _bench, _compare, _completion, _convert, _demo, _inspect, _lora, _quantize
 from ._interrupt import INTERRUPTED, LINE
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": _inspect,
     "compare": _compare,
     "convert": _convert,
+    "lora": _lora,
     "bench": _bench,
     "demo": _demo,
     "completion": _completion,

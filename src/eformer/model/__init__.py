@@ -3,7 +3,14 @@
 from ._compare_models import report as report
 from ._defaults import contracted_axis as contracted_axis
 from ._defaults import default_rules as default_rules
+from ._fake_quantize import fake_quantize as fake_quantize
+from ._fake_quantize import finalize as finalize
 from ._from_use import rules_from_use as rules_from_use
+from ._lora import add_lora as add_lora
+from ._lora import drop_lora as drop_lora
+from ._lora import lora_dropout as lora_dropout
+from ._lora import merge_lora as merge_lora
+from ._lora_array import LoraArray as LoraArray
 from ._partition import combine as combine
 from ._partition import partition as partition
 from ._paths import named_leaves as named_leaves

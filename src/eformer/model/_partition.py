@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ._lora import adapter_leaves
 from ._paths import is_abstract, is_array, is_quantized, named_leaves
 
 Tree = TypeVar("Tree")
@@ -16,9 +17,10 @@ Tree = TypeVar("Tree")
 def partition(tree: Tree, trainable: Callable[[str, Any], bool] | None = None) -> tuple[Tree, Tree]:
     """Two trees like `tree`, trained and frozen, each with None where the other has a leaf.
 
-    Dense floating point arrays are trained; with `trainable`, those for which `trainable(path, leaf)` is true.
-    Quantized arrays, integers, and whatever is no array are frozen. JAX and optax see the trained tree alone; `combine`
-    joins the two again:
+    Dense floating point arrays are trained; with `trainable`, those for which `trainable(path, leaf)` is true. In a
+    tree with updates of low rank (`add_lora`) these alone are trained, unless `trainable` is given. Quantized arrays,
+    integers, and whatever is no array are frozen. JAX and optax see the trained tree alone; `combine` joins the two
+    again:
 
     >>> import jax, jax.numpy as jnp
     >>> from eformer.jaximus import implicit
@@ -31,6 +33,9 @@ def partition(tree: Tree, trainable: Callable[[str, Any], bool] | None = None) -
     {'bias': (512,), 'kernel': None}
     """
     named, structure = named_leaves(tree)
+    adapters = adapter_leaves(tree)
+    if adapters and trainable is None:
+        trainable = lambda _, leaf: id(leaf) in adapters  # noqa: E731
     chosen = [_can_train(leaf) and (trainable is None or bool(trainable(path, leaf))) for path, leaf in named]
     trained = [leaf if train else None for train, (_, leaf) in zip(chosen, named, strict=True)]
     frozen = [None if train else leaf for train, (_, leaf) in zip(chosen, named, strict=True)]

@@ -1,0 +1,125 @@
+"""Adapters alone, written and read as PEFT does."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer.checkpoint import CheckpointError, load_adapter, save, save_adapter
+from eformer.model import LoraArray, add_lora, quantize_model
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def model() -> dict[str, Any]:
+    tree = {"one": {"weight": normal(64, 80)}, "two": {"kernel": normal(80, 64, seed=1)}}
+    return quantize_model(tree, format="int8")
+
+
+def adapted(**options: Any) -> Any:
+    tree: Any = add_lora(model(), rank=4, key=jax.random.key(0), **options)
+    one, two = tree["one"]["weight"], tree["two"]["kernel"]
+    tree["one"]["weight"] = LoraArray(one.base, normal(64, 4), one.b, one.scaling)
+    tree["two"]["kernel"] = LoraArray(two.base, two.a, normal(4, 64), two.scaling)
+    return tree
+
+
+@pytest.mark.parametrize("options", [{}, {"alpha": 3.0}, {"rank_stabilized": True}])
+def test_round_trip(tmp_path: Path, options: dict[str, Any]):
+    tree = adapted(**options)
+    found = load_adapter(save_adapter(tmp_path / "adapter", tree), model())
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_several_ranks(tmp_path: Path):
+    tree = adapted()
+    one = tree["one"]["weight"]
+    tree["one"]["weight"] = LoraArray(one.base, normal(64, 2), normal(2, 80), jnp.float32(0.25))
+    found: Any = load_adapter(save_adapter(tmp_path, tree), model())
+    assert (found["one"]["weight"].rank, float(found["one"]["weight"].scaling)) == (2, 0.25)
+    assert (found["two"]["kernel"].rank, float(found["two"]["kernel"].scaling)) == (4, 2.0)
+
+
+def test_peft_reads_ours_and_we_read_its_own(tmp_path: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        peft = pytest.importorskip("peft", reason="peft is not installed")
+        tree = {"one.weight": normal(48, 64), "two.weight": normal(16, 48, seed=1)}
+        net = torch.nn.Sequential()
+        for name, weight in tree.items():
+            layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            layer.weight.data = torch.from_numpy(np.array(weight))
+            net.add_module(name.removesuffix(".weight"), layer)
+        config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["one", "two"], rank_pattern={"two": 3})
+        theirs = peft.get_peft_model(net, config)
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.data = torch.from_numpy(np.array(normal(*parameter.shape, seed=2)))
+        theirs.save_pretrained(tmp_path / "theirs")
+        x = normal(5, 64, seed=3)
+        expected = theirs(torch.from_numpy(np.array(x))).detach().numpy()
+        found: Any = load_adapter(tmp_path / "theirs", tree)
+        ours = x @ found["one.weight"].T @ found["two.weight"].T
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-3)
+
+        fresh = torch.nn.Sequential()
+        for name, layer in theirs.get_base_model().named_children():
+            plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+            plain.weight.data = torch.from_numpy(np.array(tree[f"{name}.weight"]))
+            fresh.add_module(name, plain)
+        again = peft.PeftModel.from_pretrained(fresh, save_adapter(tmp_path / "ours", found))
+        np.testing.assert_allclose(
+            again(torch.from_numpy(np.array(x))).detach().numpy(), expected, rtol=1e-4, atol=1e-3
+        )
+
+
+def changed(folder: Path, **config: Any) -> Path:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "IA3"}, "its `peft_type` is 'IA3', not 'LORA'"),
+        ({"use_dora": True}, "`use_dora` changes more than updates of low rank do"),
+        ({"r": 5}, "its matrices have rank 4, and the configuration says 5"),
+        ({"lora_alpha": None}, "has lora_alpha = 'None', which is no number"),
+        ({"rank_pattern": {"(a+)+b": 3}}, "a regular expression; only names of modules are read"),
+    ],
+)
+def test_a_configuration_that_is_wrong(tmp_path: Path, config: dict[str, Any], words: str):
+    with pytest.raises(CheckpointError, match=words.replace("(", r"\(")):
+        load_adapter(changed(save_adapter(tmp_path, adapted()), **config), model())
+
+
+def test_an_adapter_for_another_model(tmp_path: Path):
+    folder = save_adapter(tmp_path, adapted())
+    with pytest.raises(CheckpointError, match="'one': the model has no such module"):
+        load_adapter(folder, {"three": {"weight": normal(8, 8)}})
+    with pytest.raises(CheckpointError, match=r"'one': \(4, 80\) and \(64, 4\) do not fit the weight \(8, 8\)"):
+        load_adapter(folder, {"one": {"weight": normal(8, 8)}})
+
+
+def test_other_errors(tmp_path: Path):
+    with pytest.raises(ValueError, match="has no LoRA array"):
+        save_adapter(tmp_path, model())
+    stack = quantize_model({"kernel": normal(2, 64, 64)})
+    with pytest.raises(ValueError, match="'kernel' is a stack of matrices"):
+        save_adapter(tmp_path, add_lora(stack, key=jax.random.key(0)))
+    save(tmp_path / "adapter_model.safetensors", {"x": jnp.ones(3)})
+    with pytest.raises(CheckpointError, match="there is no configuration of an adapter"):
+        load_adapter(tmp_path, model())
