@@ -41,7 +41,7 @@ template <class T>
 struct Zeros {
   T* values;
 
-  explicit Zeros(int64_t count) : values(static_cast<T*>(std::calloc(count, sizeof(T)))) {
+  explicit Zeros(int64_t count) : values(static_cast<T*>(std::calloc(Max(count, 0), sizeof(T)))) {
     if (values == nullptr && count > 0) OutOfMemory();
   }
   ~Zeros() { std::free(values); }
