@@ -3,6 +3,7 @@
 
 #include "codes.h"
 #include "format.h"
+#include "stored_scales.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -100,38 +101,63 @@ EFORMER_INLINE void DecodeCodes(const Matrix& m, const LoadedTable& table, int64
   for (int i = 0; i < 2; ++i) values[i] = ValuesOf<Format>(table, reinterpret_cast<const uint8_t*>(&codes[i]), 0);
 }
 
-EFORMER_INLINE void ScaleAll(float scale, Strip (&values)[2]) {
-  for (Strip& half : values) half = Times(half, Spread(scale));
-}
+// A number for each of 64 columns.
+struct Run {
+  Strip half[2];
+};
 
-// Multiplies by `scale`; only `present` of its entries can be read.
-EFORMER_INLINE void ScaleEach(const float* scale, int64_t present, Strip (&values)[2]) {
+// Reads 64 numbers, of which only `present` can be read; the rest is 0.
+EFORMER_INLINE Run LoadRun(const float* numbers, int64_t present) {
   float some[kRunValues] = {};
   if (present < kRunValues) {
-    std::memcpy(some, scale, present * sizeof(float));
-    scale = some;
+    std::memcpy(some, numbers, present * sizeof(float));
+    numbers = some;
   }
-  for (int i = 0; i < 2; ++i) values[i] = Times(values[i], LoadStrip(scale + i * kStripSize));
+  return {{LoadStrip(numbers), LoadStrip(numbers + kStripSize)}};
 }
 
-// Multiplies the values of 64 columns of a row by their scales.
+EFORMER_INLINE Strip SpreadStrip(float number) {
+  Strip strip;
+  for (Vec& v : strip.v) v = Spread(number);
+  return strip;
+}
+
+// The numbers of the blocks that 64 columns of a row from column `c` on are in.
+EFORMER_INLINE Run NumbersOfRun(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t c, int64_t present) {
+  float found[kRunValues];
+  if (m.packed_axis == 0) return LoadRun(NumbersAt(m, all, row / m.block, c, present, found), present);
+  const int64_t first = c / m.block, last = (c + present - 1) / m.block;
+  const float* numbers = NumbersAt(m, all, row, first, last - first + 1, found);
+  if (m.block % kStripSize == 0) {
+    return {{SpreadStrip(*numbers), SpreadStrip(numbers[Min(last, (c + kStripSize) / m.block) - first])}};
+  }
+  float spread[kRunValues] = {};
+  for (int64_t i = 0, end = Min(present, m.block - c % m.block); i < present;
+       ++numbers, end = Min(present, end + m.block)) {
+    for (; i < end; ++i) spread[i] = *numbers;
+  }
+  return LoadRun(spread, kRunValues);
+}
+
+// Turns the values of 64 columns of a row into what they stand for.
 template <class Format>
 EFORMER_INLINE void ScaleRun(const Matrix& m, int64_t row, int64_t c, int64_t present, Strip (&values)[2]) {
-  const float* scale = m.scale;
-  if (Format::kScales == ScaleKind::kPerBlock && m.packed_axis == 0) {
-    ScaleEach(scale + row / m.block * m.cols + c, present, values);
-  } else if (Format::kScales == ScaleKind::kPerBlock) {
-    scale += row * m.BlockScaleStride() + c / m.block;
-    if (m.block % kRunValues == 0) return ScaleAll(*scale, values);
-    float spread[kRunValues];
-    for (int64_t i = 0, end = Min(present, m.block - c % m.block); i < present;
-         ++scale, end = Min(present, end + m.block)) {
-      for (; i < end; ++i) spread[i] = *scale;
+  if (Format::kScales == ScaleKind::kPerBlock) {
+    const bool has_offsets = !Format::kFloatScales && m.offsets.entries != nullptr;
+    const Run scales = NumbersOfRun(m, m.scales, row, c, present);
+    const Run offsets = has_offsets ? NumbersOfRun(m, m.offsets, row, c, present) : Run{};
+    const bool zeros = has_offsets && m.offsets_are_zeros;
+    for (int i = 0; i < 2; ++i) {
+      if (Format::kCentre != 0) values[i] = Plus(values[i], SpreadStrip(-m.centre));
+      if (zeros) values[i] = Minus(values[i], offsets.half[i]);
+      values[i] = Times(values[i], scales.half[i]);
+      if (has_offsets && !zeros) values[i] = Plus(Rounded(values[i]), offsets.half[i]);
     }
-    ScaleEach(spread, present, values);
-  } else if (scale != nullptr) {
-    scale += row * m.scale_row_step + c * m.scale_col_step;
-    m.scale_col_step != 0 ? ScaleEach(scale, present, values) : ScaleAll(*scale, values);
+  } else if (m.scale != nullptr) {
+    const float* scale = m.scale + row * m.scale_row_step + c * m.scale_col_step;
+    const Run scales =
+        m.scale_col_step != 0 ? LoadRun(scale, present) : Run{{SpreadStrip(*scale), SpreadStrip(*scale)}};
+    for (int i = 0; i < 2; ++i) values[i] = Times(values[i], scales.half[i]);
   }
 }
 

@@ -23,6 +23,11 @@ struct FormatDefaults {
   static constexpr bool kSignedCodes = false;    // whether planes are int8 instead of uint8
   // Whether the format's own loops multiply codes behind the end of the packed axis by 0, so that all must be finite.
   static constexpr bool kClearPadding = false;
+  // kPerBlock: whether the format's own loops want float32 scales in Matrix::scale, and know no offsets. Else blocks
+  // may have an offset or a zero point, and stored_scales.h reads them and the scales, of any type.
+  static constexpr bool kFloatScales = false;
+  // What is subtracted from values before they are scaled, in blocks that have neither an offset nor a zero point.
+  static constexpr float kCentre = 0;
 
   // For x rounded to int8: an integer stands for each code, its value times this, rounded. 0: x is never rounded.
   static constexpr float kInt8Steps = 0;
@@ -69,8 +74,16 @@ static inline LoadedTable TableOf() {
 
 template <class Format>
 constexpr FormatInfo DescribeFormat() {
-  FormatInfo info = {Format::kName,         kPlanes<Format>, {},           1, Format::kSignedCodes,
-                     Format::kClearPadding, Format::kScales, Format::Value};
+  FormatInfo info = {Format::kName,
+                     kPlanes<Format>,
+                     {},
+                     1,
+                     Format::kSignedCodes,
+                     Format::kClearPadding,
+                     Format::kScales,
+                     Format::kFloatScales,
+                     Format::kCentre,
+                     Format::Value};
   for (int plane = 0; plane < kPlanes<Format>; ++plane) {
     const int values = 8 / Format::kPlaneBits[plane];
     info.values_per_byte[plane] = values;

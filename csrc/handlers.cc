@@ -92,18 +92,13 @@ bool HasRowMatmul(const Kernels& kernels, const Matrix& m) {
          (kernels.format.scales == ScaleKind::kPerBlock || OuterScale::VariesAlongOneAxis(kernels.format, m));
 }
 
-int64_t TaskColumns(const Matrix& m, int64_t rows_of_x) {
-  if (rows_of_x > kFewRows) return 4 * kPanelColumns;
-  return m.contracted_axis == 0 ? 8 * kPanelColumns : 2 * kPanelColumns;
-}
-
 // Rows of x, as PackedRows, TiledRows or Int8Rows, in tasks of some columns, and in parts of the depth if those are
 // few.
 template <class Rows>
 void PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, const Rows& x, float* y) {
   const FormatInfo& format = stack.kernels->format;
   const Depth depth = {stack.first.Depth(), Rows::kStep};
-  const int64_t width = stack.first.Width(), task_columns = TaskColumns(stack.first, x.Size(0));
+  const int64_t width = stack.first.Width(), task_columns = Rows::TaskColumns(stack.first, x.Size(0));
   const int64_t slices = CeilDiv(width, task_columns), tasks = stack.count * x.chunks.count * slices;
   const int64_t parts =
       depth.Parts(std::min(CeilDiv(kMinTasks, tasks), CeilDiv(depth.all * task_columns * x.Size(0), kTaskValues)));
@@ -152,10 +147,11 @@ bool Int8Matmul(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer&
 
 ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs buffers, ffi::Result<ffi::AnyBuffer> y,
                       std::string_view format, std::string_view instruction_set, int64_t rows, int64_t cols,
-                      int64_t packed_axis, int64_t contracted_axis, int64_t block_size, bool round_x,
-                      bool round_values) {
+                      int64_t packed_axis, int64_t contracted_axis, int64_t block_size, int64_t superblock_size,
+                      std::string_view scale_names, bool round_x, bool round_values) {
   Stack stack;
-  const Attributes attributes = {format, instruction_set, rows, cols, packed_axis, contracted_axis, block_size};
+  const Attributes attributes = {format,     instruction_set, rows,       cols, packed_axis, contracted_axis,
+                                 block_size, superblock_size, scale_names};
   if (auto error = MakeStack(pool, attributes, buffers, stack); error.failure()) return error;
   const int64_t depth = stack.first.Depth(), width = stack.first.Width();
   const auto type = x.element_type();
@@ -189,9 +185,10 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs
 
 ffi::Error DecodeImpl(ffi::ThreadPool pool, ffi::RemainingArgs buffers, ffi::Result<ffi::AnyBuffer> values,
                       std::string_view format, std::string_view instruction_set, int64_t rows, int64_t cols,
-                      int64_t packed_axis, int64_t block_size) {
+                      int64_t packed_axis, int64_t block_size, int64_t superblock_size, std::string_view scale_names) {
   Stack stack;
-  const Attributes attributes = {format, instruction_set, rows, cols, packed_axis, 0, block_size};
+  const Attributes attributes = {format,     instruction_set, rows,       cols, packed_axis, 0,
+                                 block_size, superblock_size, scale_names};
   if (auto error = MakeStack(pool, attributes, buffers, stack); error.failure()) return error;
   int64_t results;
   if (auto error = CheckResult(*values, stack.count, rows, cols, results); error.failure()) return error;
@@ -223,6 +220,8 @@ XLA_FFI_DEFINE_HANDLER(kMatmul, WithMemory<MatmulImpl>::Call,
                            .Attr<int64_t>("packed_axis")
                            .Attr<int64_t>("contracted_axis")
                            .Attr<int64_t>("block_size")
+                           .Attr<int64_t>("superblock_size")
+                           .Attr<std::string_view>("scale_names")
                            .Attr<bool>("round_x")
                            .Attr<bool>("round_values"));
 
@@ -236,7 +235,9 @@ XLA_FFI_DEFINE_HANDLER(kDecode, WithMemory<DecodeImpl>::Call,
                            .Attr<int64_t>("rows")
                            .Attr<int64_t>("cols")
                            .Attr<int64_t>("packed_axis")
-                           .Attr<int64_t>("block_size"));
+                           .Attr<int64_t>("block_size")
+                           .Attr<int64_t>("superblock_size")
+                           .Attr<std::string_view>("scale_names"));
 
 XLA_FFI_Handler* MatmulHandler() { return kMatmul; }
 XLA_FFI_Handler* DecodeHandler() { return kDecode; }

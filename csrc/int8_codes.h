@@ -84,11 +84,36 @@ constexpr ByteTable ByteTableOf() {
   return table;
 }
 
+// What loops subtract from the integers of a matrix before they scale them; offsets are for what is left then.
+template <class Format>
+EFORMER_INLINE float CentreOf(const Matrix& m) {
+  return Format::kScales == ScaleKind::kPerBlock && m.offsets.entries == nullptr ? m.centre : 0;
+}
+
+// What to subtract from bytes, to be multiplied by sums of x.
+template <class Format>
+EFORMER_INLINE int32_t BiasOf(const Matrix& m) {
+  return Int8Codes<Format>::kBias + static_cast<int32_t>(CentreOf<Format>(m) * Format::kInt8Steps);
+}
+
 // Whether the bytes in memory can be taken as they are, several values a byte: those of one plane, packed along the
-// contracted axis. Else codes are unpacked first.
+// contracted axis, as blocks always are. Else codes are unpacked first.
 template <class Format>
 EFORMER_INLINE bool IsPackedAlongDepth(const Matrix& m) {
   return kPlanes<Format> == 1 && (kValuesPerByte<Format> == 1 || m.packed_axis == m.contracted_axis);
+}
+
+// Calls use(std::bool_constant) with that answer, and compiles only what can happen.
+template <class Format, class Use>
+EFORMER_INLINE void WithPacking(const Matrix& m, const Use& use) {
+  constexpr bool kAlways = kValuesPerByte<Format> == 1 || Format::kScales == ScaleKind::kPerBlock;
+  if constexpr (kPlanes<Format> > 1) {
+    use(std::false_type());
+  } else if constexpr (kAlways) {
+    use(std::true_type());
+  } else {
+    IsPackedAlongDepth<Format>(m) ? use(std::true_type()) : use(std::false_type());
+  }
 }
 
 }  // namespace eformer::EFORMER_ISA

@@ -19,21 +19,27 @@ struct Int8DotsOf {
   const Int8X& x;
   const int64_t row_bytes = kPacked ? m.RowBytes(kPlaces) : m.cols;
   const int64_t spans = CeilDiv(row_bytes, kSpan);
-  const int64_t blocks = CeilDiv(m.cols, x.block);
+  const int64_t blocks = CeilDiv(m.cols, x.block), span_blocks = kSpan * kPlaces / x.block;
+  const float centre = CentreOf<Format>(m);
   const int64_t stride = x.depth / x.block + kIntLanes;  // of factors
   Floats factors{4 * stride};                            // of the blocks of each row
   Floats x_sums{stride};                                 // of the blocks of the matrix
   Zeros<int32_t> corrections{spans * kSpan / 4};         // of each lane, for the bias
-  int32_t places[kSpanVectors][kIntLanes];               // the block of each lane, from that of the first on
+  int64_t first_block[kSpanVectors];                     // in a span, of each of its vectors
+  int32_t places[kSpanVectors][kIntLanes];               // the block of each lane, from that one on
 
   Int8DotsOf(const Matrix& m, const Int8X& x) : m(m), x(x) {
     for (int h = 0; h < kSpanVectors; ++h) {
+      first_block[h] = h * kIntBytes * kPlaces / x.block;
       for (int i = 0; i < kIntLanes; ++i) {
-        places[h][i] = static_cast<int32_t>((h * kIntBytes + 4 * i) * kPlaces / x.block - FirstBlock(0, h));
+        places[h][i] = static_cast<int32_t>((h * kIntBytes + 4 * i) * kPlaces / x.block - first_block[h]);
       }
     }
-    for (int64_t i = 0; i < spans * kSpan * kPlaces && Int8Codes<Format>::kBias != 0; ++i) {
-      corrections.values[i / (kSpan * kPlaces) * (kSpan / 4) + i % kSpan / 4] -= Int8Codes<Format>::kBias * x.values[i];
+    const int32_t bias = BiasOf<Format>(m);
+    for (int64_t t = 0; t < spans && bias != 0; ++t) {
+      for (int64_t i = 0; i < kSpan * kPlaces; ++i) {
+        corrections.values[t * (kSpan / 4) + i % kSpan / 4] -= bias * x.values[t * kSpan * kPlaces + i];
+      }
     }
     if (Format::kScales == ScaleKind::kBroadcast) {
       for (int r = 0; r < 4; ++r) std::memcpy(factors.values + r * stride, x.steps, blocks * sizeof(float));
@@ -44,19 +50,17 @@ struct Int8DotsOf {
     }
   }
 
-  int64_t FirstBlock(int64_t span, int h) const { return (span * kSpan + h * kIntBytes) * kPlaces / x.block; }
-
   // Writes the factors of the blocks of a row, and returns the sum of its offsets times x.
   float TakeScales(int64_t row, float* to, float* buffer) const {
     const int64_t count = m.BlockScaleStride(), each = m.block / x.block;
     const float* scale = ScalesAt(m, row, 0, count, buffer);
+    const float* offset = OffsetsAt(m, row, 0, count, centre, scale, buffer + count);
     constexpr float kUnit = 1 / Format::kInt8Steps;
     if (each == 1) {
       for (int64_t b = 0; b < blocks; ++b) to[b] = scale[b] * (x.steps[b] * kUnit);
     } else {
       for (int64_t b = 0; b < blocks; ++b) to[b] = scale[b / each] * (x.steps[b] * kUnit);
     }
-    const float* offset = OffsetsAt(m, row, 0, count, buffer);
     if (offset == nullptr) return 0;
     Strip sum{};
     float rest = 0;
@@ -67,13 +71,11 @@ struct Int8DotsOf {
     return Sum(sum) + rest;
   }
 
-  // The bytes of a span of a row, all of which can be read.
-  EFORMER_INLINE const uint8_t* SpanOf(int64_t row, int64_t span, uint8_t (&copy)[kSpan]) const {
+  // A copy of a span of a row, with zeros behind the row.
+  const uint8_t* CopySpan(int64_t row, int64_t span, uint8_t (&copy)[kSpan]) const {
     if constexpr (kPacked) {
-      const uint8_t* from = m.planes[0] + row * row_bytes + span * kSpan;
-      if ((span + 1) * kSpan <= row_bytes) return from;
       std::memset(copy, 0, kSpan);
-      std::memcpy(copy, from, row_bytes - span * kSpan);
+      std::memcpy(copy, m.planes[0] + row * row_bytes + span * kSpan, row_bytes - span * kSpan);
     } else {
       Bytes codes[2] = {};
       AddPlanes<Format>(m, row, span * kSpan, m.cols - span * kSpan, codes);
@@ -84,6 +86,27 @@ struct Int8DotsOf {
   }
 
   template <int kRows>
+  EFORMER_INLINE void AddSpan(int64_t t, const uint8_t* const (&codes)[kRows], Reals (&sums)[kRows],
+                              IntBytes (&nan)[kRows]) const {
+    const int8_t* xs = x.values + t * kSpan * kPlaces;
+    for (int h = 0; h < kSpanVectors; ++h) {
+      const Ints block_places = LoadVector<Ints>(places[h]);
+      const Ints correction = LoadVector<Ints>(corrections.values + t * (kSpan / 4) + h * kIntLanes);
+      const float* factor = factors.values + t * span_blocks + first_block[h];
+      for (int r = 0; r < kRows; ++r, factor += stride) {
+        const IntBytes flipped = FlipPacked<Format, kPlaces>(LoadVector<IntBytes>(codes[r] + h * kIntBytes));
+        if constexpr (Int8Codes<Format>::kHasNaN) nan[r] |= FindNaN(flipped);
+        typename Dots::Sum sum{};
+        ForEachPlace<kPlaces>([&](auto place) {
+          const Ints four = LoadVector<Ints>(xs + place * kSpan + h * kIntBytes);
+          sum = Dots::Add(sum, Dots::Prepare(BytesAt<Format, kPlaces, place>(flipped)), four);
+        });
+        sums[r] += ToReals(Dots::Widen(sum) + correction) * PickReals(LoadVector<Reals>(factor), block_places);
+      }
+    }
+  }
+
+  template <int kRows>
   void Run(int64_t n, float* buffer, float* y) const {
     float rest[kRows] = {};
     if constexpr (Format::kScales == ScaleKind::kPerBlock) {
@@ -91,33 +114,20 @@ struct Int8DotsOf {
     }
     Reals sums[kRows] = {};
     IntBytes nan[kRows] = {};
-    const int64_t ahead = 4 * row_bytes;
-    for (int64_t t = 0; t < spans; ++t) {
-      const int8_t* xs = x.values + t * kSpan * kPlaces;
-      const uint8_t* codes[kRows];
-      alignas(64) uint8_t copies[kRows][kSpan];
-      for (int r = 0; r < kRows; ++r) {
-        codes[r] = SpanOf(n + r, t, copies[r]);
-        if constexpr (kPacked) __builtin_prefetch(codes[r] + ahead);
+    const uint8_t* codes[kRows];
+    int64_t t = 0;
+    if constexpr (kPacked) {
+      for (int r = 0; r < kRows; ++r) codes[r] = m.planes[0] + (n + r) * row_bytes;
+      for (; (t + 1) * kSpan <= row_bytes; ++t) {
+        for (int r = 0; r < kRows; ++r) __builtin_prefetch(codes[r] + 4 * row_bytes);
+        AddSpan<kRows>(t, codes, sums, nan);
+        for (int r = 0; r < kRows; ++r) codes[r] += kSpan;
       }
-      for (int h = 0; h < kSpanVectors; ++h) {
-        const Ints block_places = LoadVector<Ints>(places[h]);
-        const int64_t first = FirstBlock(t, h);
-        for (int r = 0; r < kRows; ++r) {
-          const IntBytes flipped = FlipPacked<Format, kPlaces>(LoadVector<IntBytes>(codes[r] + h * kIntBytes));
-          if constexpr (Int8Codes<Format>::kHasNaN) nan[r] |= FindNaN(flipped);
-          typename Dots::Sum sum{};
-          ForEachPlace<kPlaces>([&](auto place) {
-            const Ints factor = LoadVector<Ints>(xs + place * kSpan + h * kIntBytes);
-            sum = Dots::Add(sum, Dots::Prepare(BytesAt<Format, kPlaces, place>(flipped)), factor);
-          });
-          Ints whole = Dots::Widen(sum);
-          if constexpr (Int8Codes<Format>::kBias != 0) {
-            whole += LoadVector<Ints>(corrections.values + t * (kSpan / 4) + h * kIntLanes);
-          }
-          sums[r] += ToReals(whole) * PickReals(LoadVector<Reals>(factors.values + r * stride + first), block_places);
-        }
-      }
+    }
+    alignas(64) uint8_t copies[kRows][kSpan];
+    for (; t < spans; ++t) {
+      for (int r = 0; r < kRows; ++r) codes[r] = CopySpan(n + r, t, copies[r]);
+      AddSpan<kRows>(t, codes, sums, nan);
     }
     for (int r = 0; r < kRows; ++r) {
       float lanes[kIntLanes], total = 0;
@@ -137,7 +147,7 @@ struct Int8DotsOf {
 template <class Format, bool kPacked>
 static void RunInt8Dots(const Matrix& m, const Int8X& x, int64_t n0, int64_t n1, float* y) {
   const Int8DotsOf<Format, kPacked> dots(m, x);
-  const Floats buffer(Format::kScales == ScaleKind::kPerBlock ? m.BlockScaleStride() : 0);
+  const Floats buffer(Format::kScales == ScaleKind::kPerBlock ? 2 * m.BlockScaleStride() : 0);
   int64_t n = n0;
   for (; n + 4 <= n1; n += 4) dots.template Run<4>(n, buffer.values, y);
   for (; n < n1; ++n) dots.template Run<1>(n, buffer.values, y);
@@ -145,8 +155,7 @@ static void RunInt8Dots(const Matrix& m, const Int8X& x, int64_t n0, int64_t n1,
 
 template <class Format>
 static void Int8Dots(const Matrix& m, const Int8X& x, int64_t n0, int64_t n1, float* y) {
-  if (IsPackedAlongDepth<Format>(m)) return RunInt8Dots<Format, true>(m, x, n0, n1, y);
-  if constexpr (kPlanes<Format> > 1 || kValuesPerByte<Format> > 1) RunInt8Dots<Format, false>(m, x, n0, n1, y);
+  WithPacking<Format>(m, [&](auto packed) { RunInt8Dots<Format, packed>(m, x, n0, n1, y); });
 }
 
 template <class Format>

@@ -8,7 +8,7 @@
 #include "decode.h"
 #include "int8_simd.h"
 #include "panels.h"
-#include "scales.h"
+#include "stored_scales.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -61,6 +61,25 @@ EFORMER_INLINE void QuadsOfColumns(const Bytes (&columns)[8], Bytes (&quads)[8])
 #endif
 }
 
+// Byte distances to prefetch while rows of codes are read panel by panel: panels further on in the same rows, or at the
+// start of the next rows. Neighbouring rows use different ones, as PrefetchDistances says.
+struct PanelsAhead {
+  static constexpr int kCount = 8, kLeast = 2;
+  int64_t bytes[kCount];
+
+  // `wrap` is from the end of the columns to their start in the next rows.
+  PanelsAhead(int64_t n, int64_t n1, int64_t wrap) {
+    for (int i = 0; i < kCount; ++i) {
+      const int64_t distance = (kLeast + i) * kPanelColumns;
+      bytes[i] = n + distance < n1 ? distance : distance + wrap;
+    }
+  }
+
+  EFORMER_INLINE void Prefetch(const uint8_t* codes, int64_t row) const {
+    __builtin_prefetch(codes + bytes[row % kCount], 0, 2);  // into L2: rows may share a set of L1
+  }
+};
+
 // Panels of a format, with the bytes in memory taken as they are (kPacked, as IsPackedAlongDepth says) or after
 // unpacking their codes.
 template <class Format, bool kPacked>
@@ -68,27 +87,19 @@ struct Int8Panels {
   static constexpr int kPlaces = kPacked ? kValuesPerByte<Format> : 1;
 
   const Matrix m;
-  const int64_t block;  // of x
   alignas(64) uint8_t bytes[kInt8PanelDepth / 4 * kQuadRowBytes];
-  alignas(64) float scales[kMaxPanelBlocks][kPanelColumns];
-  alignas(64) float offsets[kMaxPanelBlocks][kPanelColumns];
-  bool has_offsets = false;
 
-  Int8Panels(const Matrix& m, int64_t block) : m(m), block(block) {}
+  explicit Int8Panels(const Matrix& m) : m(m) {}
 
-  // Unpacks columns `n` and following from depth `k` to `end`, and up to a whole block. `nan` gets bits for each column
-  // that has a code of NaN.
-  void Unpack(int64_t k, int64_t end, int64_t n, const PrefetchDistances& ahead, Bytes (&nan)[8]) {
-    const int64_t depth = CeilDiv(end - k, block) * block;
+  // Unpacks columns `n` and following from depth `k` on: `depth` is a multiple of the blocks of x. `nan` gets bits for
+  // each column that has a code of NaN.
+  void Unpack(int64_t k, int64_t depth, int64_t n, const PanelsAhead& ahead, Bytes (&nan)[8]) {
     if (m.contracted_axis == 0) {
       const bool whole = n + kPanelColumns <= m.cols && k + depth <= m.rows;
       whole ? UnpackRows<true>(k, depth, n, ahead, nan) : UnpackRows<false>(k, depth, n, ahead, nan);
     } else {
       const bool whole = n + kPanelColumns <= m.rows && k + CeilDiv(depth, 32 * kPlaces) * 32 * kPlaces <= m.cols;
       whole ? UnpackColumns<true>(k, depth, n, nan) : UnpackColumns<false>(k, depth, n, nan);
-    }
-    if constexpr (Format::kScales == ScaleKind::kPerBlock) {
-      m.contracted_axis == 0 ? TakeScalesOfRows(k, depth, n) : TakeScalesOfColumns(k, depth, n);
     }
   }
 
@@ -103,7 +114,7 @@ struct Int8Panels {
   }
 
   template <bool kWhole>
-  void UnpackRows(int64_t k, int64_t depth, int64_t n, const PrefetchDistances& ahead, Bytes (&nan)[8]) {
+  void UnpackRows(int64_t k, int64_t depth, int64_t n, const PanelsAhead& ahead, Bytes (&nan)[8]) {
     const int64_t first = k / kPlaces, count = depth / kPlaces, all = CeilDiv(m.rows, kPlaces);
     const int64_t present = kWhole ? kPanelColumns : m.cols - n;
     const uint8_t* from = m.planes[0] + first * m.cols + n;
@@ -158,7 +169,7 @@ struct Int8Panels {
           if constexpr (kPacked) {
             if (!kWhole && rows[i] >= m.rows) break;
             const uint8_t* from = m.planes[0] + rows[i] * row_bytes + first + c;
-            __builtin_prefetch(from + kInt8PanelDepth / kPlaces);
+            __builtin_prefetch(from + kInt8PanelDepth / kPlaces, 0, 2);
             columns[i] = kWhole ? LoadBytes(from) : LoadSome(from, row_bytes - first - c);
           } else {
             columns[i] = LoadBytes(unpacked[i] + c);
@@ -169,11 +180,40 @@ struct Int8Panels {
       }
     }
   }
+};
 
+// The scales and offsets of a panel's columns, in their order: a row for each block of the matrix along the depth.
+template <class Format>
+struct Int8PanelScales {
+  const Matrix& m;
+  const float centre;
+  Floats scales, offsets;
+  bool has_offsets = false;
+
+  Int8PanelScales(const Matrix& m, int64_t max_blocks)
+      : m(m), centre(CentreOf<Format>(m)), scales(max_blocks * kPanelColumns), offsets(max_blocks * kPanelColumns) {}
+
+  // Takes `count` blocks of columns `n` and following from block `first` on.
+  void Take(int64_t first, int64_t count, int64_t n) {
+    m.contracted_axis == 0 ? TakeRows(first, count, n) : TakeColumns(first, count, n);
+  }
+
+ private:
   static constexpr float kUnit = 1 / Format::kInt8Steps;
 
-  // Writes entries for the panel's columns in its order.
-  EFORMER_INLINE static void PutInOrder(const float* from, int64_t present, float unit, float* to) {
+  void TakeRows(int64_t first, int64_t count, int64_t n) {
+    const int64_t present = Min(kPanelColumns, m.cols - n);
+    float of_scales[kPanelColumns], of_offsets[kPanelColumns];
+    for (int64_t i = 0; i < count; ++i) {
+      const float* scale = ScalesAt(m, first + i, n, present, of_scales);
+      const float* offset = OffsetsAt(m, first + i, n, present, centre, scale, of_offsets);
+      PutRow(scale, present, kUnit, scales.values + i * kPanelColumns);
+      has_offsets = offset != nullptr;
+      if (has_offsets) PutRow(offset, present, 1, offsets.values + i * kPanelColumns);
+    }
+  }
+
+  EFORMER_INLINE static void PutRow(const float* from, int64_t present, float unit, float* to) {
     float some[kPanelColumns];
     if (present < kPanelColumns) {
       std::memset(some, 0, sizeof some);
@@ -185,38 +225,40 @@ struct Int8Panels {
     }
   }
 
-  void TakeScalesOfRows(int64_t k, int64_t depth, int64_t n) {
-    const int64_t present = Min(kPanelColumns, m.cols - n);
-    float buffer[kPanelColumns];
-    for (int64_t i = 0; i < depth / block; ++i) {
-      const int64_t row = (k + i * block) / m.block;
-      PutInOrder(ScalesAt(m, row, n, present, buffer), present, kUnit, scales[i]);
-      const float* offset = OffsetsAt(m, row, n, present, buffer);
-      has_offsets = offset != nullptr;
-      if (has_offsets) PutInOrder(offset, present, 1, offsets[i]);
+  // Eight columns, and up to kAtOnce blocks, at a time.
+  void TakeColumns(int64_t first, int64_t count, int64_t n) {
+    constexpr int64_t kAtOnce = 64;
+    float of_scales[8][kAtOnce], of_offsets[8][kAtOnce];
+    for (int64_t b = 0; b < count; b += kAtOnce) {
+      const int64_t some = Min(kAtOnce, count - b);
+      for (int part = 0; part < 8; ++part) {
+        for (int i = 0; i < 8; ++i) {
+          const int64_t row = n + part / 4 * 32 + kFourColumns[part % 4 * 2 + i / 4] + i % 4;
+          if (row >= m.rows) {
+            std::memset(of_scales[i], 0, sizeof of_scales[i]);
+            std::memset(of_offsets[i], 0, sizeof of_offsets[i]);
+            continue;
+          }
+          const float* scale = ScalesAt(m, row, first + b, some, of_scales[i]);
+          const float* offset = OffsetsAt(m, row, first + b, some, centre, scale, of_offsets[i]);
+          if (scale != of_scales[i]) std::memcpy(of_scales[i], scale, some * sizeof(float));
+          has_offsets = offset != nullptr;
+          if (has_offsets && offset != of_offsets[i]) std::memcpy(of_offsets[i], offset, some * sizeof(float));
+        }
+        PutColumns(of_scales[0], some, kUnit, scales.values + b * kPanelColumns + 8 * part);
+        if (has_offsets) PutColumns(of_offsets[0], some, 1, offsets.values + b * kPanelColumns + 8 * part);
+      }
     }
   }
 
-  void TakeScalesOfColumns(int64_t k, int64_t depth, int64_t n) {
-    const int64_t first = k / m.block, count = CeilDiv(k + depth, m.block) - first;
-    const int64_t present = Min(count, m.BlockScaleStride() - first);
-    float buffer[kMaxPanelBlocks];
-    for (int place = 0; place < kPanelColumns; ++place) {
-      const int64_t row = n + place / 32 * 32 + kFourColumns[place % 32 / 4] + place % 4;
-      if (row >= m.rows) {
-        for (int64_t i = 0; i < depth / block; ++i) scales[i][place] = offsets[i][place] = 0;
-        continue;
+  static void PutColumns(const float* from, int64_t count, float unit, float* to) {
+    constexpr int64_t kStride = 64;
+    float transposed[8][8];
+    for (int64_t b = 0; b < count; b += 8) {
+      Transpose8(from + b, kStride, transposed[0], 8);
+      for (int64_t i = 0; i < Min(8, count - b); ++i) {
+        for (int j = 0; j < 8; ++j) to[(b + i) * kPanelColumns + j] = transposed[i][j] * unit;
       }
-      const auto put = [&](const float* found, float unit, float (&to)[kMaxPanelBlocks][kPanelColumns]) {
-        for (int64_t i = 0; i < depth / block; ++i) {
-          const int64_t at = (k + i * block) / m.block - first;
-          to[i][place] = at < present ? found[at] * unit : 0;
-        }
-      };
-      put(ScalesAt(m, row, first, present, buffer), kUnit, scales);
-      const float* offset = OffsetsAt(m, row, first, present, buffer);
-      has_offsets = offset != nullptr;
-      if (has_offsets) put(offset, 1, offsets);
     }
   }
 };

@@ -141,11 +141,11 @@ struct ByteDots {
 #if defined(__AVX2__) && !defined(EFORMER_BYTE_DOTS)
 
 // The same in 16 bits, for codes of few bits.
-template <int kShortSums>
+template <int kTerms>
 struct ShortDots {
   typedef IntBytes Codes;
   typedef Shorts Sum;
-  static constexpr int kMaxTerms = kShortSums >= 16 ? 16 : kShortSums >= 8 ? 8 : kShortSums >= 4 ? 4 : 2;
+  static constexpr int kMaxTerms = kTerms;
 
   EFORMER_INLINE static Codes Prepare(IntBytes codes) { return codes; }
   EFORMER_INLINE static Sum Add(Sum sum, Codes codes, Ints x) {
@@ -171,7 +171,14 @@ struct SignedDots {
 };
 
 template <class Format>
-using DotsOf = std::conditional_t<Int8Codes<Format>::kSigned, SignedDots, ShortDots<Int8Codes<Format>::kShortSums>>;
+constexpr int ShortTerms() {
+  int terms = ByteDots::kMaxTerms;
+  while (terms > Int8Codes<Format>::kShortSums) terms /= 2;
+  return terms;
+}
+
+template <class Format>
+using DotsOf = std::conditional_t<Int8Codes<Format>::kSigned, SignedDots, ShortDots<ShortTerms<Format>()>>;
 
 #else
 

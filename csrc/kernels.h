@@ -11,6 +11,7 @@ namespace eformer {
 
 // This file is compiled for several instruction sets, and the linker would keep the copy of one: inline everything.
 #define EFORMER_INLINE inline __attribute__((always_inline))
+#define EFORMER_NOINLINE __attribute__((noinline, unused))
 
 // Rounds a / b up, for a >= 0 and b > 0, without overflow.
 EFORMER_INLINE int64_t CeilDiv(int64_t a, int64_t b) { return a / b + (a % b != 0); }
@@ -25,6 +26,9 @@ enum class ScaleKind {
 
 constexpr int kMaxPlanes = 4;
 
+// How scales and offsets of blocks may be stored.
+enum class Number : uint8_t { kFloat32, kBfloat16, kFloat16, kE8m0, kE4m3, kUint8, kInt8 };
+
 // What the checks of a call's buffers need to know about a format.
 struct FormatInfo {
   const char* name;
@@ -34,7 +38,20 @@ struct FormatInfo {
   bool signed_codes;   // planes are int8 instead of uint8
   bool clear_padding;  // whether loops multiply codes behind the end of the packed axis
   ScaleKind scales;
+  bool float_scales;  // kPerBlock: scales must be float32, and there are no offsets
+  float centre;       // of the values of blocks that have neither an offset nor a zero
   float (*value)(int code);
+};
+
+// A number for each block of a matrix, as it is stored: (rows / block, cols) or (rows, cols / block), rounded up.
+struct BlockNumbers {
+  const void* entries;  // nullptr if there are none
+  Number type;
+  Number factor_type;
+  const void* factors;      // what superblocks multiply their entries by, or nullptr
+  int64_t factor_row_step;  // to the factor of the next row or column; 0 along an axis that shares one
+  int64_t factor_col_step;
+  int64_t per_factor;  // entries along the packed axis that share a factor
 };
 
 // One quantized matrix of `rows` x `cols` values, row-major.
@@ -47,7 +64,11 @@ struct Matrix {
   const float* scale;      // kPerBlock: (rows / block, cols) or (rows, cols / block), rounded up; else nullptr or an
   int64_t scale_row_step;  // entry for each value, with steps of 0 along an axis that shares one
   int64_t scale_col_step;
-  int64_t block;  // kPerBlock: values along `packed_axis` that share a scale, a multiple of the values in a byte
+  int64_t block;           // kPerBlock: values along `packed_axis` that share a scale
+  BlockNumbers scales;     // kPerBlock: stored_scales.h reads them; the same as `scale` if format.h asks for float32
+  BlockNumbers offsets;    // kPerBlock: what is added to scale * value, or
+  bool offsets_are_zeros;  // what is subtracted from values before they are scaled
+  float centre;            // what is subtracted from all values before they are scaled
 
   EFORMER_INLINE int64_t RowBytes(int values_per_byte) const {
     return packed_axis == 1 ? CeilDiv(cols, values_per_byte) : cols;

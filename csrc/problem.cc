@@ -107,46 +107,167 @@ void DecodeScales(ffi::ThreadPool& pool, const uint8_t* codes, const float* nest
   });
 }
 
-ffi::Error TakeBlockScales(ffi::ThreadPool& pool, const std::vector<ffi::AnyBuffer>& scales, Stack& stack) {
+// The buffers behind those of codes, by the names that the call gives them.
+struct NamedBuffers {
+  struct Entry {
+    std::string_view name;
+    ffi::AnyBuffer buffer;
+  };
+  std::vector<Entry> all;
+
+  const ffi::AnyBuffer* Find(std::string_view name) const {
+    for (const Entry& each : all) {
+      if (each.name == name) return &each.buffer;
+    }
+    return nullptr;
+  }
+};
+
+ffi::Error NameBuffers(const FormatInfo& format, std::string_view names, const ffi::RemainingArgs& buffers,
+                       NamedBuffers& found) {
+  static constexpr std::string_view kKnown[] = {"scale",        "zero",   "offset", "scale_scale",
+                                                "offset_scale", "nested", "mean",   "map"};
+  size_t at = format.planes;
+  for (size_t start = 0; start < names.size(); ++at) {
+    const size_t end = std::min(names.find(' ', start), names.size());
+    const std::string_view name = names.substr(start, end - start);
+    start = end + 1;
+    if (std::find(std::begin(kKnown), std::end(kKnown), name) == std::end(kKnown) || found.Find(name) != nullptr) {
+      return ffi::Error::InvalidArgument("scale_names must be different names of scales with a space between, got \"" +
+                                         std::string(names) + "\"");
+    }
+    if (at < buffers.size()) found.all.push_back({name, *buffers.get<ffi::AnyBuffer>(at)});
+  }
+  if (at == buffers.size()) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("scale_names \"" + std::string(names) + "\" go with " +
+                                     std::to_string(at - format.planes) + " buffers of scales, got " +
+                                     std::to_string(buffers.size() - format.planes));
+}
+
+constexpr struct {
+  ffi::DataType type;
+  Number number;
+  int64_t bytes;
+  bool wide;   // may be a factor of others
+  bool alone;  // needs no factor
+} kNumbers[] = {
+    {ffi::F32, Number::kFloat32, 4, true, true},    {ffi::BF16, Number::kBfloat16, 2, true, true},
+    {ffi::F16, Number::kFloat16, 2, true, true},    {ffi::F8E8M0FNU, Number::kE8m0, 1, false, true},
+    {ffi::F8E4M3FN, Number::kE4m3, 1, false, true}, {ffi::U8, Number::kUint8, 1, false, false},
+    {ffi::S8, Number::kInt8, 1, false, false},
+};
+
+// Takes scales or offsets; `bytes` are those of a matrix, of the entries and of the factors.
+ffi::Error TakeNumbers(const Attributes& a, const Stack& stack, const std::string& name, const ffi::AnyBuffer& entries,
+                       const ffi::AnyBuffer* factors, BlockNumbers& found, int64_t (&bytes)[2]) {
+  const Matrix& m = stack.first;
+  const bool by_rows = m.packed_axis == 0;
+  const int64_t rows = by_rows ? CeilDiv(m.rows, m.block) : m.rows, cols = m.BlockScaleStride();
+  bool known = false;
+  for (const auto& each : kNumbers) {
+    const bool fits = name == "zero" ? each.type == ffi::U8 : each.alone || factors != nullptr;
+    if (!fits || !Is(entries, each.type, {stack.count, rows, cols})) continue;
+    known = true;
+    found.entries = entries.untyped_data();
+    found.type = each.number;
+    bytes[0] = rows * cols * each.bytes;
+  }
+  if (!known) {
+    const std::string types =
+        name == "zero" ? "uint8 " : "floating point of at most 32 bits or, with " + name + "_scale, uint8 or int8 ";
+    return ffi::Error::InvalidArgument(name + " must be " + types + ShapeOf({stack.count, rows, cols}) + ", got " +
+                                       Describe(entries));
+  }
+  if (factors == nullptr) return ffi::Error::Success();
+  const int64_t superblock = a.superblock_size == 0 ? a.block_size : a.superblock_size;
+  const auto shape = factors->dimensions();
+  const int64_t all_rows = by_rows ? CeilDiv(m.rows, superblock) : m.rows;
+  const int64_t all_cols = by_rows ? m.cols : CeilDiv(m.cols, superblock);
+  const bool fits = shape.size() == 3 && shape[0] == stack.count && (shape[1] == 1 || shape[1] == all_rows) &&
+                    (shape[2] == 1 || shape[2] == all_cols);
+  for (const auto& each : kNumbers) {
+    if (!fits || !each.wide || factors->element_type() != each.type) continue;
+    found.factors = factors->untyped_data();
+    found.factor_type = each.number;
+    found.factor_row_step = shape[1] == 1 ? 0 : shape[2];
+    found.factor_col_step = shape[2] == 1 ? 0 : 1;
+    found.per_factor = superblock / a.block_size;
+    bytes[1] = shape[1] * shape[2] * each.bytes;
+    return ffi::Error::Success();
+  }
+  return ffi::Error::InvalidArgument(name + "_scale must be float32, bfloat16 or float16 that broadcasts over " +
+                                     ShapeOf({stack.count, all_rows, all_cols}) + ", got " + Describe(*factors));
+}
+
+// For loops that read float32: scales that are float32 already, or codes of them that are decoded here.
+ffi::Error TakeFloatScales(ffi::ThreadPool& pool, const NamedBuffers& named, Stack& stack) {
   Matrix& m = stack.first;
   const int64_t rows = m.packed_axis == 0 ? CeilDiv(m.rows, m.block) : m.rows;
   const int64_t cols = m.BlockScaleStride();
   stack.scale_size = rows * cols;
-  if (scales.size() != 1 && scales.size() != 4) {
-    return ffi::Error::InvalidArgument(stack.kernels->format.name + std::string(" takes 1 or 4 scale buffers, got ") +
-                                       std::to_string(scales.size()));
+  stack.bytes_of_scales[0] = stack.scale_size * sizeof(float);
+  const auto *scale = named.Find("scale"), *nested = named.Find("nested"), *mean = named.Find("mean"),
+             *map = named.Find("map");
+  const size_t known = nested != nullptr && mean != nullptr && map != nullptr ? 4 : 1;
+  if (scale == nullptr || named.all.size() != known) {
+    return ffi::Error::InvalidArgument(stack.kernels->format.name +
+                                       std::string(" takes \"scale\" or \"scale nested mean map\" as scale_names"));
   }
-  const auto& absmax = scales[0];
-  if (scales.size() == 1) {
-    if (!Is(absmax, ffi::F32, {stack.count, rows, cols})) {
-      return ffi::Error::InvalidArgument("absmax must be float32 " + ShapeOf({stack.count, rows, cols}) + ", got " +
-                                         Describe(absmax));
+  if (known == 1) {
+    if (!Is(*scale, ffi::F32, {stack.count, rows, cols})) {
+      return ffi::Error::InvalidArgument("scale must be float32 " + ShapeOf({stack.count, rows, cols}) + ", got " +
+                                         Describe(*scale));
     }
-    m.scale = absmax.typed_data<float>();
-    return ffi::Error::Success();
+    m.scale = scale->typed_data<float>();
+  } else {
+    if (!Is(*scale, ffi::U8, {stack.count, rows, cols}) ||
+        !Is(*nested, ffi::F32, {stack.count, CeilDiv(stack.scale_size, kNestedBlock)}) ||
+        !Is(*mean, ffi::F32, {stack.count}) || !Is(*map, ffi::F32, {256})) {
+      return ffi::Error::InvalidArgument("a quantized scale must be uint8 " + ShapeOf({stack.count, rows, cols}) +
+                                         " with float32 nested, mean and 256 values, got " + Describe(*scale) + ", " +
+                                         Describe(*nested) + ", " + Describe(*mean) + " and " + Describe(*map));
+    }
+    stack.decoded_scales.reset(new float[stack.count * stack.scale_size]);
+    DecodeScales(pool, scale->typed_data<uint8_t>(), nested->typed_data<float>(), mean->typed_data<float>(),
+                 map->typed_data<float>(), stack.count, stack.scale_size, stack.decoded_scales.get());
+    m.scale = stack.decoded_scales.get();
   }
-  const auto &nested = scales[1], &offset = scales[2], &values = scales[3];
-  if (!Is(absmax, ffi::U8, {stack.count, rows, cols}) ||
-      !Is(nested, ffi::F32, {stack.count, CeilDiv(stack.scale_size, kNestedBlock)}) ||
-      !Is(offset, ffi::F32, {stack.count}) || !Is(values, ffi::F32, {256})) {
-    return ffi::Error::InvalidArgument("quantized absmax must be uint8 " + ShapeOf({stack.count, rows, cols}) +
-                                       " with float32 nested, offset and 256 values, got " + Describe(absmax) + ", " +
-                                       Describe(nested) + ", " + Describe(offset) + " and " + Describe(values));
-  }
-  stack.decoded_scales.reset(new float[stack.count * stack.scale_size]);
-  DecodeScales(pool, absmax.typed_data<uint8_t>(), nested.typed_data<float>(), offset.typed_data<float>(),
-               values.typed_data<float>(), stack.count, stack.scale_size, stack.decoded_scales.get());
-  m.scale = stack.decoded_scales.get();
+  m.scales.entries = m.scale;
+  m.scales.type = Number::kFloat32;
   return ffi::Error::Success();
 }
 
-ffi::Error TakeBroadcastScale(const std::vector<ffi::AnyBuffer>& scales, Stack& stack) {
+ffi::Error TakeBlockScales(const Attributes& a, const NamedBuffers& named, Stack& stack) {
   Matrix& m = stack.first;
-  if (scales.empty()) return ffi::Error::Success();
-  const auto& scale = scales[0];
+  const FormatInfo& format = stack.kernels->format;
+  const auto *scale = named.Find("scale"), *scale_scale = named.Find("scale_scale");
+  const auto *zero = named.Find("zero"), *offset = named.Find("offset"), *offset_scale = named.Find("offset_scale");
+  const size_t known = (scale != nullptr) + (scale_scale != nullptr) + (zero != nullptr) + (offset != nullptr) +
+                       (offset_scale != nullptr);
+  if (scale == nullptr || (zero != nullptr && offset != nullptr) || (offset_scale != nullptr && offset == nullptr) ||
+      named.all.size() != known) {
+    return ffi::Error::InvalidArgument(std::string(format.name) +
+                                       " takes as scale_names: scale, and maybe scale_scale, and then zero, or offset "
+                                       "and maybe offset_scale");
+  }
+  if (auto error = TakeNumbers(a, stack, "scale", *scale, scale_scale, m.scales, stack.bytes_of_scales);
+      error.failure()) {
+    return error;
+  }
+  m.centre = zero == nullptr && offset == nullptr ? format.centre : 0;
+  if (zero == nullptr && offset == nullptr) return ffi::Error::Success();
+  m.offsets_are_zeros = zero != nullptr;
+  return TakeNumbers(a, stack, zero != nullptr ? "zero" : "offset", zero != nullptr ? *zero : *offset, offset_scale,
+                     m.offsets, stack.bytes_of_offsets);
+}
+
+ffi::Error TakeBroadcastScale(const NamedBuffers& named, Stack& stack) {
+  Matrix& m = stack.first;
+  if (named.all.empty()) return ffi::Error::Success();
+  const ffi::AnyBuffer& scale = named.all[0].buffer;
   const auto shape = scale.dimensions();
-  const bool fits = scales.size() == 1 && scale.element_type() == ffi::F32 && shape.size() == 3 &&
-                    shape[0] == stack.count && (shape[1] == 1 || shape[1] == m.rows) &&
+  const bool fits = named.all.size() == 1 && named.all[0].name == "scale" && scale.element_type() == ffi::F32 &&
+                    shape.size() == 3 && shape[0] == stack.count && (shape[1] == 1 || shape[1] == m.rows) &&
                     (shape[2] == 1 || shape[2] == m.cols);
   if (!fits) {
     return ffi::Error::InvalidArgument("there must be one scale, float32, that broadcasts over " +
@@ -234,10 +355,22 @@ void OutOfMemory() { throw std::bad_alloc(); }
 
 std::string Describe(const ffi::AnyBuffer& buffer) {
   static constexpr std::pair<ffi::DataType, const char*> kNames[] = {
-      {ffi::PRED, "bool"},     {ffi::S8, "int8"},       {ffi::S16, "int16"},   {ffi::S32, "int32"},
-      {ffi::S64, "int64"},     {ffi::U8, "uint8"},      {ffi::U16, "uint16"},  {ffi::U32, "uint32"},
-      {ffi::U64, "uint64"},    {ffi::F16, "float16"},   {ffi::F32, "float32"}, {ffi::F64, "float64"},
-      {ffi::BF16, "bfloat16"}, {ffi::C64, "complex64"},
+      {ffi::PRED, "bool"},
+      {ffi::S8, "int8"},
+      {ffi::S16, "int16"},
+      {ffi::S32, "int32"},
+      {ffi::S64, "int64"},
+      {ffi::U8, "uint8"},
+      {ffi::U16, "uint16"},
+      {ffi::U32, "uint32"},
+      {ffi::U64, "uint64"},
+      {ffi::F16, "float16"},
+      {ffi::F32, "float32"},
+      {ffi::F64, "float64"},
+      {ffi::BF16, "bfloat16"},
+      {ffi::C64, "complex64"},
+      {ffi::F8E8M0FNU, "float8_e8m0fnu"},
+      {ffi::F8E4M3FN, "float8_e4m3fn"},
   };
   std::string text = "dtype " + std::to_string(static_cast<int>(buffer.element_type()));
   for (const auto& [type, name] : kNames) {
@@ -275,7 +408,7 @@ ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& a, const ffi::Rema
   if (auto error = ChooseKernels(a, stack); error.failure()) return error;
   const FormatInfo& format = stack.kernels->format;
   const bool in_blocks = format.scales == ScaleKind::kPerBlock;
-  const int unit = std::max(2, format.max_values_per_byte);
+  const int unit = format.float_scales ? std::max(2, format.max_values_per_byte) : 1;
   if (a.rows < 0 || a.rows > kMaxAxis || a.cols < 0 || a.cols > kMaxAxis || a.packed_axis < 0 || a.packed_axis > 1 ||
       a.contracted_axis < 0 || a.contracted_axis > 1 || (in_blocks && (a.block_size < unit || a.block_size % unit))) {
     return ffi::Error::InvalidArgument(
@@ -283,6 +416,10 @@ ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& a, const ffi::Rema
         "; got rows " + std::to_string(a.rows) + ", cols " + std::to_string(a.cols) + ", packed_axis " +
         std::to_string(a.packed_axis) + ", contracted_axis " + std::to_string(a.contracted_axis) + ", block_size " +
         std::to_string(a.block_size));
+  }
+  if (in_blocks && (a.superblock_size < 0 || a.superblock_size % a.block_size != 0)) {
+    return ffi::Error::InvalidArgument("superblock_size must be a multiple of block_size, got " +
+                                       std::to_string(a.superblock_size) + " and " + std::to_string(a.block_size));
   }
   Matrix& m = stack.first;
   m.rows = a.rows;
@@ -298,9 +435,10 @@ ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& a, const ffi::Rema
   m.block = in_blocks ? std::min(a.block_size, (length / 64 + 1) * 64) : 1;
   if (auto error = TakePlanes(format, buffers, stack); error.failure()) return error;
   ClearPadding(format, stack);
-  std::vector<ffi::AnyBuffer> scales;
-  for (size_t i = format.planes; i < buffers.size(); ++i) scales.push_back(*buffers.get<ffi::AnyBuffer>(i));
-  return in_blocks ? TakeBlockScales(pool, scales, stack) : TakeBroadcastScale(scales, stack);
+  NamedBuffers named;
+  if (auto error = NameBuffers(format, a.scale_names, buffers, named); error.failure()) return error;
+  if (!in_blocks) return TakeBroadcastScale(named, stack);
+  return format.float_scales ? TakeFloatScales(pool, named, stack) : TakeBlockScales(a, named, stack);
 }
 
 }  // namespace eformer

@@ -23,6 +23,8 @@ struct Attributes {
   int64_t packed_axis;
   int64_t contracted_axis;
   int64_t block_size;
+  int64_t superblock_size;       // values along the packed axis that share a factor of their scales; 0 is block_size
+  std::string_view scale_names;  // of the buffers behind the codes, with a space between
 };
 
 // The longest axis of any array in a call: beyond any memory, yet sums and products of it with this library's constants
@@ -62,8 +64,10 @@ struct Stack {
   const Kernels* kernels = nullptr;  // those of the format
   Matrix first = {};
   int64_t count = 0;
-  int64_t plane_bytes[kMaxPlanes] = {};      // of one matrix
-  int64_t scale_size = 0;                    // floats of one matrix
+  int64_t plane_bytes[kMaxPlanes] = {};  // of one matrix
+  int64_t scale_size = 0;                // floats of one matrix
+  int64_t bytes_of_scales[2] = {};       // entries and factors of one matrix
+  int64_t bytes_of_offsets[2] = {};
   std::unique_ptr<float[]> decoded_scales;   // if the scales are quantized, `first.scale` points here
   std::unique_ptr<uint8_t[]> cleared_codes;  // if padding had to be cleared, `first.planes[0]` points here
 
@@ -71,7 +75,15 @@ struct Stack {
     Matrix m = first;
     for (int plane = 0; plane < kMaxPlanes; ++plane) m.planes[plane] += i * plane_bytes[plane];
     if (m.scale != nullptr) m.scale += i * scale_size;
+    Move(m.scales, i, bytes_of_scales);
+    Move(m.offsets, i, bytes_of_offsets);
     return m;
+  }
+
+ private:
+  static void Move(BlockNumbers& numbers, int64_t i, const int64_t (&bytes)[2]) {
+    if (numbers.entries != nullptr) numbers.entries = static_cast<const uint8_t*>(numbers.entries) + i * bytes[0];
+    if (numbers.factors != nullptr) numbers.factors = static_cast<const uint8_t*>(numbers.factors) + i * bytes[1];
   }
 };
 
@@ -85,9 +97,13 @@ std::string ShapeOf(std::initializer_list<int64_t> shape);
 ffi::Error CheckResult(const ffi::AnyBuffer& y, int64_t count, int64_t rows, int64_t width, int64_t& size);
 
 // Takes the buffers of codes, uint8 or int8 (count, rows, cols), each shorter along the packed axis by its values per
-// byte, and then the scales. Those of kBroadcast: none, or float32 (count, rows or 1, cols or 1). Those of kPerBlock:
-// float32 (count, rows / block_size, cols) or (count, rows, cols / block_size); or quantized: uint8 codes of that
-// shape, float32 (count, one per 256 codes), float32 offsets (count,), and the float32 (256,) that codes stand for.
+// byte, and then those that `scale_names` names. Of kBroadcast: none, or "scale", float32 (count, rows or 1, cols or
+// 1). Of kPerBlock, with `blocks` for (count, rows / block_size, cols) or (count, rows, cols / block_size):
+//   scale         float32, bfloat16, float16, float8_e8m0fnu, float8_e4m3fn, or with scale_scale uint8 or int8;
+//   `blocks` zero          uint8 `blocks`, or offset        as scale scale_scale   float32, bfloat16 or float16, as
+//   `blocks` with superblock_size, or 1 along rows or cols offset_scale  the same
+// Formats with kFloatScales take a float32 scale alone; or uint8 codes as scale, nested, float32 (count, one per 256
+// codes), mean, float32 (count,), and map, the float32 (256,) that the codes stand for.
 ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& attributes, const ffi::RemainingArgs& buffers,
                      Stack& stack);
 

@@ -41,6 +41,12 @@ inline void ReadFloats(const ffi::AnyBuffer& x, int64_t start, int64_t count, fl
   for (int64_t i = 0; i < count; ++i) values[i] = wide_exponent ? FromBfloat16(from[i]) : FromFloat16(from[i]);
 }
 
+// Columns of the result in a task of Kernels::matmul or Kernels::bfloat_matmul.
+inline int64_t PanelTaskColumns(const Matrix& m, int64_t rows) {
+  if (rows > kFewRows) return 4 * kPanelColumns;
+  return m.contracted_axis == 0 ? 8 * kPanelColumns : 2 * kPanelColumns;
+}
+
 // A broadcast scale that varies along one axis is applied to x if that is the contracted axis, else to the result.
 struct OuterScale {
   const float* of_depth = nullptr;
@@ -94,6 +100,7 @@ struct PackedRows {
 
   static constexpr auto kMatmul = &Kernels::matmul;
   static constexpr int64_t kStep = kDepthStep;
+  static constexpr auto TaskColumns = PanelTaskColumns;
   static constexpr bool kIsScaled = true;
 
   int64_t First(int64_t chunk) const { return chunks.First(chunk); }
@@ -136,6 +143,7 @@ struct TiledRows {
   static constexpr int64_t kTileValues = kAmxRows * kAmxDepth;
   static constexpr auto kMatmul = &Kernels::bfloat_matmul;
   static constexpr int64_t kStep = kDepthStep;
+  static constexpr auto TaskColumns = PanelTaskColumns;
   static constexpr bool kIsScaled = false;  // x times the scale would have to be rounded
 
   int64_t First(int64_t chunk) const { return chunks.First(chunk) * kAmxRows; }
@@ -183,6 +191,11 @@ struct Int8Rows {
   static constexpr int64_t kStep = kInt8DepthStep;
   static constexpr bool kIsScaled = true;
 
+  // For few rows, codes are read along their rows.
+  static int64_t TaskColumns(const Matrix& m, int64_t rows) {
+    if (rows > kFewRows) return 4 * kPanelColumns;
+    return m.contracted_axis == 0 ? kSliceColumns : kPanelColumns;
+  }
   int64_t First(int64_t chunk) const { return chunks.First(chunk); }
   int64_t Size(int64_t chunk) const { return chunks.Size(chunk); }
   Int8X Chunk(int64_t matrix, int64_t chunk) const {

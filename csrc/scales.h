@@ -108,12 +108,4 @@ static inline void WithScales(const Matrix& m, const ScalePlaces& places, const 
   use(AnyBlocks<Strip>{places});
 }
 
-// `count` neighbouring entries of a row of scales: (rows / block, cols) or (rows, cols / block).
-EFORMER_INLINE const float* ScalesAt(const Matrix& m, int64_t row, int64_t col, int64_t /*count*/, float* /*buffer*/) {
-  return m.scale + row * m.BlockScaleStride() + col;
-}
-
-// The same of offsets, or nullptr.
-EFORMER_INLINE const float* OffsetsAt(const Matrix&, int64_t, int64_t, int64_t, float*) { return nullptr; }
-
 }  // namespace eformer::EFORMER_ISA

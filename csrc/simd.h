@@ -160,6 +160,28 @@ static inline Strip Times(Strip values, const Strip& factors) {
   return values;
 }
 
+static inline Strip Plus(Strip values, const Strip& others) {
+  for (int i = 0; i < kStripVecs; ++i) values.v[i] += others.v[i];
+  return values;
+}
+
+static inline Strip Minus(Strip values, const Strip& others) {
+  for (int i = 0; i < kStripVecs; ++i) values.v[i] -= others.v[i];
+  return values;
+}
+
+// The values as they are, rounded: the compiler can't fuse the product that made them with what follows.
+static inline Strip Rounded(Strip values) {
+#if defined(__AVX512F__)
+  for (Vec& v : values.v) asm("" : "+v"(v));
+#elif defined(__x86_64__) && !defined(EFORMER_EMULATE_AVX512)
+  for (Vec& v : values.v) asm("" : "+x"(v));
+#else
+  for (Vec& v : values.v) asm("" : "+m"(v));
+#endif
+  return values;
+}
+
 static inline void Add(Strip& sum, const Strip& values) {
   for (int i = 0; i < kStripVecs; ++i) sum.v[i] += values.v[i];
 }
@@ -245,6 +267,12 @@ static inline Strip FromInt8(const int8_t* p) {
   return s;
 }
 
+static inline Strip FromUint8(const uint8_t* p) {
+  Strip s;
+  for (int i = 0; i < kStripVecs; ++i) s.v[i] = ToFloats(ToWords(p + 16 * i));
+  return s;
+}
+
 // Looks up the lowest two bits of `codes >> shift`, for kLanes bytes.
 static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
   float table[16];
@@ -313,6 +341,15 @@ static inline Strip FromInt8(const int8_t* p) {
   return s;
 }
 
+static inline Strip FromUint8(const uint8_t* p) {
+  Strip s;
+  for (int i = 0; i < kStripVecs; ++i) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i));
+    s.v[i] = (Vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+  }
+  return s;
+}
+
 static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
   const __m256i words = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
   const __m256 table = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(values));
@@ -341,6 +378,12 @@ static inline Strip ToNatural(const Strip& s) { return s; }
 static inline Strip FromNatural(const Strip& s) { return s; }
 
 static inline Strip FromInt8(const int8_t* p) {
+  float values[kStripSize];
+  for (int i = 0; i < kStripSize; ++i) values[i] = p[i];
+  return LoadStrip(values);
+}
+
+static inline Strip FromUint8(const uint8_t* p) {
   float values[kStripSize];
   for (int i = 0; i < kStripSize; ++i) values[i] = p[i];
   return LoadStrip(values);

@@ -20,6 +20,7 @@ struct Nf4 : FormatDefaults {
   static constexpr int kPlaneBits[] = {4};
   static constexpr ScaleKind kScales = ScaleKind::kPerBlock;
   static constexpr bool kHighBitsFirst = true;
+  static constexpr bool kFloatScales = true;
   static constexpr float kInt8Steps = 127;  // the sixteen values are rounded to multiples of 1 / 127
   static constexpr float Value(int code) { return kNf4Values[code]; }
 

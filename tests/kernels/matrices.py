@@ -24,7 +24,8 @@ def nested_nf4(w: jax.Array, axis: int, block_size: int) -> Matrix:
     single = nf4(w, axis, block_size)
     codes, nested, offset = reference.encode_dynamic(single.scales[0].reshape(w.shape[0], -1))
     codes = codes.reshape(single.scales[0].shape)
-    return replace(single, scales=(codes, nested, offset, jnp.asarray(reference.dynamic_map())))
+    scales = (codes, nested, offset, jnp.asarray(reference.dynamic_map()))
+    return replace(single, scales=scales, scale_names=("scale", "nested", "mean", "map"))
 
 
 def ternary(w: jax.Array, axis: int, scale_axes: tuple[int, ...] | None) -> Matrix:

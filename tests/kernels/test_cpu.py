@@ -275,12 +275,15 @@ BAD = {
     "codes must be uint8": ({"codes": (jnp.zeros((1, 32, 8), jnp.int8),)}, jnp.ones((1, 1, 64))),
     r"codes must be uint8 \(1, 32, 8": ({"codes": (jnp.zeros((1, 31, 8), jnp.uint8),)}, jnp.ones((1, 1, 64))),
     "codes must have 3 axes": ({"codes": (jnp.zeros((1, 32, 8, 1), jnp.uint8),)}, jnp.ones((1, 1, 64))),
-    r"absmax must be float32 \(1, 1, 8": ({"scales": (jnp.ones((1, 2, 8)),)}, jnp.ones((1, 1, 64))),
-    "nf4 takes 1 or 4 scale buffers": ({"scales": ()}, jnp.ones((1, 1, 64))),
-    "quantized absmax must be uint8": ({"scales": (jnp.ones((1, 1, 8)),) * 4}, jnp.ones((1, 1, 64))),
+    r"scale must be float32 \(1, 1, 8": ({"scales": (jnp.ones((1, 2, 8)),)}, jnp.ones((1, 1, 64))),
+    "nf4 takes .* as scale_names": ({"scales": ()}, jnp.ones((1, 1, 64))),
+    "a quantized scale must be uint8": (
+        {"scales": (jnp.ones((1, 1, 8)),) * 4, "scale_names": ("scale", "nested", "mean", "map")},
+        jnp.ones((1, 1, 64)),
+    ),
     "block_size a positive multiple of 2": ({"block_size": 3}, jnp.ones((1, 1, 64))),
     "axes be 0 or 1": ({"packed_axis": 2}, jnp.ones((1, 1, 64))),
-    'unknown format "nf5": there are int8, nf4, ternary': ({"format": "nf5"}, jnp.ones((1, 1, 64))),
+    'unknown format "nf5": there are e2m1, int8, iq4_nl, nf4, ternary, uint2': ({"format": "nf5"}, jnp.ones((1, 1, 64))),
     "rows and cols must be 0 to .* got rows -64": ({"rows": -64}, jnp.ones((1, 1, 64))),
     "rows and cols must be 0 to .* got rows 9223372036854775807": ({"rows": 2**63 - 1}, jnp.ones((1, 1, 64))),
     "one scale, float32, that broadcasts": (
@@ -307,7 +310,7 @@ def test_a_block_longer_than_its_axis_ends_with_it(block_size, contracted_axis):
 
 
 def test_a_format_without_a_header_is_not_supported():
-    assert cpu.formats() == ("int8", "nf4", "ternary")
+    assert {"int8", "nf4", "ternary", "uint4"} <= set(cpu.formats())
     assert cpu.supports(GOOD)
     assert not cpu.supports(replace(GOOD, format="nf5"))
     with cpu.use_core(False):

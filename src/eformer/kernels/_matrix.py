@@ -9,12 +9,15 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A stack of quantized matrices of `rows` x `cols` values; `reference` says what the codes stand for.
+    """A stack of quantized matrices of `rows` x `cols` values; `reference` and `grouped` say what the codes stand for.
 
     `codes` are the planes of the format's codes, mostly one: (count, rows, cols), shorter along the packed axis.
-    `scales` of "int8" and "ternary": none, or float32 (count, rows or 1, cols or 1). Of "nf4", one for each block:
-    float32 (count, rows / block_size, cols) or (count, rows, cols / block_size); or quantized: uint8 codes of that
-    shape, float32 (count, one per 256 codes), float32 offsets (count,), and the float32 (256,) that codes stand for.
+    `scale_names` says what each of the `scales` is. Of "int8" and "ternary": none, or "scale", float32 (count, rows or
+    1, cols or 1). Of formats with blocks, where `blocks` is (count, rows / block_size, cols) or (count, rows,
+    cols / block_size): "scale" of that shape; then "scale_scale", shared by `superblock_size` values along the packed
+    axis or by all along an axis; then "zero", or "offset" and "offset_scale". Of "nf4" a float32 "scale" alone, or
+    quantized: uint8 codes as "scale", "nested", float32 (count, one per 256 codes), "mean", float32 (count,), and
+    "map", the float32 (256,) that codes stand for. `csrc/problem.h` lists the dtypes.
     """
 
     format: str
@@ -24,6 +27,8 @@ class Matrix:
     cols: int
     packed_axis: int = 0
     block_size: int = 2  # of formats with a scale for each block
+    superblock_size: int = 0
+    scale_names: tuple[str, ...] = ("scale",)  # more than there are scales is right for those that have none
 
     @property
     def count(self) -> int:

@@ -89,6 +89,8 @@ def _attributes(matrix: Matrix) -> dict[str, str | int]:
         "cols": matrix.cols,
         "packed_axis": matrix.packed_axis,
         "block_size": matrix.block_size,
+        "superblock_size": matrix.superblock_size,
+        "scale_names": " ".join(matrix.scale_names[: len(matrix.scales)]),
         "instruction_set": _instruction_set.value,
     }
 

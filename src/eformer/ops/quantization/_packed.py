@@ -184,17 +184,30 @@ class PackedArray(LeafwiseArray):
 
     def _stored_matrix(self) -> Matrix:
         (_, rows, cols), codes = self.shape, tuple(self._codes())
+        scales = self._stored_scales()
         return Matrix(
-            self._kernel_format or "", codes, self._stored_scales(), rows, cols, self.axis + 2, max(self._per_scale, 2)
+            self._kernel_format or "",
+            codes,
+            tuple(scales.values()),
+            rows,
+            cols,
+            self.axis + 2,
+            block_size=self._per_scale,
+            superblock_size=getattr(self, "superblock_size", 0),
+            scale_names=tuple(scales),
         )
 
-    def _stored_scales(self) -> tuple[jax.Array, ...]:
-        """The scales as kernels read them, with an entry per block."""
+    def _stored_scales(self) -> Leaves:
+        """The scales as kernels read them, by the names of `Matrix.scale_names`."""
         scale = self._scale()
         if scale is None:
-            return ()
-        entries = [-(-n // self._grain(self._scale_fields[0], axis)) for axis, n in enumerate(self.shape)]
-        return (scale if self._per_scale == 1 else jnp.broadcast_to(scale, entries),)
+            return {}
+        return {"scale": scale if self._per_scale == 1 else self._with_every_block(self._scale_fields[0], scale)}
+
+    def _with_every_block(self, name: str, leaf: jax.Array) -> jax.Array:
+        """`leaf`, the field `name`, with an entry for each block where it has one for all of them."""
+        entries = tuple(-(-n // self._grain(name, axis)) for axis, n in enumerate(self.shape))
+        return leaf if leaf.shape == entries else jnp.broadcast_to(leaf, entries)
 
     def _of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
         part = super()._of_parts(leaves, grains)

@@ -197,16 +197,18 @@ class ArrayGrouped(PackedArray):
         return self._replaced(**levels, scale_scale=None, offset_scale=None, superblock_size=0)
 
     def _fits_kernels(self) -> bool:
-        single = jnp.float64 not in {leaf.dtype for leaf in self._named_leaves().values()}
-        return self.axis >= -2 and self.block_size % max(self._counts().values()) == 0 and single
+        return self.axis >= -2 and jnp.float64 not in {leaf.dtype for leaf in self._named_leaves().values()}
 
-    def _stored_scales(self) -> tuple[jax.Array, ...]:
-        """The scales and, unless codes are centred, the offsets."""
-        scale, offset = self._scale(), self._level("offset")
-        if self.zero is not None:
-            offset = -scale * self.zero.astype(scale.dtype)
-        entries = [-(-n // self._grain("scale", axis)) for axis, n in enumerate(self.shape)]
-        return tuple(jnp.broadcast_to(leaf, entries) for leaf in (scale, offset) if leaf is not None)
+    def _stored_scales(self) -> Leaves:
+        """The leaves themselves. Only what all blocks share is repeated, and never the scales of scales of a matrix."""
+        leaves = self._named_leaves()
+        levels = ("scale", "zero", "offset")
+        stored = {name: self._with_every_block(name, leaves[name]) for name in levels if name in leaves}
+        for name in ("scale_scale", "offset_scale"):
+            if name in leaves:
+                leaf = leaves[name]
+                stored[name] = leaf if leaf.shape[0] == self.shape[0] else jnp.repeat(leaf, self.shape[0], axis=0)
+        return stored
 
     def _of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
         sizes = {"block_size": "scale", "superblock_size": "scale_scale"}

@@ -151,10 +151,11 @@ class ArrayNF4(PackedArray):
         is_single = self.nested.dtype == self.offset.dtype == jnp.float32
         return self.axis >= -2 and is_single and self.offset.ndim == self.ndim - 2  # else a stack of vectors
 
-    def _stored_scales(self) -> tuple[jax.Array, ...]:
+    def _stored_scales(self) -> Leaves:
         if self.nested is None or self.offset is None:
             return super()._stored_scales()
-        return self.absmax, self.nested, self.offset, jnp.asarray(reference.dynamic_map())
+        levels = {"nested": self.nested, "mean": self.offset, "map": jnp.asarray(reference.dynamic_map())}
+        return {"scale": self.absmax, **levels}
 
     def _divisible(self) -> Self:
         if self.nested is None or self.offset is None:

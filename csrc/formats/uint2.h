@@ -1,0 +1,13 @@
+// Codes of 2 bits, four to a byte.
+#pragma once
+
+#include "grouped.h"
+
+namespace eformer::EFORMER_ISA {
+
+struct Uint2 : GroupedIntegers<Uint2, 2> {
+  static constexpr const char* kName = "uint2";
+  static constexpr int kPlaneBits[] = {2};
+};
+
+}  // namespace eformer::EFORMER_ISA

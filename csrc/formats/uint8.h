@@ -1,0 +1,13 @@
+// Codes of 8 bits.
+#pragma once
+
+#include "grouped.h"
+
+namespace eformer::EFORMER_ISA {
+
+struct Uint8 : GroupedIntegers<Uint8, 8> {
+  static constexpr const char* kName = "uint8";
+  static constexpr int kPlaneBits[] = {8};
+};
+
+}  // namespace eformer::EFORMER_ISA

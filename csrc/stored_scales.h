@@ -1,0 +1,165 @@
+// Scales and offsets of blocks, read as they are stored: in any type, perhaps under scales of their own.
+//
+// A block stands for scale * (value - zero), or for scale * value + offset. Loops that sum values before they scale
+// them use ScalesAt and OffsetsAt; decode.h follows the order of roundings that `kernels/grouped.py` defines.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace eformer::EFORMER_ISA {
+
+EFORMER_INLINE float FromBits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Each reads one number. They have no branches, so that loops over them become vector instructions; and they make no
+// float32 of the bits of a subnormal, which XLA's threads treat as 0.
+struct ReadFloat32 {
+  typedef float Stored;
+  EFORMER_INLINE static float Of(float x) { return x; }
+};
+
+struct ReadBfloat16 {
+  typedef uint16_t Stored;
+  EFORMER_INLINE static float Of(uint32_t x) { return FromBits(x << 16); }
+};
+
+struct ReadFloat16 {
+  typedef uint16_t Stored;
+  EFORMER_INLINE static float Of(uint32_t x) {
+    const uint32_t size = x & 0x7fff, sign = (x & 0x8000) << 16;
+    const float small = static_cast<float>(static_cast<int32_t>(size)) * 0x1p-24f;
+    uint32_t small_bits;
+    std::memcpy(&small_bits, &small, sizeof small);
+    const uint32_t normal = (size << 13) + (size < 0x7c00 ? 112u << 23 : 224u << 23);
+    return FromBits((size < 0x400 ? small_bits : normal) | sign);
+  }
+};
+
+struct ReadE8m0 {
+  typedef uint8_t Stored;
+  EFORMER_INLINE static float Of(uint32_t x) {
+    return FromBits(x == 0 ? 0x00400000u : x == 255 ? 0x7fc00000u : x << 23);
+  }
+};
+
+struct ReadE4m3 {
+  typedef uint8_t Stored;
+  EFORMER_INLINE static float Of(uint32_t x) {
+    const uint32_t size = x & 0x7f, sign = (x & 0x80) << 24;
+    const float small = static_cast<float>(static_cast<int32_t>(size)) * 0x1p-9f;
+    uint32_t small_bits;
+    std::memcpy(&small_bits, &small, sizeof small);
+    const uint32_t normal = size == 0x7f ? 0x7fc00000u : (size << 20) + (120u << 23);
+    return FromBits((size < 8 ? small_bits : normal) | sign);
+  }
+};
+
+struct ReadUint8 {
+  typedef uint8_t Stored;
+  EFORMER_INLINE static float Of(int32_t x) { return static_cast<float>(x); }
+};
+
+struct ReadInt8 {
+  typedef int8_t Stored;
+  EFORMER_INLINE static float Of(int32_t x) { return static_cast<float>(x); }
+};
+
+// Converts `count` numbers, from the one at `start` on.
+template <class Read>
+EFORMER_INLINE void ReadNumbers(const void* numbers, int64_t start, int64_t count, float* floats) {
+  const typename Read::Stored* from = static_cast<const typename Read::Stored*>(numbers) + start;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int j = 0; j < kLanes; ++j) floats[i + j] = Read::Of(from[i + j]);
+  }
+  for (; i < count; ++i) floats[i] = Read::Of(from[i]);
+}
+
+EFORMER_NOINLINE static void ReadNumbers(Number type, const void* numbers, int64_t start, int64_t count,
+                                         float* floats) {
+  switch (type) {
+    case Number::kFloat32:
+      return ReadNumbers<ReadFloat32>(numbers, start, count, floats);
+    case Number::kBfloat16:
+      return ReadNumbers<ReadBfloat16>(numbers, start, count, floats);
+    case Number::kFloat16:
+      return ReadNumbers<ReadFloat16>(numbers, start, count, floats);
+    case Number::kE8m0:
+      return ReadNumbers<ReadE8m0>(numbers, start, count, floats);
+    case Number::kE4m3:
+      return ReadNumbers<ReadE4m3>(numbers, start, count, floats);
+    case Number::kUint8:
+      return ReadNumbers<ReadUint8>(numbers, start, count, floats);
+    case Number::kInt8:
+      return ReadNumbers<ReadInt8>(numbers, start, count, floats);
+  }
+}
+
+// Multiplies the entries from (row, col) on by the factors that they share with their superblocks.
+EFORMER_NOINLINE static void ScaleEntries(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col,
+                                          int64_t count, float* entries) {
+  const auto factor_at = [&](int64_t r, int64_t c) {
+    float factor;
+    ReadNumbers(all.factor_type, all.factors, r * all.factor_row_step + c * all.factor_col_step, 1, &factor);
+    return factor;
+  };
+  if (m.packed_axis == 0 && all.factor_col_step != 0) {
+    constexpr int64_t kAtOnce = 64;
+    float factors[kAtOnce];
+    for (int64_t i = 0; i < count; i += kAtOnce) {
+      const int64_t some = Min(kAtOnce, count - i), first = row / all.per_factor * all.factor_row_step + col + i;
+      ReadNumbers(all.factor_type, all.factors, first, some, factors);
+      for (int64_t j = 0; j < some; ++j) entries[i + j] *= factors[j];
+    }
+  } else if (m.packed_axis == 0 || all.factor_col_step == 0) {
+    const float factor = factor_at(m.packed_axis == 0 ? row / all.per_factor : row, 0);
+    for (int64_t i = 0; i < count; ++i) entries[i] *= factor;
+  } else {
+    for (int64_t i = 0, end; i < count; i = end) {
+      end = Min(count, ((col + i) / all.per_factor + 1) * all.per_factor - col);
+      const float factor = factor_at(row, (col + i) / all.per_factor);
+      for (; i < end; ++i) entries[i] *= factor;
+    }
+  }
+}
+
+// `count` neighbouring entries of a row, as float32: in place if they are stored so, else in `buffer`.
+static inline const float* NumbersAt(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col, int64_t count,
+                                     float* buffer) {
+  const int64_t start = row * m.BlockScaleStride() + col;
+  if (all.type == Number::kFloat32 && all.factors == nullptr) return static_cast<const float*>(all.entries) + start;
+  ReadNumbers(all.type, all.entries, start, count, buffer);
+  if (all.factors != nullptr) ScaleEntries(m, all, row, col, count, buffer);
+  return buffer;
+}
+
+// The scales of `count` neighbouring blocks: row `row` from column `col` on of the array of scales, which is
+// (rows / block, cols) for packed_axis 0 and (rows, cols / block) for packed_axis 1. `buffer` has room for them.
+static inline const float* ScalesAt(const Matrix& m, int64_t row, int64_t col, int64_t count, float* buffer) {
+  return NumbersAt(m, m.scales, row, col, count, buffer);
+}
+
+// What to add to scale * (value - centre) for the same blocks, where `value` is that of the format's header and
+// `scales` are from ScalesAt; nullptr if nothing.
+static inline const float* OffsetsAt(const Matrix& m, int64_t row, int64_t col, int64_t count, float centre,
+                                     const float* scales, float* buffer) {
+  if (m.offsets.entries == nullptr) {
+    if (centre == m.centre) return nullptr;
+    for (int64_t i = 0; i < count; ++i) buffer[i] = scales[i] * (centre - m.centre);
+    return buffer;
+  }
+  const float* found = NumbersAt(m, m.offsets, row, col, count, buffer);
+  if (m.offsets_are_zeros) {
+    for (int64_t i = 0; i < count; ++i) buffer[i] = scales[i] * (centre - found[i]);
+    return buffer;
+  }
+  if (centre == 0) return found;
+  for (int64_t i = 0; i < count; ++i) buffer[i] = found[i] + scales[i] * centre;
+  return buffer;
+}
+
+}  // namespace eformer::EFORMER_ISA
