@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "int8_panels.h"
+#include "int8_row.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -72,8 +72,9 @@ struct Int8Tile {
         const Reals offset = part.has_offsets ? LoadVector<Reals>(part.offsets[b] + at) : Reals{};
         for (int r = 0; r < kRows; ++r) {
           float* to = totals + r * kPanelColumns + v * kIntLanes;
-          const Reals sum = ToReals(dots[r][v]) * scale + offset * static_cast<float>(sums[r]);
-          StoreVector(to, LoadVector<Reals>(to) + sum * steps[r]);
+          Reals total = LoadVector<Reals>(to) + ToReals(dots[r][v]) * (scale * steps[r]);
+          if (part.has_offsets) total += offset * (steps[r] * static_cast<float>(sums[r]));
+          StoreVector(to, total);
         }
       }
     }
@@ -179,7 +180,10 @@ static void Int8MatmulOf(const Matrix& m, const Int8X& x, int64_t count, int64_t
 template <class Format>
 static void Int8Matmul(const Matrix& m, const Int8X& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                        float* y) {
-  WithPacking<Format>(m, [&](auto packed) { Int8MatmulOf<Format, packed>(m, x, count, k0, k1, n0, n1, y); });
+  WithPacking<Format>(m, [&](auto packed) {
+    if (count == 1 && m.contracted_axis == 0) return Int8RowMatmulOf<Format, packed>(m, x, k0, k1, n0, n1, y);
+    Int8MatmulOf<Format, packed>(m, x, count, k0, k1, n0, n1, y);
+  });
 }
 
 template <class Format>
