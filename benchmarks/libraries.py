@@ -72,6 +72,7 @@ def with_jax(problem: Problem) -> Products:
         "": (DENSE, lambda w: w),
         "INT8, a scale per column": (INT8, functools.partial(quantize, dtype="int8", axis=0)),
         "NF4, blocks of 64": (BITS4, functools.partial(quantize, dtype="nf4", axis=0, block_size=GROUP)),
+        "INT4, blocks of 64": (BITS4, functools.partial(quantize, format="int4", axis=0, block_size=GROUP)),
         "ternary": (BITS2, functools.partial(quantize, dtype="ternary", scale="channel")),
     }
 
@@ -93,7 +94,7 @@ def with_jax(problem: Problem) -> Products:
     for weight in formats:
         yield functools.partial(make, weight, "float32")
         yield functools.partial(make, weight, "bfloat16")
-        if weight and len(problem.x) == 1:  # with more rows it is not rounded
+        if weight:
             yield functools.partial(make, weight, "int8")
 
 

@@ -103,10 +103,9 @@ GOALS: dict[Case, dict[str, float]] = {
 def cases(rows: Sequence[int]) -> Iterator[Case]:
     for m in rows:
         yield Case(m)
-        if m == 1:
-            yield Case(m, "int8")
+        yield Case(m, "int8")
     yield from (Case(m, "bfloat16") for m in rows if m >= MANY_ROWS)
-    yield from (Case(m, transposed=True) for m in rows if m == 1)
+    yield from (Case(m, dtype, transposed=True) for m in rows if m == 1 for dtype in ("float32", "int8"))
 
 
 def contender(case: Case, name: str, ring: Sequence[Any]) -> Contender:

@@ -29,14 +29,15 @@ struct FormatDefaults {
   // What is subtracted from values before they are scaled, in blocks that have neither an offset nor a zero point.
   static constexpr float kCentre = 0;
 
+  // For x rounded to int8: an integer stands for each code, its value times this, rounded. 0: x is never rounded.
+  static constexpr float kInt8Steps = 0;
+
   // Faster loops, which a format may declare as functions:
   //   void RowMatmul(const Matrix&, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums)
-  //   void Int8RowMatmul(const Matrix&, const int8_t* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums)
   //   void RowMatmulTransposed(const Matrix&, const float* x, int64_t n0, int64_t n1, float* y)
   // as kernels.h says, with `sums` zero at first and kStripSize longer than n1 - n0; and
   //   Strip Values(const uint8_t* codes)   the values of 32 codes, where that is faster than to look up up to four bits
   static constexpr std::nullptr_t RowMatmul = nullptr;
-  static constexpr std::nullptr_t Int8RowMatmul = nullptr;
   static constexpr std::nullptr_t RowMatmulTransposed = nullptr;
   static constexpr std::nullptr_t Values = nullptr;
   typedef void Panels;  // or a class as DecodedPanels in matmul.h

@@ -291,6 +291,7 @@ template <class Format, int kBits>
 struct GroupedIntegers : FormatDefaults {
   static constexpr ScaleKind kScales = ScaleKind::kPerBlock;
   static constexpr float kCentre = 1 << (kBits - 1);
+  static constexpr float kInt8Steps = 1;
   static constexpr float Value(int code) { return static_cast<float>(code); }
 
   typedef GroupedPanels<Format> Panels;

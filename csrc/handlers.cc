@@ -2,203 +2,21 @@
 #include "handlers.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <memory>
 
 #include "parallel.h"
 #include "problem.h"
+#include "rows.h"
 
 namespace eformer {
 namespace {
 
-constexpr int64_t kTaskValues = 1 << 20;     // values of a large matrix in a task: about 50 microseconds
-constexpr int64_t kMinTaskValues = 1 << 17;  // of a small one: less is not worth waking a thread
-constexpr int64_t kMaxDepthParts = 8;        // partial sums kept for each element of the result
-constexpr int64_t kMinTasks = 8;             // with fewer, threads are idle
-constexpr int64_t kMaxInt8Depth = 1 << 17;   // sums of more terms of 127 * 128 may not fit into 32 bits
-
-float FromBfloat16(uint16_t bits) {
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof value);
-  return value;
-}
-
-float FromFloat16(uint16_t bits) {
-  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, exponent = bits >> 10 & 31, digits = bits & 0x3ff;
-  if (exponent == 0) {
-    const float magnitude = static_cast<float>(digits) * 0x1p-24f;  // exact: denormal, or zero
-    return sign != 0 ? -magnitude : magnitude;
-  }
-  const uint32_t wide = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | digits << 13;
-  float value;
-  std::memcpy(&value, &wide, sizeof value);
-  return value;
-}
-
-// Converts `count` values of x from `start` on.
-void ReadFloats(const ffi::AnyBuffer& x, int64_t start, int64_t count, float* values) {
-  if (x.element_type() == ffi::F32) {
-    std::memcpy(values, static_cast<const float*>(x.untyped_data()) + start, count * sizeof(float));
-    return;
-  }
-  const bool wide_exponent = x.element_type() == ffi::BF16;
-  const uint16_t* from = static_cast<const uint16_t*>(x.untyped_data()) + start;
-  for (int64_t i = 0; i < count; ++i) values[i] = wide_exponent ? FromBfloat16(from[i]) : FromFloat16(from[i]);
-}
-
-// A broadcast scale that varies along one axis is applied to x if that is the contracted axis, else to the result.
-struct OuterScale {
-  const float* of_depth = nullptr;
-  const float* of_width = nullptr;
-  int64_t step = 0;
-
-  OuterScale(const FormatInfo& format, const Matrix& m) {
-    const int64_t along_depth = m.contracted_axis == 0 ? m.scale_row_step : m.scale_col_step;
-    const int64_t along_width = m.contracted_axis == 0 ? m.scale_col_step : m.scale_row_step;
-    if (m.scale == nullptr || !VariesAlongOneAxis(format, m)) return;
-    (along_depth != 0 ? of_depth : of_width) = m.scale;
-    step = along_depth != 0 ? along_depth : along_width;
-  }
-
-  static bool VariesAlongOneAxis(const FormatInfo& format, const Matrix& m) {
-    return format.scales == ScaleKind::kBroadcast && (m.scale_row_step == 0 || m.scale_col_step == 0);
-  }
-
-  void ScaleInput(int64_t k0, int64_t k1, float* x) const {
-    for (int64_t k = k0; k < k1 && of_depth != nullptr; ++k) x[k - k0] *= of_depth[k * step];
-  }
-
-  void ScaleResult(int64_t n0, int64_t n1, float* y) const {
-    for (int64_t n = n0; n < n1 && of_width != nullptr; ++n) y[n] *= of_width[n * step];
-  }
-};
-
-// One row of x for each matrix, times its outer scale and followed by zeros.
-struct SingleRows {
-  int64_t stride;
-  std::unique_ptr<float[]> values;
-
-  const float* operator[](int64_t matrix) const { return values.get() + matrix * stride; }
-
-  SingleRows(const Stack& stack, const ffi::AnyBuffer& x)
-      : stride(stack.first.Depth() + kXPadding), values(new float[stack.count * stride]()) {
-    const int64_t depth = stack.first.Depth();
-    for (int64_t matrix = 0; matrix < stack.count; ++matrix) {
-      ReadFloats(x, matrix * depth, depth, &values[matrix * stride]);
-      OuterScale(stack.kernels->format, stack[matrix]).ScaleInput(0, depth, &values[matrix * stride]);
-    }
-  }
-};
-
-// The rows of x for each matrix, times its outer scale, as Kernels::matmul takes them.
-struct PackedRows {
-  int64_t depth;
-  int64_t rows;
-  RowGroups chunks;  // one for each call
-  std::unique_ptr<float[]> values;
-
-  static constexpr auto kMatmul = &Kernels::matmul;
-  static constexpr bool kIsScaled = true;
-
-  int64_t First(int64_t chunk) const { return chunks.First(chunk); }
-  int64_t Size(int64_t chunk) const { return chunks.Size(chunk); }
-  const float* Chunk(int64_t matrix, int64_t chunk) const { return &values[(matrix * rows + First(chunk)) * depth]; }
-
-  PackedRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
-      : depth(stack.first.Depth()),
-        rows(x.dimensions()[1]),
-        chunks(rows, kChunkRows),
-        values(new float[stack.count * rows * depth]) {
-    constexpr int64_t kPieceDepth = 1024;
-    const int64_t pieces = CeilDiv(depth, kPieceDepth);
-    ParallelFor(pool, stack.count * chunks.count * pieces, [&](int64_t task) {
-      const int64_t matrix = task / (chunks.count * pieces), chunk = task / pieces % chunks.count;
-      const int64_t k0 = task % pieces * kPieceDepth, k1 = std::min(depth, k0 + kPieceDepth);
-      const OuterScale scale(stack.kernels->format, stack[matrix]);
-      const RowGroups groups(chunks.Size(chunk), stack.instructions->tile_rows);
-      for (int64_t g = 0; g < groups.count; ++g) {
-        const int64_t size = groups.Size(g), first = matrix * rows + chunks.First(chunk) + groups.First(g);
-        float* to = &values[first * depth + k0 * size];
-        for (int64_t r = 0; r < size; ++r) {
-          float row[kPieceDepth];
-          ReadFloats(x, (first + r) * depth + k0, k1 - k0, row);
-          scale.ScaleInput(k0, k1, row);
-          for (int64_t k = 0; k < k1 - k0; ++k) to[k * size + r] = row[k];
-        }
-      }
-    });
-  }
-};
-
-// The rows of bfloat16 x for each matrix in tiles, as Kernels::bfloat_matmul takes them.
-struct TiledRows {
-  int64_t rows;
-  int64_t depth_tiles;
-  RowGroups chunks;  // of tiles, one for each call
-  std::unique_ptr<uint16_t[]> values;
-
-  static constexpr int64_t kTileValues = kAmxRows * kAmxDepth;
-  static constexpr auto kMatmul = &Kernels::bfloat_matmul;
-  static constexpr bool kIsScaled = false;  // x times the scale would have to be rounded
-
-  int64_t First(int64_t chunk) const { return chunks.First(chunk) * kAmxRows; }
-  int64_t Size(int64_t chunk) const { return std::min(rows, First(chunk + 1)) - First(chunk); }
-  const uint16_t* Chunk(int64_t matrix, int64_t chunk) const {
-    return &values[(matrix * chunks.rows + chunks.First(chunk)) * depth_tiles * kTileValues];
-  }
-
-  TiledRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
-      : rows(x.dimensions()[1]),
-        depth_tiles(CeilDiv(stack.first.Depth(), kAmxDepth)),
-        chunks(CeilDiv(rows, kAmxRows), kBfloatChunkRows / kAmxRows),
-        values(new uint16_t[stack.count * chunks.rows * depth_tiles * kTileValues]) {
-    const int64_t depth = stack.first.Depth(), row_tiles = chunks.rows;
-    ParallelFor(pool, stack.count * row_tiles, [&](int64_t task) {
-      const int64_t matrix = task / row_tiles, first = task % row_tiles * kAmxRows;
-      uint16_t* tiles = &values[task * depth_tiles * kTileValues];
-      std::memset(tiles, 0, depth_tiles * kTileValues * sizeof(uint16_t));
-      for (int64_t row = first; row < std::min(rows, first + kAmxRows); ++row) {
-        const uint16_t* from = static_cast<const uint16_t*>(x.untyped_data()) + (matrix * rows + row) * depth;
-        for (int64_t k = 0; k < depth; k += kAmxDepth) {
-          std::memcpy(tiles + k / kAmxDepth * kTileValues + (row - first) * kAmxDepth, from + k,
-                      std::min<int64_t>(kAmxDepth, depth - k) * sizeof(uint16_t));
-        }
-      }
-    });
-  }
-};
-
-// One row of x for each matrix, rounded to integers from -127 to 127 times a unit.
-struct Int8Rows {
-  int64_t stride;
-  std::unique_ptr<int8_t[]> values;
-  std::unique_ptr<float[]> units;
-  bool finite = true;
-
-  Int8Rows(const Stack& stack, const SingleRows& x)
-      : stride(x.stride), values(new int8_t[stack.count * stride]()), units(new float[stack.count]) {
-    for (int64_t matrix = 0; matrix < stack.count; ++matrix) {
-      float largest = 0;
-      for (int64_t k = 0; k < stride; ++k) {
-        const float size = std::fabs(x[matrix][k]);
-        if (!(size <= std::numeric_limits<float>::max())) finite = false;
-        largest = std::max(largest, size);
-      }
-      units[matrix] = largest / 127;
-      const float steps = largest > 0 ? 127 / largest : 0;
-      if (!finite || !(steps <= std::numeric_limits<float>::max())) {
-        finite = false;
-        return;
-      }
-      for (int64_t k = 0; k < stride; ++k) {
-        values[matrix * stride + k] = static_cast<int8_t>(std::nearbyint(x[matrix][k] * steps));
-      }
-    }
-  }
-};
+constexpr int64_t kTaskValues = 1 << 20;      // values of a large matrix in a task: about 50 microseconds
+constexpr int64_t kMinTaskValues = 1 << 17;   // of a small one: less is not worth waking a thread
+constexpr int64_t kInt8TaskValues = 1 << 18;  // for x rounded to int8: about 10 microseconds
+constexpr int64_t kMaxDepthParts = 8;         // partial sums kept for each element of the result
+constexpr int64_t kMinTasks = 8;              // with fewer, threads are idle
 
 // The contracted axis, cut into parts of whole units.
 struct Depth {
@@ -264,20 +82,10 @@ void RowMatmulTransposed(ffi::ThreadPool& pool, const Stack& stack, const Single
   });
 }
 
-void RowMatmul(ffi::ThreadPool& pool, const Stack& stack, const SingleRows& x, bool round_x, float* y) {
+void RowMatmul(ffi::ThreadPool& pool, const Stack& stack, const SingleRows& x, float* y) {
   const Matrix& shape = stack.first;
   const Kernels& kernels = *stack.kernels;
   if (shape.contracted_axis == 1) return RowMatmulTransposed(pool, stack, x, y);
-  if (round_x && kernels.int8_row_matmul != nullptr && shape.packed_axis == 0 && shape.rows <= kMaxInt8Depth) {
-    const Int8Rows rounded(stack, x);
-    if (rounded.finite) {
-      const auto matmul = [&](int64_t i, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* to) {
-        kernels.int8_row_matmul(stack[i], &rounded.values[i * rounded.stride], k0, k1, n0, n1, to);
-        for (int64_t n = 0; n < n1 - n0; ++n) to[n] *= rounded.units[i];
-      };
-      return CutRowMatmul(pool, stack, matmul, y);
-    }
-  }
   const auto matmul = [&](int64_t i, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* to) {
     kernels.row_matmul(stack[i], x[i], k0, k1, n0, n1, to);
   };
@@ -291,17 +99,13 @@ bool HasRowMatmul(const Kernels& kernels, const Matrix& m) {
          (kernels.format.scales == ScaleKind::kPerBlock || OuterScale::VariesAlongOneAxis(kernels.format, m));
 }
 
-int64_t TaskColumns(const Matrix& m, int64_t rows_of_x) {
-  if (rows_of_x > kFewRows) return 4 * kPanelColumns;
-  return m.contracted_axis == 0 ? 8 * kPanelColumns : 2 * kPanelColumns;
-}
-
-// Rows of x, as PackedRows or TiledRows, in tasks of some columns, and in parts of the depth if those are few.
+// Rows of x, as PackedRows, TiledRows or Int8Rows, in tasks of some columns, and in parts of the depth if those are
+// few.
 template <class Rows>
 void PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, const Rows& x, float* y) {
   const FormatInfo& format = stack.kernels->format;
-  const Depth depth = {stack.first.Depth(), kDepthStep};
-  const int64_t width = stack.first.Width(), task_columns = TaskColumns(stack.first, x.Size(0));
+  const Depth depth = {stack.first.Depth(), Rows::kStep};
+  const int64_t width = stack.first.Width(), task_columns = Rows::TaskColumns(stack.first, x.Size(0));
   const int64_t slices = CeilDiv(width, task_columns), tasks = stack.count * x.chunks.count * slices;
   const int64_t parts =
       depth.Parts(std::min(CeilDiv(kMinTasks, tasks), CeilDiv(depth.all * task_columns * x.Size(0), kTaskValues)));
@@ -324,6 +128,28 @@ void PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, const Rows& x, float
     AddParts(&partial[row * width], parts, results, width, y + row * width);
     OuterScale(format, stack[row / x.rows]).ScaleResult(0, width, y + row * width);
   });
+}
+
+// Rounds x to int8, and multiplies. False if there is no loop for that, or x is not finite.
+bool Int8Matmul(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, float* y) {
+  const Matrix& shape = stack.first;
+  const Kernels& kernels = *stack.kernels;
+  const bool scale_fits = kernels.format.scales == ScaleKind::kPerBlock || shape.scale == nullptr ||
+                          OuterScale::VariesAlongOneAxis(kernels.format, shape);
+  const bool dots = x.dimensions()[1] == 1 && shape.contracted_axis == 1;
+  const Int8Order order = kernels.int8_order(shape, dots);
+  if (!scale_fits || order.block == 0) return false;
+  const Int8Rows rows(pool, stack, x, order);
+  if (!rows.finite) return false;
+  if (!dots) return PanelMatmul(pool, stack, rows, y), true;
+  const int64_t depth = shape.Depth(), width = shape.Width();
+  const int64_t at_once = CeilDiv(kInt8TaskValues, depth), tasks = CeilDiv(width, at_once);
+  ParallelFor(pool, stack.count * tasks, [&](int64_t task) {
+    const int64_t matrix = task / tasks, n0 = task % tasks * at_once, n1 = std::min(width, n0 + at_once);
+    kernels.int8_dots(stack[matrix], rows.Chunk(matrix, 0), n0, n1, y + matrix * width);
+    OuterScale(kernels.format, stack[matrix]).ScaleResult(n0, n1, y + matrix * width);
+  });
+  return true;
 }
 
 ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs buffers, ffi::Result<ffi::AnyBuffer> y,
@@ -353,12 +179,13 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs
     std::memset(sums, 0, results * sizeof(float));
     return ffi::Error::Success();
   }
+  if (round_x && Int8Matmul(pool, stack, x, sums)) return ffi::Error::Success();
   if (count > 1 && round_values && type == ffi::BF16 && stack.kernels->bfloat_matmul != nullptr) {
     PanelMatmul(pool, stack, TiledRows(pool, stack, x), sums);
   } else if (count > 1 || !HasRowMatmul(*stack.kernels, stack.first)) {
     PanelMatmul(pool, stack, PackedRows(pool, stack, x), sums);
   } else {
-    RowMatmul(pool, stack, SingleRows(stack, x), round_x, sums);
+    RowMatmul(pool, stack, SingleRows(stack, x), sums);
   }
   return ffi::Error::Success();
 }

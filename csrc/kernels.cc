@@ -3,6 +3,9 @@
 
 #include "bfloats.h"
 #include "format_list.h"  // made by CMake: includes formats/*.h and defines EFORMER_FORMATS(use) as use(Int8, "int8") ...
+#include "int8_dots.h"
+#include "int8_matmul.h"
+#include "int8_round.h"
 #include "matmul.h"
 
 namespace eformer::EFORMER_ISA {
@@ -11,30 +14,32 @@ namespace eformer::EFORMER_ISA {
 #define EFORMER_STRING(name) EFORMER_STRING_(name)
 
 // Calls a format's loop with sums that have room for a strip behind the last column, as y does not.
-template <auto kLoop, class X>
-static void RowMatmul(const Matrix& m, const X* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
+template <auto kLoop>
+static void RowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
   alignas(64) float sums[kSliceColumns + kStripSize] = {};
   kLoop(m, x, k0, k1, n0, n1, sums);
   std::memcpy(y, sums, (n1 - n0) * sizeof(float));
 }
 
-template <auto kLoop, class X>
-constexpr auto RowMatmulOrNull() -> decltype(&RowMatmul<kLoop, X>) {
+template <auto kLoop>
+constexpr decltype(Kernels::row_matmul) RowMatmulOrNull() {
   if constexpr (std::is_null_pointer_v<decltype(kLoop)>) {
     return nullptr;
   } else {
-    return RowMatmul<kLoop, X>;
+    return RowMatmul<kLoop>;
   }
 }
 
 template <class Format>
 constexpr Kernels KernelsOf() {
   return {DescribeFormat<Format>(),
-          RowMatmulOrNull<Format::RowMatmul, float>(),
-          RowMatmulOrNull<Format::Int8RowMatmul, int8_t>(),
+          RowMatmulOrNull<Format::RowMatmul>(),
           RowMatmulTransposedOf<Format>(),
           Matmul<Format>,
           kBfloatMatmul<Format>,
+          Int8OrderOf<Format>,
+          Int8DotsOrNull<Format>(),
+          Int8MatmulOrNull<Format>(),
           Decode<Format>};
 }
 
@@ -46,7 +51,7 @@ EFORMER_FORMATS(EFORMER_CHECK_FORMAT)
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
 extern const InstructionSet kInstructionSet;
-const InstructionSet kInstructionSet = {EFORMER_STRING(EFORMER_ISA), kTileRows, kAll,
+const InstructionSet kInstructionSet = {EFORMER_STRING(EFORMER_ISA),      kTileRows, kInt8TileRows, RoundRow, kAll,
                                         kAll + sizeof kAll / sizeof *kAll};
 
 }  // namespace eformer::EFORMER_ISA

@@ -107,16 +107,36 @@ constexpr int kAmxRows = 16;
 constexpr int kAmxDepth = 32;
 constexpr int64_t kBfloatChunkRows = 512;  // rows of x in a call of `bfloat_matmul`: their sums stay in L2
 
+// Rows of x rounded to int8. Blocks of a row share a step: x is about an integer from -127 to 127 times it. Zeros
+// follow each row, up to a multiple of kInt8Padding.
+constexpr int64_t kMaxInt8Block = 64;
+constexpr int64_t kInt8Padding = 256;
+constexpr int64_t kInt8DepthStep = 256;  // the contracted axis is cut at multiples of this
+constexpr int64_t kInt8ChunkRows = 240;  // rows of x in a call of `int8_matmul`: their sums stay in L2
+
+// The order of a row of rounded x: value `places` * byte + place is at byte / span * span * places + place * span +
+// byte % span.
+struct Int8Order {
+  int64_t block;  // 16, 32 or 64; 0: there is no loop for int8
+  int64_t places;
+  int64_t span;
+};
+
+// Rows of rounded x. For several rows in a group, four bytes of each are adjacent, and so are their steps and sums.
+struct Int8X {
+  const int8_t* values;
+  const float* steps;   // of each block
+  const int32_t* sums;  // of the integers of each block
+  int64_t depth;        // of a row, with the zeros behind it
+  int64_t block;
+};
+
 // The functions for one format on one instruction set. Without `row_matmul`, `matmul` serves for one row of x too.
 struct Kernels {
   FormatInfo format;
 
   // y[0 : n1 - n0] = x[k0:k1] @ matrix[k0:k1, n0:n1], for contracted_axis 0; n0 is a multiple of kSliceColumns.
   void (*row_matmul)(const Matrix& matrix, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y);
-
-  // The same for x rounded to int8, without -128, and packed_axis 0.
-  void (*int8_row_matmul)(const Matrix& matrix, const int8_t* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
-                          float* y);
 
   // y[n0:n1] = x @ matrix[n0:n1].T, for contracted_axis 1; n0 starts a block, or a byte.
   void (*row_matmul_transposed)(const Matrix& matrix, const float* x, int64_t n0, int64_t n1, float* y);
@@ -130,13 +150,29 @@ struct Kernels {
   void (*bfloat_matmul)(const Matrix& matrix, const uint16_t* x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
                         int64_t n1, float* y);
 
+  // The order that x must have for `int8_dots` (one row of x and contracted_axis 1) or `int8_matmul`.
+  Int8Order (*int8_order)(const Matrix& matrix, bool dots);
+
+  // y[n0:n1] = x @ matrix[n0:n1].T for one row of rounded x, for contracted_axis 1.
+  void (*int8_dots)(const Matrix& matrix, const Int8X& x, int64_t n0, int64_t n1, float* y);
+
+  // As `matmul` for up to kInt8ChunkRows rows of rounded x in RowGroups(count, int8_tile_rows); k0 is a multiple of
+  // kInt8DepthStep.
+  void (*int8_matmul)(const Matrix& matrix, const Int8X& x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
+                      int64_t n1, float* y);
+
   // All values of a row.
   void (*decode)(const Matrix& matrix, int64_t row, float* values);
 };
 
 struct InstructionSet {
   const char* name;
-  int64_t tile_rows;  // rows of x whose sums fit into registers
+  int64_t tile_rows;       // rows of x whose sums fit into registers
+  int64_t int8_tile_rows;  // the same for rounded x
+
+  // Rounds a row of x; false if it is not finite, or its steps are not. What follows the last block stays as it is.
+  bool (*round)(const float* x, int64_t depth, const Int8Order& order, int8_t* values, float* steps, int32_t* sums);
+
   const Kernels* begin;
   const Kernels* end;
 };

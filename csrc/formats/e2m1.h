@@ -11,6 +11,7 @@ struct E2m1 : FormatDefaults {
   static constexpr const char* kName = "e2m1";
   static constexpr int kPlaneBits[] = {4};
   static constexpr ScaleKind kScales = ScaleKind::kPerBlock;
+  static constexpr float kInt8Steps = 2;
   static constexpr float Value(int code) { return kE2m1Values[code]; }
 };
 

@@ -11,6 +11,7 @@ struct Iq4_nl : FormatDefaults {
   static constexpr const char* kName = "iq4_nl";
   static constexpr int kPlaneBits[] = {4};
   static constexpr ScaleKind kScales = ScaleKind::kPerBlock;
+  static constexpr float kInt8Steps = 1;
   static constexpr float Value(int code) { return kIq4NlValues[code]; }
 };
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "format.h"
-#include "integers.h"
 #include "panels.h"
 #include "scales.h"
 
@@ -22,14 +21,11 @@ struct Nf4 : FormatDefaults {
   static constexpr ScaleKind kScales = ScaleKind::kPerBlock;
   static constexpr bool kHighBitsFirst = true;
   static constexpr bool kFloatScales = true;
+  static constexpr float kInt8Steps = 127;  // the sixteen values are rounded to multiples of 1 / 127
   static constexpr float Value(int code) { return kNf4Values[code]; }
 
   static void RowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums);
   static void RowMatmulTransposed(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y);
-#if defined(__AVX2__)
-  static void Int8RowMatmul(const Matrix& m, const int8_t* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
-                            float* sums);
-#endif
   struct Panels;
 };
 
@@ -278,47 +274,5 @@ struct Nf4::Panels {
     });
   }
 };
-
-#if defined(__AVX2__)
-
-// The sixteen values are rounded to multiples of 1 / 127.
-EFORMER_INLINE void Nf4::Int8RowMatmul(const Matrix& m, const int8_t* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
-                                       float* sums) {
-  constexpr float kUnits = 127;
-  alignas(32) int8_t rounded[32];  // for both halves of a vector
-  for (int i = 0; i < 32; ++i) {
-    const float value = kNf4Values[i % 16] * kUnits;
-    rounded[i] = static_cast<int8_t>(value < 0 ? value - 0.5f : value + 0.5f);
-  }
-  const __m256i table = _mm256_load_si256(reinterpret_cast<const __m256i*>(rounded));
-  const auto look_up = [&](Bytes codes) { return (Bytes)_mm256_shuffle_epi8(table, (__m256i)codes); };
-  alignas(64) int32_t block_sums[kSliceColumns + kStripSize];
-  for (int64_t k = k0; k < k1; k += m.block) {
-    const int64_t end = (Min(k + m.block, k1) + 1) / 2;
-    const float* scale = m.scale + k / m.block * m.cols + n0;
-    for (int64_t r0 = k / 2; r0 < end; r0 += kByteRows) {
-      const int rows = static_cast<int>(Min(kByteRows, end - r0));
-      const bool starts = r0 == k / 2, ends = r0 + rows == end;
-      const uint8_t* first = m.planes[0] + r0 * m.cols + n0;
-      ForEachStrip(first, m.cols, rows, n1 - n0, [&](const uint8_t* codes, int64_t stride, int64_t n) {
-        IntStrip sum = starts ? IntStrip{} : LoadInts(block_sums + n);
-        for (int r = 0; r < rows; r += 2, codes += 2 * stride) {
-          PrefetchAfter(codes, kByteRows * stride);
-          PrefetchAfter(codes + stride, kByteRows * stride);
-          const Bytes a = LoadBytes(codes), b = r + 1 < rows ? LoadBytes(codes + stride) : Bytes{};
-          const Bytes four[4] = {look_up(HighNibbles(a)), look_up(LowNibbles(a)), look_up(HighNibbles(b)),
-                                 look_up(LowNibbles(b))};
-          AddFour(sum, SpreadFour(x + 2 * (r0 + r), Min(4, 2 * (end - r0 - r))), four);
-        }
-        if (!ends) return StoreInts(block_sums + n, sum);
-        alignas(64) float columns[kStripSize];
-        ToColumns(sum, 1 / kUnits, columns);
-        for (int64_t i = 0; i < Min(kStripSize, n1 - n0 - n); ++i) sums[n + i] += columns[i] * scale[n + i];
-      });
-    }
-  }
-}
-
-#endif
 
 }  // namespace eformer::EFORMER_ISA

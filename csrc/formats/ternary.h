@@ -3,7 +3,6 @@
 
 #include "codes.h"
 #include "format.h"
-#include "integers.h"
 #include "panels.h"
 
 namespace eformer::EFORMER_ISA {
@@ -16,14 +15,11 @@ struct Ternary : FormatDefaults {
   static constexpr int kPlaneBits[] = {2};
   static constexpr ScaleKind kScales = ScaleKind::kBroadcast;
   static constexpr bool kClearPadding = true;
+  static constexpr float kInt8Steps = 1;
   static constexpr float Value(int code) { return kTernaryValues[code]; }
 
   static void RowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums);
   static void RowMatmulTransposed(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y);
-#if defined(__AVX2__)
-  static void Int8RowMatmul(const Matrix& m, const int8_t* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
-                            float* sums);
-#endif
   struct Panels;
 };
 
@@ -156,72 +152,5 @@ struct Ternary::Panels : DecodedPanels<Ternary> {
     return nullptr;
   }
 };
-
-#if defined(__AVX2__)
-
-// XOR with 0x55 turns each code into its value plus one, and NaN into 3. The sums of x are subtracted at the end.
-inline void Ternary::Int8RowMatmul(const Matrix& m, const int8_t* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
-                                   float* sums) {
-  constexpr uint8_t kToValuePlusOne = 0x55;
-  constexpr int64_t kFlushRows = 32;  // rows of bytes whose sums fit into 16 bits: 32 x 4 codes x 2 x 127 < 2^15
-  alignas(64) int32_t whole[kSliceColumns + kStripSize] = {};
-  alignas(64) Bytes threes[kSliceColumns / kStripSize + 1] = {};  // the low bit of a code is set where one was NaN
-  alignas(64) int16_t shorts[kSliceColumns + kStripSize];
-  const __m256i low_bits = _mm256_set1_epi8(3);
-  int64_t x_sum = 0;
-  for (int64_t k = k0; k < k1; ++k) x_sum += x[k];
-  const int64_t end = (k1 + 3) / 4;
-  for (int64_t r0 = k0 / 4; r0 < end; r0 += kByteRows) {
-    const int rows = static_cast<int>(Min(kByteRows, end - r0));
-    const int64_t since = (r0 - k0 / 4) % kFlushRows;
-    const bool starts = since == 0, ends = since + rows == kFlushRows || r0 + rows == end;
-    const uint8_t* top = m.planes[0] + r0 * m.cols + n0;
-    ForEachStrip(top, m.cols, rows, n1 - n0, [&](const uint8_t* codes, int64_t stride, int64_t n) {
-      __m256i low{}, high{};
-      __m256i* waiting = reinterpret_cast<__m256i*>(shorts + n);
-      if (!starts) low = waiting[0], high = waiting[1];
-      Bytes three = threes[n / kStripSize];
-      for (int r = 0; r < rows; ++r, codes += stride) {
-        PrefetchAfter(codes, kByteRows * stride);
-        const __m256i c = (__m256i)(LoadBytes(codes) ^ kToValuePlusOne);
-        const __m256i c1 = _mm256_srli_epi16(c, 2), c2 = _mm256_srli_epi16(c, 4);
-        const __m256i v0 = c & low_bits, v1 = c1 & low_bits, v2 = c2 & low_bits;
-        const __m256i v3 = _mm256_srli_epi16(c2, 2) & low_bits;
-        three |= (Bytes)(c & _mm256_srli_epi16(c, 1));
-        const int8_t* xs = x + 4 * (r0 + r);
-        int16_t x01, x23;
-        std::memcpy(&x01, xs, 2);
-        std::memcpy(&x23, xs + 2, 2);
-        const __m256i first = _mm256_set1_epi16(x01), second = _mm256_set1_epi16(x23);
-        const auto sum = [&](__m256i a, __m256i b) {
-          return _mm256_add_epi16(_mm256_maddubs_epi16(a, first), _mm256_maddubs_epi16(b, second));
-        };
-        low = _mm256_add_epi16(low, sum(_mm256_unpacklo_epi8(v0, v1), _mm256_unpacklo_epi8(v2, v3)));
-        high = _mm256_add_epi16(high, sum(_mm256_unpackhi_epi8(v0, v1), _mm256_unpackhi_epi8(v2, v3)));
-      }
-      threes[n / kStripSize] = three;
-      if (!ends) {
-        waiting[0] = low, waiting[1] = high;
-        return;
-      }
-      IntStrip sum = LoadInts(whole + n);
-      sum.v[0] += (Ints)_mm256_srai_epi32(_mm256_unpacklo_epi16(low, low), 16);
-      sum.v[1] += (Ints)_mm256_srai_epi32(_mm256_unpackhi_epi16(low, low), 16);
-      sum.v[2] += (Ints)_mm256_srai_epi32(_mm256_unpacklo_epi16(high, high), 16);
-      sum.v[3] += (Ints)_mm256_srai_epi32(_mm256_unpackhi_epi16(high, high), 16);
-      StoreInts(whole + n, sum);
-    });
-  }
-  for (int64_t n = 0; n < n1 - n0; n += kStripSize) {
-    IntStrip sum = LoadInts(whole + n);
-    for (Ints& v : sum.v) v -= static_cast<int32_t>(x_sum);
-    ToColumns(sum, 1, sums + n);
-    for (int64_t i = 0; i < kStripSize; ++i) {
-      if (threes[n / kStripSize][i] & 0x55) sums[n + i] = kNaN;
-    }
-  }
-}
-
-#endif
 
 }  // namespace eformer::EFORMER_ISA

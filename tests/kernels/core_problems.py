@@ -423,9 +423,9 @@ def _expected_matmul(call: Call, weights: Weights) -> Expected | None:
     bound = terms * (depth + 3) * np.finfo(np.float32).eps + 1e-30
     if a["round_values"] and bfloat:  # on AMX
         bound = bound + 2.0**-8 * terms
-    if a["round_x"] and x.shape[1] == 1:  # as docs/cpu-kernels.md says
+    if a["round_x"]:  # as docs/cpu-kernels.md says
         of_depth = scale if scale.shape[1] > 1 and scale.shape[2] == 1 else np.ones((1, 1, 1))
-        largest = np.abs(x.swapaxes(1, 2) * of_depth).max(1, keepdims=True)
+        largest = np.abs(x * of_depth.swapaxes(1, 2)).max(2, keepdims=True)
         rest = np.broadcast_to(scale / of_depth if of_depth is not scale else 1.0, dense.shape)
         bound = bound + largest / 254 * (np.abs(factors) * np.abs(rest)).sum(1, keepdims=True)
         if a["format"] == "nf4":

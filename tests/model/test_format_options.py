@@ -48,6 +48,17 @@ def test_rules_take_them_too(option: dict[str, int]):
     assert [(q.block_size, q.axis) for q in found] == [(option.get("block_size", 8), -2)] * 3
 
 
+def test_every_format_takes_an_activation_dtype(tmp_path: Path):
+    """Also one whose own options do not have it: in rules, on the command line, and in checkpoints."""
+    q = quantize_model(PARAMS, default_rules("toy", activation_dtype="int8"))["kernel"]
+    save(tmp_path / "a", PARAMS)
+    format = ["--format", "toy,activation_dtype=int8"]
+    assert main(["quantize", str(tmp_path / "a"), str(tmp_path / "b"), *format]) == 0
+    assert [q.activation_dtype, load(tmp_path / "b")["kernel"].activation_dtype] == ["int8"] * 2
+    with pytest.raises(ValueError, match="must be None or 'int8', got 'int4'"):
+        quantize_model(PARAMS, default_rules("toy", activation_dtype="int4"))
+
+
 def test_the_command_line_knows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save(tmp_path / "a", PARAMS)
     assert main(["quantize", str(tmp_path / "a"), str(tmp_path / "b"), "--format", "toy,block_size=16"]) == 0

@@ -24,6 +24,7 @@ WRITTEN = [
     ),
     ("(?=x)w{1,2}=nf4,axis=0", Rule("(?=x)w{1,2}", "nf4", {"axis": 0})),
     ("a=b=nf4", Rule("a=b", "nf4")),
+    ("w=int4,activation_dtype=int8", Rule("w", "int4", {"activation_dtype": "int8"})),
 ]
 written = pytest.mark.parametrize(("text", "rule"), WRITTEN, ids=[text for text, _ in WRITTEN])
 

@@ -44,8 +44,10 @@ def format_names() -> list[str]:
 def formats_help() -> str:
     """Every format with its options and their defaults, as lines for `--help`."""
     width = max(map(len, format_names()))
-    lines = [f"  {f.name:{width}}  {', '.join(f'{k}={v}' for k, v in f.options.items())}" for f in formats()]
-    return "\n".join(["", "formats, and their options with defaults:", *lines])
+    own = {f.name: {k: v for k, v in f.options.items() if k != "activation_dtype"} for f in formats()}
+    lines = [f"  {name:{width}}  {', '.join(f'{k}={v}' for k, v in options.items())}" for name, options in own.items()]
+    every = "  all take activation_dtype=int8 too: faster matmuls on CPU, with activations rounded to 8 bits"
+    return "\n".join(["", "formats, and their options with defaults:", *lines, every])
 
 
 def add_format(parser: argparse.ArgumentParser, flag: str, help: str, **how: object) -> None:

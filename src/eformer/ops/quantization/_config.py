@@ -157,11 +157,12 @@ def _encode(array: jax.Array, config: QuantizationConfig, options: dict[str, obj
         raise TypeError(
             f"`config` must be a QuantizationConfig, got {type(config).__name__} {config!r}; a name goes to `dtype`"
         )
-    form, general = find_format(config.dtype), {"block_size": config.block_size, "use_kernel": config.use_kernel}
+    form = find_format(config.dtype)
+    switches = {"use_kernel": config.use_kernel, "activation_dtype": config.activation_dtype}
+    general = {"block_size": config.block_size, **switches}
     known = [name for name in form.options if name not in general]
     general |= {} if config.fit is None else {"fit": config.fit}
     for name in options:
         if name not in known:
             raise TypeError(f"the format {form.name!r} has no option {name!r}; it has {', '.join(map(repr, known))}")
-    made = form.encode(array, **{k: v for k, v in general.items() if k in form.options} | options)
-    return made if config.activation_dtype is None else made.with_activation_dtype(config.activation_dtype)
+    return form.encode(array, **{k: v for k, v in general.items() if k in form.options} | options)

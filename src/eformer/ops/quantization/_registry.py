@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ class Format:
     def options(self) -> dict[str, Any]:
         """The names and defaults of the options that `encode` takes after the array."""
         parameters = list(inspect.signature(self.encode).parameters.values())[1:]
-        return {p.name: p.default for p in parameters}
+        return {p.name: p.default for p in parameters} | {"activation_dtype": None}
 
     def __str__(self) -> str:
         return self.name
@@ -34,10 +35,19 @@ _formats: dict[str, Format] = {}
 
 
 def register_format(name: str, array_type: type[QuantizedArray], encode: Callable[..., QuantizedArray]) -> Format:
-    """Make `quantize(w, dtype=name)` call `encode(w, **options)`; the tests of all formats then run on it too."""
+    """Make `quantize(w, dtype=name)` call `encode(w, **options)`; the tests of all formats then run on it too.
+
+    Every format takes the option `activation_dtype` too, which is set on what `encode` returns.
+    """
     if name in _formats:
         raise ValueError(f"there is a format {name!r} already, made of {_formats[name].array_type.__name__}")
-    _formats[name] = Format(name, array_type, encode)
+
+    @functools.wraps(encode)
+    def encode_for(array: Any, *args: Any, activation_dtype: str | None = None, **options: Any) -> QuantizedArray:
+        made = encode(array, *args, **options)
+        return made if activation_dtype is None else made.with_activation_dtype(activation_dtype)
+
+    _formats[name] = Format(name, array_type, encode_for)
     return _formats[name]
 
 

@@ -1,0 +1,208 @@
+// Rows of x rounded to int8 times any matrix: sums of a block are exact integers, and blocks are added as floats.
+#pragma once
+
+#include <utility>
+
+#include "int8_row.h"
+
+namespace eformer::EFORMER_ISA {
+
+// Rows of x whose sums fit into registers.
+#if defined(EFORMER_BYTE_DOTS)
+constexpr int kInt8TileRows = 12;
+#elif defined(__AVX2__)
+constexpr int kInt8TileRows = 6;
+#else
+constexpr int kInt8TileRows = 4;
+#endif
+
+// Vectors of columns whose sums are in registers together with those of `rows` rows of x.
+template <class Dots>
+constexpr int TileVectors(int rows) {
+  if (sizeof(typename Dots::Codes) > kIntBytes) return rows <= 3 ? 2 : 1;
+  return 2 * rows <= kInt8TileRows ? 4 : 2;
+}
+
+// A panel and what belongs to it.
+struct Int8Part {
+  const uint8_t* panel;
+  int64_t blocks;  // of x
+  int64_t quads;   // in a block
+  int32_t bias;    // as BiasOf says
+  bool has_scales, has_offsets;
+  const float* scales[kMaxPanelBlocks + 1];  // of each block
+  const float* offsets[kMaxPanelBlocks + 1];
+};
+
+template <class Dots, int kRows>
+struct Int8Tile {
+  static constexpr int kVectors = TileVectors<Dots>(kRows);
+
+  // totals[r] += x[r] @ panel for each row r of x.
+  static void Add(const Int8Part& part, const int8_t* x, const float* steps, const int32_t* sums, float* totals) {
+    for (int64_t c = 0; c < kPanelColumns; c += kVectors * kIntLanes) AddColumns(part, c, x, steps, sums, totals + c);
+  }
+
+ private:
+  EFORMER_INLINE static void AddColumns(const Int8Part& part, int64_t c, const int8_t* x, const float* steps,
+                                        const int32_t* sums, float* totals) {
+    const int64_t quads = part.quads;
+    const uint8_t* panel = part.panel + 4 * c;
+    for (int64_t b = 0; b < part.blocks; ++b, steps += kRows, sums += kRows) {
+      Ints dots[kRows][kVectors];
+      for (int r = 0; r < kRows; ++r) {
+        for (int v = 0; v < kVectors; ++v) dots[r][v] = -part.bias * sums[r] - Ints{};
+      }
+      if constexpr (std::is_same_v<typename Dots::Sum, Ints>) {
+        AddQuads(panel, quads, x, dots);
+      } else {
+        for (int64_t q = 0; q < quads; q += Dots::kMaxTerms) {
+          typename Dots::Sum some[kRows][kVectors] = {};
+          AddQuads(panel + q * kQuadRowBytes, Min(Dots::kMaxTerms, quads - q), x + q * 4 * kRows, some);
+          for (int r = 0; r < kRows; ++r) {
+            for (int v = 0; v < kVectors; ++v) dots[r][v] += Dots::Widen(some[r][v]);
+          }
+        }
+      }
+      panel += quads * kQuadRowBytes;
+      x += quads * 4 * kRows;
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t at = c + v * kIntLanes;
+        const Reals scale = part.has_scales ? LoadVector<Reals>(part.scales[b] + at) : 1 - Reals{};
+        const Reals offset = part.has_offsets ? LoadVector<Reals>(part.offsets[b] + at) : Reals{};
+        for (int r = 0; r < kRows; ++r) {
+          float* to = totals + r * kPanelColumns + v * kIntLanes;
+          Reals total = LoadVector<Reals>(to) + ToReals(dots[r][v]) * (scale * steps[r]);
+          if (part.has_offsets) total += offset * (steps[r] * static_cast<float>(sums[r]));
+          StoreVector(to, total);
+        }
+      }
+    }
+  }
+
+  template <class Sum>
+  EFORMER_INLINE static void AddQuads(const uint8_t* panel, int64_t quads, const int8_t* x,
+                                      Sum (&found)[kRows][kVectors]) {
+    Sum sums[kRows][kVectors];
+    std::memcpy(sums, found, sizeof sums);
+    for (int64_t q = 0; q < quads; ++q, panel += kQuadRowBytes, x += 4 * kRows) {
+      typename Dots::Codes codes[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) codes[v] = Dots::Prepare(LoadVector<IntBytes>(panel + v * kIntBytes));
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        const Ints four = SpreadFour(x + 4 * r);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = Dots::Add(sums[r][v], codes[v], four);
+      }
+    }
+    std::memcpy(found, sums, sizeof sums);
+  }
+};
+
+template <class Dots, class Rows>
+struct Int8TileFunctions;
+
+template <class Dots, int... kRowsLessOne>
+struct Int8TileFunctions<Dots, std::integer_sequence<int, kRowsLessOne...>> {
+  static constexpr decltype(&Int8Tile<Dots, 1>::Add) kOf[] = {nullptr, Int8Tile<Dots, kRowsLessOne + 1>::Add...};
+};
+
+template <class Format, bool kPacked>
+static void Int8MatmulOf(const Matrix& m, const Int8X& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                         float* y) {
+  constexpr bool kInBlocks = Format::kScales == ScaleKind::kPerBlock;
+  Int8Panels<Format, kPacked> panels(m);
+  const bool by_rows = m.contracted_axis == 0;
+  const int64_t columns = CeilDiv(n1 - n0, kPanelColumns) * kPanelColumns;
+  // For few rows of x, codes are read along their rows.
+  const int64_t max_depth = by_rows && count <= kFewRows ? Max(x.block, 32 * panels.kPlaces) : kInt8PanelDepth;
+  const int64_t next_rows = max_depth / panels.kPlaces * m.cols - columns;
+  const int64_t all_blocks = x.depth / x.block, first_scale = k0 / m.block;
+  const RowGroups groups(count, kInt8TileRows);
+  const Floats all_totals(columns * count);
+  const Zeros<uint32_t> nan(Int8Codes<Format>::kHasNaN ? columns : 0);  // bits of each column
+  const int64_t scale_rows = by_rows ? kMaxPanelBlocks + 1 : CeilDiv(k1, m.block) - first_scale;
+  Int8PanelScales<Format> scales(m, kInBlocks ? scale_rows : 0);
+  Int8Part part = {panels.bytes, 0, x.block / 4, BiasOf<Format>(m), kInBlocks, false, {}, {}};
+  const auto multiply = [&](int64_t k, int64_t end, int64_t n) {
+    part.blocks = CeilDiv(end - k, x.block);
+    if constexpr (kInBlocks) {
+      const int64_t first = by_rows ? k / m.block : first_scale;
+      if (by_rows) scales.Take(first, CeilDiv(end, m.block) - first, n);
+      part.has_offsets = scales.has_offsets;
+      for (int64_t b = 0; b < part.blocks; ++b) {
+        const int64_t at = ((k + b * x.block) / m.block - first) * kPanelColumns;
+        part.scales[b] = scales.scales.values + at;
+        part.offsets[b] = scales.offsets.values + at;
+      }
+    }
+    Bytes found[8] = {};
+    panels.Unpack(k, part.blocks * x.block, n, PanelsAhead(n, n1, next_rows), found);
+    if constexpr (Int8Codes<Format>::kHasNaN) {
+      for (int i = 0; i < 8; ++i) {
+        uint32_t* to = nan.values + (n - n0) + 8 * i;
+        StoreVector(to, LoadVector<Bytes>(to) | found[i]);
+      }
+    }
+    float* totals = all_totals.values + (n - n0) * count;
+    for (int64_t g = 0; g < groups.count; ++g) {
+      const int64_t first = groups.First(g), rows = groups.Size(g), at = first * all_blocks + k / x.block * rows;
+      Int8TileFunctions<DotsOf<Format>, std::make_integer_sequence<int, kInt8TileRows>>::kOf[rows](
+          part, x.values + first * x.depth + k * rows, x.steps + at, x.sums + at, totals + first * kPanelColumns);
+    }
+  };
+  if (by_rows) {
+    for (int64_t k = k0; k < k1; k += max_depth) {
+      for (int64_t n = n0; n < n1; n += kPanelColumns) multiply(k, Min(k + max_depth, k1), n);
+    }
+  } else {
+    for (int64_t n = n0; n < n1; n += kPanelColumns) {
+      if constexpr (kInBlocks) scales.Take(first_scale, scale_rows, n);
+      for (int64_t k = k0; k < k1; k += max_depth) multiply(k, Min(k + max_depth, k1), n);
+    }
+  }
+  for (int64_t n = n0; n < n1; n += kPanelColumns) {
+    float* totals = all_totals.values + (n - n0) * count;
+    for (int64_t r = 0; r < count; ++r, totals += kPanelColumns) {
+      float row[kPanelColumns];
+      if constexpr (Int8Codes<Format>::kHasNaN) {
+        for (int i = 0; i < kPanelColumns; ++i) {
+          if (nan.values[n - n0 + i] != 0) totals[i] = __builtin_nanf("");
+        }
+      }
+      for (int i = 0; i < 16; ++i) std::memcpy(row + i / 8 * 32 + kFourColumns[i % 8], totals + 4 * i, 16);
+      std::memcpy(y + r * m.Width() + n, row, Min(kPanelColumns, n1 - n) * sizeof(float));
+    }
+  }
+}
+
+template <class Format>
+static void Int8Matmul(const Matrix& m, const Int8X& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                       float* y) {
+  WithPacking<Format>(m, [&](auto packed) {
+    if (count == 1 && m.contracted_axis == 0) return Int8RowMatmulOf<Format, packed>(m, x, k0, k1, n0, n1, y);
+    Int8MatmulOf<Format, packed>(m, x, count, k0, k1, n0, n1, y);
+  });
+}
+
+template <class Format>
+constexpr decltype(Kernels::int8_matmul) Int8MatmulOrNull() {
+  if constexpr (Format::kInt8Steps > 0) {
+    return Int8Matmul<Format>;
+  } else {
+    return nullptr;
+  }
+}
+
+// As Kernels::int8_order says. Blocks of x divide those of the matrix.
+template <class Format>
+static Int8Order Int8OrderOf(const Matrix& m, bool dots) {
+  constexpr bool kInBlocks = Format::kScales == ScaleKind::kPerBlock;
+  int64_t block = kMaxInt8Block;
+  if (Format::kInt8Steps == 0 || (kInBlocks && (m.packed_axis != m.contracted_axis || m.block % 16 != 0))) return {};
+  while (kInBlocks && m.block % block != 0) block /= 2;
+  return {block, IsPackedAlongDepth<Format>(m) ? kValuesPerByte<Format> : 1, dots ? 64 : 4};
+}
+
+}  // namespace eformer::EFORMER_ISA

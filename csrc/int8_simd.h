@@ -1,0 +1,221 @@
+// Multiplications of bytes and exact sums of them, for the instruction set that this file is compiled for.
+#pragma once
+
+#include "int8_codes.h"
+
+namespace eformer::EFORMER_ISA {
+
+#if defined(EFORMER_VNNI) && defined(__AVX512VNNI__)
+#define EFORMER_BYTE_DOTS
+constexpr int kIntBytes = 64;
+#else
+constexpr int kIntBytes = 32;
+#endif
+constexpr int kIntLanes = kIntBytes / 4;
+
+typedef int32_t Ints __attribute__((vector_size(kIntBytes)));
+typedef float Reals __attribute__((vector_size(kIntBytes)));
+typedef int16_t Shorts __attribute__((vector_size(kIntBytes)));
+typedef uint8_t IntBytes __attribute__((vector_size(kIntBytes)));
+
+template <class Vector>
+EFORMER_INLINE Vector LoadVector(const void* p) {
+  Vector v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class Vector>
+EFORMER_INLINE void StoreVector(void* p, Vector v) {
+  std::memcpy(p, &v, sizeof v);
+}
+
+EFORMER_INLINE Reals ToReals(Ints ints) {
+#if defined(EFORMER_BYTE_DOTS)
+  return (Reals)_mm512_cvtepi32_ps((__m512i)ints);
+#elif defined(__AVX2__)
+  return (Reals)_mm256_cvtepi32_ps((__m256i)ints);
+#else
+  return __builtin_convertvector(ints, Reals);
+#endif
+}
+
+// values[places[i]] for each lane i; places are below kIntLanes.
+EFORMER_INLINE Reals PickReals(Reals values, Ints places) {
+#if defined(EFORMER_BYTE_DOTS)
+  return (Reals)_mm512_permutexvar_ps((__m512i)places, (__m512)values);
+#elif defined(__AVX2__)
+  return (Reals)_mm256_permutevar8x32_ps((__m256)values, (__m256i)places);
+#else
+  return __builtin_shuffle(values, places);
+#endif
+}
+
+// Four bytes of x, repeated.
+EFORMER_INLINE Ints SpreadFour(const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, sizeof four);
+  return four - Ints{};
+}
+
+#if defined(EFORMER_BYTE_DOTS)
+EFORMER_INLINE IntBytes ShiftDown(IntBytes codes, int bits) {
+  return (IntBytes)_mm512_srli_epi16((__m512i)codes, bits);
+}
+
+EFORMER_INLINE IntBytes LookUpBytes(const ByteTable& table, IntBytes codes) {
+  const __m512i twice = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(table.bytes)));
+  return (IntBytes)_mm512_shuffle_epi8(twice, (__m512i)codes);
+}
+#endif
+
+EFORMER_INLINE Bytes LookUpBytes(const ByteTable& table, Bytes codes) {
+#if defined(__AVX2__)
+  return (Bytes)_mm256_shuffle_epi8(_mm256_load_si256(reinterpret_cast<const __m256i*>(table.bytes)), (__m256i)codes);
+#else
+  for (int i = 0; i < kStripSize; ++i) codes[i] = table.bytes[codes[i] & 15];
+  return codes;
+#endif
+}
+
+// Turns packed codes into bytes of Int8Codes where that takes flipping bits alone.
+template <class Format, int kPlaces, class Vector>
+EFORMER_INLINE Vector FlipPacked(Vector packed) {
+  if constexpr (Int8Codes<Format>::kLooksUp || Int8Codes<Format>::FlippedBits() == 0) {
+    return packed;
+  } else {
+    int bits = 0;
+    for (int place = 0; place < kPlaces; ++place) bits |= Int8Codes<Format>::FlippedBits() << place * (8 / kPlaces);
+    return packed ^ static_cast<uint8_t>(bits);
+  }
+}
+
+// The bytes of Int8Codes at a place of packed codes, after FlipPacked.
+template <class Format, int kPlaces, int kPlace, class Vector>
+EFORMER_INLINE Vector BytesAt(Vector packed) {
+  constexpr int kBits = 8 / kPlaces;
+  constexpr int kShift = kBits * (Format::kHighBitsFirst ? kPlaces - 1 - kPlace : kPlace);
+  Vector codes = packed;
+  if constexpr (kShift > 0) codes = ShiftDown(codes, kShift);
+  if constexpr (kBits < 8) codes = codes & static_cast<uint8_t>((1 << kBits) - 1);
+  if constexpr (Int8Codes<Format>::kLooksUp) {
+    static constexpr ByteTable kTable = ByteTableOf<Format>();
+    codes = LookUpBytes(kTable, codes);
+  }
+  return codes;
+}
+
+// The low bits of codes that are NaN, after FlipPacked.
+template <class Vector>
+EFORMER_INLINE Vector FindNaN(Vector flipped) {
+  return flipped & ShiftDown(flipped, 1) & static_cast<uint8_t>(0x55);
+}
+
+// Calls use(std::integral_constant<int, place>) for each place.
+template <int kPlaces, int kPlace = 0, class Use>
+EFORMER_INLINE void ForEachPlace(const Use& use) {
+  use(std::integral_constant<int, kPlace>());
+  if constexpr (kPlace + 1 < kPlaces) ForEachPlace<kPlaces, kPlace + 1>(use);
+}
+
+// Each lane's sum of four bytes of codes times four bytes of x, none of which is -128.
+struct ByteDots {
+  typedef IntBytes Codes;
+  typedef Ints Sum;
+  static constexpr int kMaxTerms = 16;
+
+  EFORMER_INLINE static Codes Prepare(IntBytes codes) { return codes; }
+  EFORMER_INLINE static Sum Add(Sum sum, Codes codes, Ints x) {
+#if defined(EFORMER_BYTE_DOTS)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#else
+    typedef int8_t Factors __attribute__((vector_size(kIntBytes)));
+    const Factors factors = (Factors)x;
+    for (int i = 0; i < kIntBytes; ++i) sum[i / 4] += static_cast<int32_t>(codes[i]) * factors[i];
+    return sum;
+#endif
+  }
+  EFORMER_INLINE static Ints Widen(Sum sum) { return sum; }
+};
+
+#if defined(__AVX2__) && !defined(EFORMER_BYTE_DOTS)
+
+// The same in 16 bits, for codes of few bits.
+template <int kTerms>
+struct ShortDots {
+  typedef IntBytes Codes;
+  typedef Shorts Sum;
+  static constexpr int kMaxTerms = kTerms;
+
+  EFORMER_INLINE static Codes Prepare(IntBytes codes) { return codes; }
+  EFORMER_INLINE static Sum Add(Sum sum, Codes codes, Ints x) {
+    return sum + (Shorts)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+  }
+  EFORMER_INLINE static Ints Widen(Sum sum) { return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
+};
+
+// The same for signed codes: their sizes, times x with their signs.
+struct SignedDots {
+  struct Codes {
+    __m256i signs, sizes;
+  };
+  typedef Ints Sum;
+  static constexpr int kMaxTerms = 16;
+
+  EFORMER_INLINE static Codes Prepare(IntBytes codes) { return {(__m256i)codes, _mm256_abs_epi8((__m256i)codes)}; }
+  EFORMER_INLINE static Sum Add(Sum sum, const Codes& codes, Ints x) {
+    const __m256i pairs = _mm256_maddubs_epi16(codes.sizes, _mm256_sign_epi8((__m256i)x, codes.signs));
+    return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  }
+  EFORMER_INLINE static Ints Widen(Sum sum) { return sum; }
+};
+
+template <class Format>
+constexpr int ShortTerms() {
+  int terms = ByteDots::kMaxTerms;
+  while (terms > Int8Codes<Format>::kShortSums) terms /= 2;
+  return terms;
+}
+
+template <class Format>
+using DotsOf = std::conditional_t<Int8Codes<Format>::kSigned, SignedDots, ShortDots<ShortTerms<Format>()>>;
+
+#else
+
+template <class Format>
+using DotsOf = ByteDots;
+
+#endif
+
+// The same in vectors of 32 bytes.
+typedef int32_t StripInts __attribute__((vector_size(32)));
+typedef float StripReals __attribute__((vector_size(32)));
+
+#if defined(EFORMER_BYTE_DOTS)
+struct StripByteDots {
+  typedef Bytes Codes;
+  typedef StripInts Sum;
+
+  EFORMER_INLINE static Codes Prepare(Bytes codes) { return codes; }
+  EFORMER_INLINE static Sum Add(Sum sum, Codes codes, StripInts x) {
+    return (StripInts)_mm256_dpbusd_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
+  }
+  EFORMER_INLINE static StripInts Widen(Sum sum) { return sum; }
+};
+
+template <class Format>
+using StripDotsOf = StripByteDots;
+#else
+template <class Format>
+using StripDotsOf = DotsOf<Format>;
+#endif
+
+EFORMER_INLINE StripReals ToStripReals(StripInts ints) {
+#if defined(__AVX2__)
+  return (StripReals)_mm256_cvtepi32_ps((__m256i)ints);
+#else
+  return __builtin_convertvector(ints, StripReals);
+#endif
+}
+
+}  // namespace eformer::EFORMER_ISA

@@ -1,0 +1,255 @@
+// Rows of x as the kernels take them.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+
+#include "parallel.h"
+#include "problem.h"
+
+namespace eformer {
+
+inline float FromBfloat16(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+inline float FromFloat16(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, exponent = bits >> 10 & 31, digits = bits & 0x3ff;
+  if (exponent == 0) {
+    const float magnitude = static_cast<float>(digits) * 0x1p-24f;  // exact: denormal, or zero
+    return sign != 0 ? -magnitude : magnitude;
+  }
+  const uint32_t wide = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | digits << 13;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+// Converts `count` values of x from `start` on.
+inline void ReadFloats(const ffi::AnyBuffer& x, int64_t start, int64_t count, float* values) {
+  if (x.element_type() == ffi::F32) {
+    std::memcpy(values, static_cast<const float*>(x.untyped_data()) + start, count * sizeof(float));
+    return;
+  }
+  const bool wide_exponent = x.element_type() == ffi::BF16;
+  const uint16_t* from = static_cast<const uint16_t*>(x.untyped_data()) + start;
+  for (int64_t i = 0; i < count; ++i) values[i] = wide_exponent ? FromBfloat16(from[i]) : FromFloat16(from[i]);
+}
+
+// Columns of the result in a task of Kernels::matmul or Kernels::bfloat_matmul.
+inline int64_t PanelTaskColumns(const Matrix& m, int64_t rows) {
+  if (rows > kFewRows) return 4 * kPanelColumns;
+  return m.contracted_axis == 0 ? 8 * kPanelColumns : 2 * kPanelColumns;
+}
+
+// A broadcast scale that varies along one axis is applied to x if that is the contracted axis, else to the result.
+struct OuterScale {
+  const float* of_depth = nullptr;
+  const float* of_width = nullptr;
+  int64_t step = 0;
+
+  OuterScale(const FormatInfo& format, const Matrix& m) {
+    const int64_t along_depth = m.contracted_axis == 0 ? m.scale_row_step : m.scale_col_step;
+    const int64_t along_width = m.contracted_axis == 0 ? m.scale_col_step : m.scale_row_step;
+    if (m.scale == nullptr || !VariesAlongOneAxis(format, m)) return;
+    (along_depth != 0 ? of_depth : of_width) = m.scale;
+    step = along_depth != 0 ? along_depth : along_width;
+  }
+
+  static bool VariesAlongOneAxis(const FormatInfo& format, const Matrix& m) {
+    return format.scales == ScaleKind::kBroadcast && (m.scale_row_step == 0 || m.scale_col_step == 0);
+  }
+
+  void ScaleInput(int64_t k0, int64_t k1, float* x) const {
+    for (int64_t k = k0; k < k1 && of_depth != nullptr; ++k) x[k - k0] *= of_depth[k * step];
+  }
+
+  void ScaleResult(int64_t n0, int64_t n1, float* y) const {
+    for (int64_t n = n0; n < n1 && of_width != nullptr; ++n) y[n] *= of_width[n * step];
+  }
+};
+
+// One row of x for each matrix, times its outer scale and followed by zeros.
+struct SingleRows {
+  int64_t stride;
+  std::unique_ptr<float[]> values;
+
+  const float* operator[](int64_t matrix) const { return values.get() + matrix * stride; }
+
+  SingleRows(const Stack& stack, const ffi::AnyBuffer& x)
+      : stride(stack.first.Depth() + kXPadding), values(new float[stack.count * stride]()) {
+    const int64_t depth = stack.first.Depth();
+    for (int64_t matrix = 0; matrix < stack.count; ++matrix) {
+      ReadFloats(x, matrix * depth, depth, &values[matrix * stride]);
+      OuterScale(stack.kernels->format, stack[matrix]).ScaleInput(0, depth, &values[matrix * stride]);
+    }
+  }
+};
+
+// The rows of x for each matrix, times its outer scale, as Kernels::matmul takes them.
+struct PackedRows {
+  int64_t depth;
+  int64_t rows;
+  RowGroups chunks;  // one for each call
+  std::unique_ptr<float[]> values;
+
+  static constexpr auto kMatmul = &Kernels::matmul;
+  static constexpr int64_t kStep = kDepthStep;
+  static constexpr auto TaskColumns = PanelTaskColumns;
+  static constexpr bool kIsScaled = true;
+
+  int64_t First(int64_t chunk) const { return chunks.First(chunk); }
+  int64_t Size(int64_t chunk) const { return chunks.Size(chunk); }
+  const float* Chunk(int64_t matrix, int64_t chunk) const { return &values[(matrix * rows + First(chunk)) * depth]; }
+
+  PackedRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
+      : depth(stack.first.Depth()),
+        rows(x.dimensions()[1]),
+        chunks(rows, kChunkRows),
+        values(new float[stack.count * rows * depth]) {
+    constexpr int64_t kPieceDepth = 1024;
+    const int64_t pieces = CeilDiv(depth, kPieceDepth);
+    ParallelFor(pool, stack.count * chunks.count * pieces, [&](int64_t task) {
+      const int64_t matrix = task / (chunks.count * pieces), chunk = task / pieces % chunks.count;
+      const int64_t k0 = task % pieces * kPieceDepth, k1 = std::min(depth, k0 + kPieceDepth);
+      const OuterScale scale(stack.kernels->format, stack[matrix]);
+      const RowGroups groups(chunks.Size(chunk), stack.instructions->tile_rows);
+      for (int64_t g = 0; g < groups.count; ++g) {
+        const int64_t size = groups.Size(g), first = matrix * rows + chunks.First(chunk) + groups.First(g);
+        float* to = &values[first * depth + k0 * size];
+        for (int64_t r = 0; r < size; ++r) {
+          float row[kPieceDepth];
+          ReadFloats(x, (first + r) * depth + k0, k1 - k0, row);
+          scale.ScaleInput(k0, k1, row);
+          for (int64_t k = 0; k < k1 - k0; ++k) to[k * size + r] = row[k];
+        }
+      }
+    });
+  }
+};
+
+// The rows of bfloat16 x for each matrix in tiles, as Kernels::bfloat_matmul takes them.
+struct TiledRows {
+  int64_t rows;
+  int64_t depth_tiles;
+  RowGroups chunks;  // of tiles, one for each call
+  std::unique_ptr<uint16_t[]> values;
+
+  static constexpr int64_t kTileValues = kAmxRows * kAmxDepth;
+  static constexpr auto kMatmul = &Kernels::bfloat_matmul;
+  static constexpr int64_t kStep = kDepthStep;
+  static constexpr auto TaskColumns = PanelTaskColumns;
+  static constexpr bool kIsScaled = false;  // x times the scale would have to be rounded
+
+  int64_t First(int64_t chunk) const { return chunks.First(chunk) * kAmxRows; }
+  int64_t Size(int64_t chunk) const { return std::min(rows, First(chunk + 1)) - First(chunk); }
+  const uint16_t* Chunk(int64_t matrix, int64_t chunk) const {
+    return &values[(matrix * chunks.rows + chunks.First(chunk)) * depth_tiles * kTileValues];
+  }
+
+  TiledRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
+      : rows(x.dimensions()[1]),
+        depth_tiles(CeilDiv(stack.first.Depth(), kAmxDepth)),
+        chunks(CeilDiv(rows, kAmxRows), kBfloatChunkRows / kAmxRows),
+        values(new uint16_t[stack.count * chunks.rows * depth_tiles * kTileValues]) {
+    const int64_t depth = stack.first.Depth(), row_tiles = chunks.rows;
+    ParallelFor(pool, stack.count * row_tiles, [&](int64_t task) {
+      const int64_t matrix = task / row_tiles, first = task % row_tiles * kAmxRows;
+      uint16_t* tiles = &values[task * depth_tiles * kTileValues];
+      std::memset(tiles, 0, depth_tiles * kTileValues * sizeof(uint16_t));
+      for (int64_t row = first; row < std::min(rows, first + kAmxRows); ++row) {
+        const uint16_t* from = static_cast<const uint16_t*>(x.untyped_data()) + (matrix * rows + row) * depth;
+        for (int64_t k = 0; k < depth; k += kAmxDepth) {
+          std::memcpy(tiles + k / kAmxDepth * kTileValues + (row - first) * kAmxDepth, from + k,
+                      std::min<int64_t>(kAmxDepth, depth - k) * sizeof(uint16_t));
+        }
+      }
+    });
+  }
+};
+
+// The rows of x for each matrix, times its outer scale, rounded to int8 as Kernels::int8_matmul takes them.
+struct Int8Rows {
+  const Stack& stack;
+  const ffi::AnyBuffer& x;
+  Int8Order order;
+  int64_t rows;
+  int64_t depth;  // with the zeros behind each row
+  int64_t blocks;
+  RowGroups chunks;  // one for each call
+  std::unique_ptr<int8_t[]> values;
+  std::unique_ptr<float[]> steps;
+  std::unique_ptr<int32_t[]> sums;
+  std::atomic<bool> finite{true};
+
+  static constexpr auto kMatmul = &Kernels::int8_matmul;
+  static constexpr int64_t kStep = kInt8DepthStep;
+  static constexpr bool kIsScaled = true;
+
+  // For few rows, codes are read along their rows.
+  static int64_t TaskColumns(const Matrix& m, int64_t rows) {
+    if (rows > kFewRows) return 4 * kPanelColumns;
+    return m.contracted_axis == 0 ? kSliceColumns : kPanelColumns;
+  }
+  int64_t First(int64_t chunk) const { return chunks.First(chunk); }
+  int64_t Size(int64_t chunk) const { return chunks.Size(chunk); }
+  Int8X Chunk(int64_t matrix, int64_t chunk) const {
+    const int64_t row = matrix * rows + First(chunk);
+    return {&values[row * depth], &steps[row * blocks], &sums[row * blocks], depth, order.block};
+  }
+
+  Int8Rows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, const Int8Order& order)
+      : stack(stack),
+        x(x),
+        order(order),
+        rows(x.dimensions()[1]),
+        depth(CeilDiv(stack.first.Depth(), kInt8Padding) * kInt8Padding),
+        blocks(depth / order.block),
+        chunks(rows, kInt8ChunkRows),
+        values(new int8_t[stack.count * rows * depth]),
+        steps(new float[stack.count * rows * blocks]),
+        sums(new int32_t[stack.count * rows * blocks]) {
+    const int64_t tile_rows = stack.instructions->int8_tile_rows;
+    ParallelFor(pool, stack.count * chunks.count, [&](int64_t task) {
+      const int64_t matrix = task / chunks.count, chunk = task % chunks.count;
+      const RowGroups groups(chunks.Size(chunk), tile_rows);
+      const std::unique_ptr<float[]> buffer(new float[stack.first.Depth()]);
+      for (int64_t g = 0; g < groups.count; ++g) {
+        RoundGroup(matrix, matrix * rows + chunks.First(chunk) + groups.First(g), groups.Size(g), buffer.get());
+      }
+    });
+  }
+
+ private:
+  // Rounds `size` rows, and puts four bytes of each side by side.
+  void RoundGroup(int64_t matrix, int64_t first, int64_t size, float* buffer) {
+    int8_t* to = &values[first * depth];
+    if (size == 1) return RoundRow(matrix, first, buffer, to, &steps[first * blocks], &sums[first * blocks]);
+    const std::unique_ptr<int8_t[]> row(new int8_t[depth]);
+    const std::unique_ptr<float[]> row_steps(new float[blocks]);
+    const std::unique_ptr<int32_t[]> row_sums(new int32_t[blocks]);
+    for (int64_t r = 0; r < size; ++r) {
+      RoundRow(matrix, first + r, buffer, row.get(), row_steps.get(), row_sums.get());
+      for (int64_t i = 0; i < depth; i += 4) std::memcpy(to + i * size + 4 * r, &row[i], 4);
+      for (int64_t i = 0; i < CeilDiv(stack.first.Depth(), order.block); ++i) {
+        steps[first * blocks + i * size + r] = row_steps[i];
+        sums[first * blocks + i * size + r] = row_sums[i];
+      }
+    }
+  }
+
+  void RoundRow(int64_t matrix, int64_t row, float* buffer, int8_t* to, float* row_steps, int32_t* row_sums) {
+    const int64_t count = stack.first.Depth(), whole = count / kInt8Padding * kInt8Padding;
+    std::memset(to + whole, 0, depth - whole);
+    ReadFloats(x, row * count, count, buffer);
+    OuterScale(stack.kernels->format, stack[matrix]).ScaleInput(0, count, buffer);
+    if (!stack.instructions->round(buffer, count, order, to, row_steps, row_sums)) finite = false;
+  }
+};
+
+}  // namespace eformer
