@@ -287,6 +287,40 @@ struct PackedColumnsLoop {
   }
 };
 
+// One row of x times rows whose codes lie side by side, for blocks of whole parts of 16 columns: the scales of a row
+// are read at once.
+template <class Format>
+static void RowByPackedColumns(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                               float* sums) {
+  constexpr int64_t kPart = 16;
+  const LoadedTable table = TableOf<Format>();
+  const int64_t first = n0 / m.block, blocks = CeilDiv(n1, m.block) - first;
+  const Floats scale_buffer(blocks), offset_buffer(blocks);
+  const Zeros<int32_t> block_of(CeilDiv(n1 - n0, kPart));
+  for (int64_t i = 0; i < n1 - n0; i += kPart) {
+    block_of.values[i / kPart] = static_cast<int32_t>((n0 + i) / m.block - first);
+  }
+  for (int64_t k = k0; k < k1; ++k) {
+    const float* scales = ScalesAt(m, k, first, blocks, scale_buffer.values);
+    const float* offsets = OffsetsAt(m, k, first, blocks, 0, scales, offset_buffer.values);
+    for (int64_t n = n0; n < n1; n += kRunValues) {
+      const int64_t present = Min(kRunValues, n1 - n);
+      float values[kRunValues];
+      Strip run[2];
+      DecodeCodes<Format>(m, table, k, n, present, run);
+      for (int i = 0; i < 2; ++i) StoreStrip(values + i * kStripSize, run[i]);
+      for (int64_t i = 0; i < present; i += kPart) {
+        const int32_t block = block_of.values[(n - n0 + i) / kPart];
+        const Vec factor = Spread(scales[block] * x[k]), added = Spread(offsets != nullptr ? offsets[block] * x[k] : 0);
+        for (int64_t j = i; j < i + kPart; j += kLanes) {
+          float* sum = sums + n - n0 + j;
+          Store(sum, Load(sum) + (Load(values + j) * factor + added));
+        }
+      }
+    }
+  }
+}
+
 template <class Format, int kBits>
 struct GroupedIntegers : FormatDefaults {
   static constexpr ScaleKind kScales = ScaleKind::kPerBlock;
@@ -299,8 +333,10 @@ struct GroupedIntegers : FormatDefaults {
   static Strip Values(const uint8_t* codes) { return FromUint8(codes); }
 
   static void RowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums) {
-    const bool fast = m.packed_axis == 0 && m.block % 8 == 0 && AreModerate(x + k0, k1 - k0);
-    (fast ? PackedRowsLoop<Format>::Run : DecodedRowMatmul<Format>)(m, x, k0, k1, n0, n1, sums);
+    if (m.block % (m.packed_axis == 0 ? 8 : 16) != 0 || !AreModerate(x + k0, k1 - k0)) {
+      return DecodedRowMatmul<Format>(m, x, k0, k1, n0, n1, sums);
+    }
+    (m.packed_axis == 0 ? PackedRowsLoop<Format>::Run : RowByPackedColumns<Format>)(m, x, k0, k1, n0, n1, sums);
   }
 
   static void RowMatmulTransposed(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y) {

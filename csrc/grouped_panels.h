@@ -25,13 +25,14 @@ struct PlaneMasks {
 
 template <class Format>
 struct GroupedPanels {
-  enum Kind { kPlain, kRows, kColumns };
+  enum Kind { kPlain, kRows, kColumns, kAcross };
 
   DecodedPanels<Format> plain;
   const Matrix& m;
   Kind kind;
-  int64_t n0, blocks;
-  Floats scale_buffer, offset_buffer;  // kColumns: of all blocks of the rows n0 to n1
+  // kColumns: all blocks of the rows n0 to n1; kAcross: those of the columns n0 to n1, in the rows of a panel.
+  int64_t n0, first_block, blocks, first_row;
+  Floats scale_buffer, offset_buffer;
   const float *scales = nullptr, *offsets = nullptr;
 
   GroupedPanels(const Matrix& m, int64_t count, int64_t n0, int64_t n1)
@@ -39,17 +40,22 @@ struct GroupedPanels {
         m(m),
         kind(KindOf(m)),
         n0(n0),
-        blocks(m.BlockScaleStride()),
-        scale_buffer(kind == kColumns ? (n1 - n0) * blocks : 0),
-        offset_buffer(kind == kColumns ? (n1 - n0) * blocks : 0) {
+        first_block(kind == kAcross ? n0 / m.block : 0),
+        blocks(kind == kAcross ? CeilDiv(n1, m.block) - first_block : m.BlockScaleStride()),
+        first_row(kind == kColumns ? n0 : -1),
+        scale_buffer(RowsRead(n1) * blocks),
+        offset_buffer(RowsRead(n1) * blocks) {
     if (kind != kColumns) return;
     scales = ScalesAt(m, n0, 0, (n1 - n0) * blocks, scale_buffer.values);
     offsets = OffsetsAt(m, n0, 0, (n1 - n0) * blocks, 0, scales, offset_buffer.values);
   }
 
+  int64_t RowsRead(int64_t n1) const { return kind == kColumns ? n1 - n0 : kind == kAcross ? kMaxPanelDepth : 0; }
+
   static Kind KindOf(const Matrix& m) {
     if (m.contracted_axis == 0 && m.packed_axis == 0 && m.block % 8 == 0) return kRows;
-    return m.contracted_axis == 1 && m.packed_axis == 1 && m.block % 16 == 0 ? kColumns : kPlain;
+    if (m.packed_axis == 0 || m.block % 16 != 0) return kPlain;
+    return m.contracted_axis == 1 ? kColumns : kAcross;
   }
 
   int64_t End(int64_t /*k*/, int64_t end) const { return end; }
@@ -57,7 +63,9 @@ struct GroupedPanels {
   const float* Decode(int64_t k0, int64_t depth, int64_t n, int64_t width, const PrefetchDistances& ahead,
                       float* panel) {
     if (kind == kPlain) return plain.Decode(k0, depth, n, width, ahead, panel);
-    kind == kRows ? DecodeRows(k0, depth, n, ahead, panel) : DecodeColumns(k0, depth, n, width, panel);
+    if (kind == kRows) DecodeRows(k0, depth, n, ahead, panel);
+    if (kind == kColumns) DecodeColumns(k0, depth, n, width, panel);
+    if (kind == kAcross) DecodeAcross(k0, depth, n, ahead, panel);
     return nullptr;
   }
 
@@ -164,10 +172,30 @@ struct GroupedPanels {
     }
   }
 
+  void DecodeAcross(int64_t k0, int64_t depth, int64_t n, const PrefetchDistances& ahead, float* panel) {
+    if (k0 != first_row) {
+      first_row = k0;
+      scales = scale_buffer.values;
+      for (int64_t k = 0; k < depth; ++k) {
+        float *to = scale_buffer.values + k * blocks, *added_to = offset_buffer.values + k * blocks;
+        const float* found = ScalesAt(m, k0 + k, first_block, blocks, to);
+        const float* added = OffsetsAt(m, k0 + k, first_block, blocks, 0, found, added_to);
+        if (found != to) std::memcpy(to, found, blocks * sizeof(float));
+        if (added != nullptr && added != added_to) std::memcpy(added_to, added, blocks * sizeof(float));
+        offsets = added != nullptr ? offset_buffer.values : nullptr;
+      }
+    }
+    for (int64_t k = 0; k < depth; ++k) {
+      const int64_t row_bytes = m.RowBytes(kValuesPerByte<Format>);
+      ahead.Prefetch(m.planes[0] + (k0 + k) * row_bytes + n / kValuesPerByte<Format>, k);
+      DecodeRun(k0 + k, n, panel + k * kPanelStride);
+    }
+  }
+
   // Writes the values of 64 columns of a row, from column `c` on.
   EFORMER_INLINE void DecodeRun(int64_t row, int64_t c, float* values) const {
-    const float* scale = scales + (row - n0) * blocks;
-    const float* offset = offsets != nullptr ? offsets + (row - n0) * blocks : nullptr;
+    const int64_t at = (row - first_row) * blocks - first_block;
+    const float *scale = scales + at, *offset = offsets != nullptr ? offsets + at : nullptr;
     Strip run[2];
     const int64_t present = Min(kRunValues, m.cols - c);
     DecodeCodes<Format>(m, plain.table, row, c, present, run);

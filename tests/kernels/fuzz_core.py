@@ -28,7 +28,7 @@ class Fuzzer:
     def __init__(self, seed: int, instruction_set: str | None = None) -> None:
         self.seed, self.sets = seed, (instruction_set,) if instruction_set else _native.instruction_sets()
         self._call = Caller(_native.registrations())
-        self._fences = [Fence(1 << 22) for _ in range(8)]
+        self._fences = [Fence(1 << 22) for _ in range(12)]
         self.right = self.refused = 0
 
     def run(self, index: int) -> None:
