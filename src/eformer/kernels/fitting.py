@@ -88,7 +88,9 @@ def fitted(
         line, best, least = lax.fori_loop(0, MOVES, move, (in_units(start), best, least))
         best, least = better(line, sum_of(differences(line) ** 2, axes), best, least)
     scale, offset = best
-    return scale / unit, None if offset is None else offset / unit
+    if offset is not None and plain[1] is not None:
+        offset = jnp.where(usable, offset / unit, plain[1])
+    return jnp.where(usable, scale / unit, plain[0]), offset
 
 
 def sum_of(x: jax.Array, axes: Sequence[int]) -> jax.Array:
