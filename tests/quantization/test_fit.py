@@ -80,8 +80,8 @@ def test_the_bound_holds(case: Case):
     assert_within(fitted[usual], f64(weight())[usual], bound[usual])
 
 
-# For normal numbers the best uniform steps have these relative squared errors (Max, 1960): no block can ask for less
-# than a fit can give, and rounding from the extremes of 64 numbers has 0.014, 0.064 and 0.35.
+# The relative squared errors of the best uniform steps for normal numbers (Max, 1960); blocks that choose their own
+# steps have less.
 @pytest.mark.parametrize(("bits", "most"), [(4, 0.0115), (3, 0.0375), (2, 0.119)])
 def test_normal_numbers_come_near_the_best_steps(bits: int, most: float):
     w = normal((64, 256))

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Measured on 19 matrices of two language models, in blocks of 64: from a range a step narrower than the block, two
-# moves 1.4 times as long as the line's come further than five of its own from the whole range.
+# Measured on blocks of 64 of 19 matrices of two language models, at 2 to 5 bits: moves 1.25 to 1.5 times as long as the
+# line's come further than its own, and those from a range a step narrower than the block further than from all of it.
 MOVES = 2
 LENGTH = 1.4
 # By how much the squared error must be less than that of rounding: sums in float32 do not tell smaller differences.
