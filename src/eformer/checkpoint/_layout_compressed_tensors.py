@@ -89,7 +89,8 @@ def _packing(group: Group, count: int) -> Packing:
     chosen = [each for each in named if each.dense] or named
     if len(chosen) == 1:
         return chosen[0]
-    saying = f"the configuration says {' or '.join(map(str, sorted(said)))}" if said else "no configuration says which"
+    bits = " or ".join(map(str, sorted(said)))[:100]
+    saying = f"the configuration says {bits}" if said else "no configuration says which"
     fitting = " or ".join(str(bits) for bits in sorted({each.bits for each in found})) or "no number of"
     raise group.wrong(f"{count} codes in {words} words are of {fitting} bits, and {saying}")
 
