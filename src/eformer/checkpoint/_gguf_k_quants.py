@@ -10,7 +10,7 @@ import numpy as np
 from ._gguf_grouped import GROUPED
 
 # Steps, more or less than a block has, into which its range is divided to begin with.
-TRIED_4, TRIED_6 = (-1.0, -0.5, 0.0, 0.5), (-2.0, -1.0, 0.0, 1.0)
+TRIED_4, TRIED_6 = (-1.2, -0.9, -0.6, -0.3, 0.0, 0.3, 0.6), (-2.0, -1.0, 0.0, 1.0)
 
 
 def encode_q4_k(x: np.ndarray) -> np.ndarray:
