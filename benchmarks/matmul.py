@@ -4,7 +4,7 @@ python benchmarks/matmul.py                      # the three shapes, all formats
 python benchmarks/matmul.py --quick              # one shape, a small ring: a quick check
 python benchmarks/matmul.py --threads 1 2        # the gain of a second core
 python benchmarks/matmul.py --linear             # GB/s over weights of 1 MB to 1 GB
-python benchmarks/matmul.py --layouts            # NF4 blocks of other lengths, and codes along the other axis
+python benchmarks/matmul.py --layouts            # other lengths of blocks, other widths, codes along the other axis
 
 rings.py says how it measures. `--docs` writes the table into docs/benchmarks.md.
 """
@@ -51,11 +51,18 @@ FORMATS: dict[str, Make] = {
     "nf4 along K": functools.partial(quantize, dtype="nf4", axis=0),
     "nf4 along N": functools.partial(quantize, dtype="nf4"),
     "nf4, double": functools.partial(quantize, dtype="nf4", axis=0, double_quantization=True),
+    "int4 along K": functools.partial(quantize, dtype="int4", axis=0),
+    "int4 along N": functools.partial(quantize, dtype="int4"),
     "ternary": functools.partial(quantize, dtype="ternary", scale="channel"),
 }
 LAYOUTS: dict[str, Make] = {
     "nf4 32 along K": functools.partial(quantize, dtype="nf4", axis=0, block_size=32),
     **{f"nf4 {size} along N": functools.partial(quantize, dtype="nf4", block_size=size) for size in (16, 32, 64, 96)},
+    **{
+        f"int{bits} 32 along N": functools.partial(quantize, dtype=f"int{bits}", block_size=32) for bits in (2, 3, 4, 5)
+    },
+    "int6 16 along N": functools.partial(quantize, dtype="int6", block_size=16),
+    "int8 32 along N": functools.partial(quantize, dtype="int8_grouped", block_size=32),
     "ternary along N": lambda w: quantize(w.T, dtype="ternary", scale="channel").T,
 }
 RSR = "RSR ternary"

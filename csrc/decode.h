@@ -70,10 +70,10 @@ EFORMER_INLINE void AddPlanes(const Matrix& m, int64_t row, int64_t c, int64_t p
 // The values of 32 codes, which start at `first_bit` of each byte.
 template <class Format>
 static inline Strip ValuesOf(const LoadedTable& table, const uint8_t* codes, int first_bit) {
-  if constexpr (kHasTable<Format>) {
-    return LookUpInOrder(table, codes, first_bit);
-  } else if constexpr (!std::is_null_pointer_v<decltype(Format::Values)>) {
+  if constexpr (!std::is_null_pointer_v<decltype(Format::Values)>) {
     return Format::Values(codes);
+  } else if constexpr (kHasTable<Format>) {
+    return LookUpInOrder(table, codes, first_bit);
   } else {
     float values[kStripSize];
     for (int i = 0; i < kStripSize; ++i) values[i] = Format::Value(codes[i]);
@@ -86,8 +86,8 @@ template <class Format>
 EFORMER_INLINE void DecodeCodes(const Matrix& m, const LoadedTable& table, int64_t row, int64_t c, int64_t present,
                                 Strip (&values)[2]) {
   constexpr int kBits = Format::kPlaneBits[0];
-  if (kPlanes<Format> == 1 &&
-      (kBits == 8 || (kHasTable<Format> && m.packed_axis == 0))) {  // there is nothing to unpack
+  constexpr bool kLooksUp = kHasTable<Format> && std::is_null_pointer_v<decltype(Format::Values)>;
+  if (kPlanes<Format> == 1 && (kBits == 8 || (kLooksUp && m.packed_axis == 0))) {  // there is nothing to unpack
     const uint8_t* from = m.planes[0] + row / kValuesPerByte<Format> * m.cols + c;
     Bytes copy;
     for (int i = 0; i < 2; ++i) {
@@ -139,19 +139,29 @@ EFORMER_INLINE Run NumbersOfRun(const Matrix& m, const BlockNumbers& all, int64_
   return LoadRun(spread, kRunValues);
 }
 
+// The same out of line, for numbers of all types.
+EFORMER_NOINLINE static void ReadNumbersOfRun(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t c,
+                                              int64_t present, float* numbers) {
+  const Run run = NumbersOfRun(m, all, row, c, present);
+  for (int i = 0; i < 2; ++i) StoreStrip(numbers + i * kStripSize, run.half[i]);
+}
+
 // Turns the values of 64 columns of a row into what they stand for.
 template <class Format>
 EFORMER_INLINE void ScaleRun(const Matrix& m, int64_t row, int64_t c, int64_t present, Strip (&values)[2]) {
-  if (Format::kScales == ScaleKind::kPerBlock) {
-    const bool has_offsets = !Format::kFloatScales && m.offsets.entries != nullptr;
+  if constexpr (Format::kScales == ScaleKind::kPerBlock && Format::kFloatScales) {
     const Run scales = NumbersOfRun(m, m.scales, row, c, present);
-    const Run offsets = has_offsets ? NumbersOfRun(m, m.offsets, row, c, present) : Run{};
-    const bool zeros = has_offsets && m.offsets_are_zeros;
+    for (int i = 0; i < 2; ++i) values[i] = Times(values[i], scales.half[i]);
+  } else if constexpr (Format::kScales == ScaleKind::kPerBlock) {
+    float scales[kRunValues], offsets[kRunValues];
+    const bool has_offsets = m.offsets.entries != nullptr, zeros = has_offsets && m.offsets_are_zeros;
+    ReadNumbersOfRun(m, m.scales, row, c, present, scales);
+    if (has_offsets) ReadNumbersOfRun(m, m.offsets, row, c, present, offsets);
     for (int i = 0; i < 2; ++i) {
       if (Format::kCentre != 0) values[i] = Plus(values[i], SpreadStrip(-m.centre));
-      if (zeros) values[i] = Minus(values[i], offsets.half[i]);
-      values[i] = Times(values[i], scales.half[i]);
-      if (has_offsets && !zeros) values[i] = Plus(Rounded(values[i]), offsets.half[i]);
+      if (zeros) values[i] = Minus(values[i], LoadStrip(offsets + i * kStripSize));
+      values[i] = Times(values[i], LoadStrip(scales + i * kStripSize));
+      if (has_offsets && !zeros) values[i] = Plus(Rounded(values[i]), LoadStrip(offsets + i * kStripSize));
     }
   } else if (m.scale != nullptr) {
     const float* scale = m.scale + row * m.scale_row_step + c * m.scale_col_step;

@@ -36,7 +36,7 @@ struct FormatDefaults {
   //   void RowMatmul(const Matrix&, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums)
   //   void RowMatmulTransposed(const Matrix&, const float* x, int64_t n0, int64_t n1, float* y)
   // as kernels.h says, with `sums` zero at first and kStripSize longer than n1 - n0; and
-  //   Strip Values(const uint8_t* codes)   the values of 32 codes, for formats of more than four bits
+  //   Strip Values(const uint8_t* codes)   the values of 32 codes, where that is faster than to look up up to four bits
   static constexpr std::nullptr_t RowMatmul = nullptr;
   static constexpr std::nullptr_t RowMatmulTransposed = nullptr;
   static constexpr std::nullptr_t Values = nullptr;

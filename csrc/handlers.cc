@@ -12,10 +12,10 @@
 namespace eformer {
 namespace {
 
-constexpr int64_t kTaskValues = 1 << 20;      // values of the matrix in a task: about 50 microseconds
-constexpr int64_t kInt8TaskValues = 1 << 18;  // the same for x rounded to int8: about 10 microseconds
-constexpr int64_t kMaxDepthParts = 8;         // partial sums kept for each element of the result
-constexpr int64_t kMinTasks = 8;              // with fewer, threads are idle
+constexpr int64_t kTaskValues = 1 << 20;     // values of a large matrix in a task: about 50 microseconds
+constexpr int64_t kMinTaskValues = 1 << 17;  // of a small one: less is not worth waking a thread
+constexpr int64_t kMaxDepthParts = 8;        // partial sums kept for each element of the result
+constexpr int64_t kMinTasks = 8;             // with fewer, threads are idle
 
 // The contracted axis, cut into parts of whole units.
 struct Depth {
@@ -26,6 +26,12 @@ struct Depth {
   int64_t Parts(int64_t wanted) const { return std::max<int64_t>(1, std::min({Units(), kMaxDepthParts, wanted})); }
   int64_t Start(int64_t part, int64_t parts) const { return std::min(all, Units() * part / parts * unit); }
 };
+
+// Values in a task for one row of x. Small matrices are cut finer, so that threads share them too.
+int64_t TaskValues(const Matrix& m) {
+  constexpr int64_t kTasks = 16;
+  return std::clamp(m.rows * m.cols / kTasks, kMinTaskValues, kTaskValues);
+}
 
 // Adds up the results of `count` parts, `stride` apart.
 void AddParts(const float* results, int64_t count, int64_t stride, int64_t width, float* sums) {
@@ -44,7 +50,7 @@ void CutRowMatmul(ffi::ThreadPool& pool, const Stack& stack, const PartMatmul& m
   const int64_t block = format.scales == ScaleKind::kPerBlock && shape.packed_axis == 0 ? shape.block : 1;
   const Depth depth = {shape.Depth(), CeilDiv(kDepthStep, block) * block};
   const int64_t width = shape.Width(), slices = CeilDiv(width, kSliceColumns);
-  const int64_t parts = depth.Parts(CeilDiv(depth.all * std::min(width, kSliceColumns), kTaskValues));
+  const int64_t parts = depth.Parts(CeilDiv(depth.all * std::min(width, kSliceColumns), TaskValues(shape)));
   const std::unique_ptr<float[]> partial(parts > 1 ? new float[stack.count * parts * width] : nullptr);
   ParallelFor(pool, stack.count * parts * slices, [&](int64_t task) {
     const int64_t matrix = task / (parts * slices), part = task / slices % parts;
@@ -65,7 +71,7 @@ void RowMatmulTransposed(ffi::ThreadPool& pool, const Stack& stack, const Single
   const int64_t depth = shape.Depth(), width = shape.Width();
   const bool in_blocks = format.scales == ScaleKind::kPerBlock && shape.packed_axis == 0;
   const int64_t unit = in_blocks ? shape.block : format.max_values_per_byte;
-  const int64_t rows = CeilDiv(CeilDiv(kTaskValues, std::max<int64_t>(depth, 1)), unit) * unit;
+  const int64_t rows = CeilDiv(CeilDiv(TaskValues(shape), std::max<int64_t>(depth, 1)), unit) * unit;
   const int64_t tasks = CeilDiv(width, rows);
   ParallelFor(pool, stack.count * tasks, [&](int64_t task) {
     const int64_t matrix = task / tasks, n0 = task % tasks * rows;
@@ -136,7 +142,7 @@ bool Int8Matmul(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer&
   if (!rows.finite) return false;
   if (!dots) return PanelMatmul(pool, stack, rows, y), true;
   const int64_t depth = shape.Depth(), width = shape.Width();
-  const int64_t at_once = CeilDiv(kInt8TaskValues, depth), tasks = CeilDiv(width, at_once);
+  const int64_t at_once = CeilDiv(TaskValues(shape), depth), tasks = CeilDiv(width, at_once);
   ParallelFor(pool, stack.count * tasks, [&](int64_t task) {
     const int64_t matrix = task / tasks, n0 = task % tasks * at_once, n1 = std::min(width, n0 + at_once);
     kernels.int8_dots(stack[matrix], rows.Chunk(matrix, 0), n0, n1, y + matrix * width);

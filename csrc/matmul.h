@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "decoded_rows.h"
 #include "panels.h"
 
 namespace eformer::EFORMER_ISA {
@@ -50,28 +51,6 @@ template <int... kRowsLessOne>
 struct TileFunctions<std::integer_sequence<int, kRowsLessOne...>> {
   static constexpr decltype(&Tile<1>::AddAll) kOf[] = {nullptr, Tile<kRowsLessOne + 1>::AddAll...};
 };
-
-// As Kernels::row_matmul_transposed says, for a format that has no faster loop: a dot product for each row. A broadcast
-// scale is applied to x or to the result by the caller.
-template <class Format>
-static void DecodedRowMatmulTransposed(const Matrix& matrix, const float* x, int64_t n0, int64_t n1, float* y) {
-  Matrix m = matrix;
-  if (Format::kScales == ScaleKind::kBroadcast) m.scale = nullptr;
-  const LoadedTable table = TableOf<Format>();
-  for (int64_t n = n0; n < n1; ++n) {
-    Strip sum{};
-    float values[kRunValues], rest = 0;
-    int64_t c = 0;
-    for (; c + kRunValues <= m.cols; c += kRunValues) {
-      DecodeRun<Format>(m, table, n, c, kRunValues, values);
-      AddProduct(sum, LoadStrip(values), LoadStrip(x + c));
-      AddProduct(sum, LoadStrip(values + kStripSize), LoadStrip(x + c + kStripSize));
-    }
-    if (c < m.cols) DecodeRun<Format>(m, table, n, c, m.cols - c, values);
-    for (int64_t i = c; i < m.cols; ++i) rest += values[i - c] * x[i];
-    y[n] = Sum(sum) + rest;
-  }
-}
 
 template <class Format>
 constexpr decltype(Kernels::row_matmul_transposed) RowMatmulTransposedOf() {

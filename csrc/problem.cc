@@ -430,9 +430,9 @@ ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& a, const ffi::Rema
   }
   m.packed_axis = static_cast<int>(a.packed_axis);
   m.contracted_axis = static_cast<int>(a.contracted_axis);
-  // A block longer than its axis ends with it. It stays a multiple of 64, for which there are faster loops.
+  // A block longer than its axis ends with it. It becomes a multiple of 256, for which there are faster loops.
   const int64_t length = m.packed_axis == 0 ? m.rows : m.cols;
-  m.block = in_blocks ? std::min(a.block_size, (length / 64 + 1) * 64) : 1;
+  m.block = in_blocks ? std::min(a.block_size, (length / 256 + 1) * 256) : 1;
   if (auto error = TakePlanes(format, buffers, stack); error.failure()) return error;
   ClearPadding(format, stack);
   NamedBuffers named;

@@ -41,8 +41,8 @@ template <class T>
 struct Zeros {
   T* values;
 
-  explicit Zeros(int64_t count) : values(static_cast<T*>(std::calloc(Max(count, 0), sizeof(T)))) {
-    if (values == nullptr && count > 0) OutOfMemory();
+  explicit Zeros(int64_t count) : values(static_cast<T*>(std::calloc(Max(count, 1), sizeof(T)))) {
+    if (values == nullptr) OutOfMemory();
   }
   ~Zeros() { std::free(values); }
   Zeros(const Zeros&) = delete;
@@ -124,10 +124,12 @@ static inline Bytes LoadBytes(const uint8_t* p) {
 }
 
 static inline float Sum(Vec v) {
-  float parts[kLanes], sum = 0;
-  Store(parts, v);
-  for (int i = 0; i < kLanes; ++i) sum += parts[i];
-  return sum;
+  typedef float Four __attribute__((vector_size(16)));
+  Four parts[kLanes / 4];
+  std::memcpy(parts, &v, sizeof v);
+  Four sum = parts[0];
+  for (int i = 1; i < kLanes / 4; ++i) sum += parts[i];
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
 static inline Strip LoadStrip(const float* p) {

@@ -99,46 +99,58 @@ EFORMER_NOINLINE static void ReadNumbers(Number type, const void* numbers, int64
   }
 }
 
-// Multiplies the entries from (row, col) on by the factors that they share with their superblocks.
-EFORMER_NOINLINE static void ScaleEntries(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col,
-                                          int64_t count, float* entries) {
-  const auto factor_at = [&](int64_t r, int64_t c) {
-    float factor;
-    ReadNumbers(all.factor_type, all.factors, r * all.factor_row_step + c * all.factor_col_step, 1, &factor);
-    return factor;
-  };
-  if (m.packed_axis == 0 && all.factor_col_step != 0) {
-    constexpr int64_t kAtOnce = 64;
-    float factors[kAtOnce];
-    for (int64_t i = 0; i < count; i += kAtOnce) {
-      const int64_t some = Min(kAtOnce, count - i), first = row / all.per_factor * all.factor_row_step + col + i;
-      ReadNumbers(all.factor_type, all.factors, first, some, factors);
+// Multiplies entries of one row, from (row, col) on, by the factors that they share with their superblocks.
+static inline void ScaleEntries(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col, int64_t count,
+                                float* entries) {
+  const int64_t first = (m.packed_axis == 0 ? row / all.per_factor : row) * all.factor_row_step;
+  const int64_t shared = m.packed_axis == 0 ? 1 : all.per_factor;  // by neighbours
+  constexpr int64_t kAtOnce = 64;
+  float factors[kAtOnce];
+  for (int64_t i = 0; i < count;) {
+    const int64_t start = (col + i) / shared * all.factor_col_step;
+    const int64_t left = all.factor_col_step == 0 ? count - i : CeilDiv(count - i + (col + i) % shared, shared);
+    const int64_t some = all.factor_col_step == 0 ? 1 : Min(kAtOnce, left);
+    ReadNumbers(all.factor_type, all.factors, first + start, some, factors);
+    if (all.factor_col_step == 0) {
+      for (; i < count; ++i) entries[i] *= factors[0];
+    } else if (shared == 1) {
       for (int64_t j = 0; j < some; ++j) entries[i + j] *= factors[j];
-    }
-  } else if (m.packed_axis == 0 || all.factor_col_step == 0) {
-    const float factor = factor_at(m.packed_axis == 0 ? row / all.per_factor : row, 0);
-    for (int64_t i = 0; i < count; ++i) entries[i] *= factor;
-  } else {
-    for (int64_t i = 0, end; i < count; i = end) {
-      end = Min(count, ((col + i) / all.per_factor + 1) * all.per_factor - col);
-      const float factor = factor_at(row, (col + i) / all.per_factor);
-      for (; i < end; ++i) entries[i] *= factor;
+      i += some;
+    } else {
+      for (int64_t j = 0; j < some; ++j) {
+        const int64_t end = Min(count, ((col + i) / shared + 1) * shared - col);
+        for (; i < end; ++i) entries[i] *= factors[j];
+      }
     }
   }
 }
 
-// `count` neighbouring entries of a row, as float32: in place if they are stored so, else in `buffer`.
+// The same for entries that run on into the following rows.
+EFORMER_NOINLINE static void ScaleAllEntries(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col,
+                                             int64_t count, float* entries) {
+  const int64_t stride = m.BlockScaleStride();
+  for (; count > 0; ++row, col = 0) {
+    const int64_t some = Min(count, stride - col);
+    ScaleEntries(m, all, row, col, some, entries);
+    entries += some;
+    count -= some;
+  }
+}
+
+// `count` neighbouring entries, as float32: in place if they are stored so, else in `buffer`. They may run on into the
+// following rows.
 static inline const float* NumbersAt(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col, int64_t count,
                                      float* buffer) {
   const int64_t start = row * m.BlockScaleStride() + col;
   if (all.type == Number::kFloat32 && all.factors == nullptr) return static_cast<const float*>(all.entries) + start;
   ReadNumbers(all.type, all.entries, start, count, buffer);
-  if (all.factors != nullptr) ScaleEntries(m, all, row, col, count, buffer);
+  if (all.factors != nullptr) ScaleAllEntries(m, all, row, col, count, buffer);
   return buffer;
 }
 
 // The scales of `count` neighbouring blocks: row `row` from column `col` on of the array of scales, which is
-// (rows / block, cols) for packed_axis 0 and (rows, cols / block) for packed_axis 1. `buffer` has room for them.
+// (rows / block, cols) for packed_axis 0 and (rows, cols / block) for packed_axis 1. They may run on into the following
+// rows. `buffer` has room for them.
 static inline const float* ScalesAt(const Matrix& m, int64_t row, int64_t col, int64_t count, float* buffer) {
   return NumbersAt(m, m.scales, row, col, count, buffer);
 }

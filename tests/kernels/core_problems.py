@@ -13,10 +13,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from eformer.kernels import reference
+from eformer.kernels import grouped, reference
 
-TERNARY = np.asarray(reference.TERNARY_CODES)
-PER_BYTE = {"int8": 1, "nf4": 2, "ternary": 4}
+INTEGERS = {f"uint{bits}": bits for bits in grouped.PLANES}
+PLANES = {"int8": (8,), "nf4": (4,), "ternary": (2,)}  # bits in each plane
+PLANES |= {name: grouped.PLANES[bits] for name, bits in INTEGERS.items()} | dict.fromkeys(grouped.CODEBOOKS, (4,))
+GROUPED = (*INTEGERS, *grouped.CODEBOOKS)
+# What the codes stand for; those of int8 are their own values.
+VALUES = {"nf4": np.asarray(reference.NF4_CODES), "ternary": np.asarray(reference.TERNARY_CODES), **grouped.CODEBOOKS}
+VALUES |= {name: np.arange(2**bits, dtype=np.float32) for name, bits in INTEGERS.items()}
+WIDE = ("float32", "bfloat16", "float16")  # dtypes of scales
+NARROW = ("float8_e8m0fnu", "float8_e4m3fn", "uint8", "int8")
 LONGEST = 2**40  # axis that the core takes
 HUGE = [-1, -(2**63), 0, 1, 3, 2**31 - 1, 2**31, 2**32 + 2, 2**40 + 1, 2**62, 2**63 - 1, 2**63 - 2]
 OTHER_DTYPES = ["bool", "int8", "uint8", "int16", "uint16", "int32", "float16", "float32", "float64"]
@@ -60,6 +67,14 @@ def _blocks(rng: np.random.Generator) -> int:
     return int(rng.choice([2, 4, 6, 20, 32, 64, 96, 128, 256, 1024, 2**40, 2**62, 2**63 - 2]))
 
 
+def _numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, specials: bool) -> np.ndarray:
+    if dtype == "float8_e8m0fnu":  # no powers so large that values overflow where sums of them do not
+        return rng.integers(90, 160, shape, np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    if dtype in ("uint8", "int8"):
+        return _bytes(rng, shape, dtype)
+    return _floats(rng, shape, specials).clip(-400, 400).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+
+
 def random_call(rng: np.random.Generator, instruction_sets: tuple[str, ...]) -> Call:
     """A call that is right."""
     return _segments(rng) if rng.integers(6) == 0 else _matrix(rng, instruction_sets)
@@ -79,15 +94,16 @@ def _segments(rng: np.random.Generator) -> Call:
 
 
 def _matrix(rng: np.random.Generator, instruction_sets: tuple[str, ...]) -> Call:
-    form = str(rng.choice(["int8", "nf4", "ternary"]))
+    form = str(rng.choice(["int8", "nf4", "ternary"] if rng.integers(3) == 0 else GROUPED))
     count, rows, cols = int(rng.choice([0, 1, 1, 1, 2, 3])), _size(rng), _size(rng)
     if rng.integers(40) == 0:
         rows, cols = (int(rng.integers(1, 40)), 4096 + int(rng.integers(-2, 40)))[:: rng.choice([1, -1])]
     packed_axis, contracted_axis = int(rng.integers(2)), int(rng.integers(2))
-    block = _blocks(rng)
-    extents = [rows, cols]
-    extents[packed_axis] = -(-extents[packed_axis] // PER_BYTE[form])
-    codes = _bytes(rng, (count, *extents), "int8" if form == "int8" else "uint8")
+    block = _blocks(rng) if form not in GROUPED else int(rng.choice([1, 5, 8, 16, 24, 32, 64, 128, 2**40]))
+    codes = [
+        _bytes(rng, (count, *_extents(rows, cols, packed_axis, 8 // bits)), "int8" if form == "int8" else "uint8")
+        for bits in PLANES[form]
+    ]
     sets = ("", *instruction_sets)
     attributes = {
         "format": form,
@@ -96,10 +112,13 @@ def _matrix(rng: np.random.Generator, instruction_sets: tuple[str, ...]) -> Call
         "cols": cols,
         "packed_axis": packed_axis,
         "block_size": block,
+        "superblock_size": block * int(rng.choice([0, 1, 2, 8])) if block < 2**40 else 0,
     }
-    scales = _scales(rng, form, count, (rows, cols), packed_axis, block)
+    make = _levels if form in GROUPED else _scales
+    named = make(rng, form, count, (rows, cols), packed_axis, attributes)
+    attributes["scale_names"], scales = " ".join(named), list(named.values())
     if rng.integers(4) == 0:
-        return Call("eformer_decode", [codes, *scales], np.empty((count, rows, cols), np.float32), attributes)
+        return Call("eformer_decode", [*codes, *scales], np.empty((count, rows, cols), np.float32), attributes)
     depth, width = (rows, cols) if contracted_axis == 0 else (cols, rows)
     m = int(rng.choice([0, 1, 1, 1, 2, 5, 13, 17, 40] if rng.integers(20) else [250, 530]))
     x = _floats(rng, (count, m, depth), rng.integers(4) == 0)
@@ -109,21 +128,46 @@ def _matrix(rng: np.random.Generator, instruction_sets: tuple[str, ...]) -> Call
         "round_x": bool(rng.integers(3) == 0),
         "round_values": bool(rng.integers(3) == 0),
     }
-    return Call("eformer_matmul", [x, codes, *scales], np.empty((count, m, width), np.float32), attributes)
+    return Call("eformer_matmul", [x, *codes, *scales], np.empty((count, m, width), np.float32), attributes)
+
+
+def _extents(rows: int, cols: int, axis: int, grain: int) -> tuple[int, int]:
+    """Of an array with an entry for each `grain` elements along `axis`."""
+    return (-(-rows // grain), cols) if axis == 0 else (rows, -(-cols // grain))
 
 
 def _scales(
-    rng: np.random.Generator, form: str, count: int, extents: tuple[int, int], packed_axis: int, block: int
-) -> list[np.ndarray]:
+    rng: np.random.Generator, form: str, count: int, extents: tuple[int, int], axis: int, attributes: dict[str, Any]
+) -> dict[str, np.ndarray]:
     specials = bool(rng.integers(4) == 0)
     if form != "nf4":
         shape = (count, *(1 if rng.integers(2) else extent for extent in extents))
-        return [_floats(rng, shape, specials)] if rng.integers(4) else []
-    shape = (count, *(-(-e // block) if axis == packed_axis else e for axis, e in enumerate(extents)))
+        return {"scale": _floats(rng, shape, specials)} if rng.integers(4) else {}
+    shape = (count, *_extents(*extents, axis, attributes["block_size"]))
     if rng.integers(3):
-        return [np.abs(_floats(rng, shape, specials))]
+        return {"scale": np.abs(_floats(rng, shape, specials))}
     nested = _floats(rng, (count, -(-math.prod(shape[1:]) // 256)), specials)
-    return [_bytes(rng, shape, "uint8"), nested, _floats(rng, (count,), specials), reference.dynamic_map()]
+    levels = {"nested": nested, "mean": _floats(rng, (count,), specials), "map": reference.dynamic_map()}
+    return {"scale": _bytes(rng, shape, "uint8"), **levels}
+
+
+def _levels(
+    rng: np.random.Generator, _: str, count: int, extents: tuple[int, int], axis: int, attributes: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    """Scales of blocks in any dtype, perhaps under scales of their own, with zeros, with offsets or alone."""
+    shape = (count, *_extents(*extents, axis, attributes["block_size"]))
+    superblocks = _extents(*extents, axis, attributes["superblock_size"] or attributes["block_size"])
+    named, specials = {}, bool(rng.integers(4) == 0)
+    for name in ("scale", "offset")[: rng.integers(1, 3)]:
+        small = bool(rng.integers(2))
+        dtype = str(rng.choice(NARROW if small else WIDE))
+        named[name] = _numbers(rng, shape, dtype, specials)
+        if dtype in ("uint8", "int8") or rng.integers(4) == 0:
+            over = (count, *(1 if rng.integers(4) == 0 else extent for extent in superblocks))
+            named[f"{name}_scale"] = _numbers(rng, over, str(rng.choice(WIDE)), specials)
+    if "offset" not in named and rng.integers(2):
+        named["zero"] = _bytes(rng, shape, "uint8")
+    return named
 
 
 def _zeros(shape: list[int], otherwise: np.ndarray) -> np.ndarray:
@@ -140,7 +184,7 @@ def spoil(call: Call, rng: np.random.Generator) -> None:
         name = sorted(call.attributes)[rng.integers(len(call.attributes))]
         value = call.attributes[name]
         if isinstance(value, str):
-            call.attributes[name] = str(rng.choice(["", "int8", "nf4", "ternary", "portable", "avx9", "x" * 300]))
+            call.attributes[name] = str(rng.choice(["", "int8", "uint4", "scale", "scale zero", "portable", "x" * 300]))
         elif not isinstance(value, bool):
             other = int(rng.choice(HUGE)) if rng.integers(2) else value + int(rng.integers(-2, 3))
             call.attributes[name] = max(-(2**63), min(other, 2**63 - 1))
@@ -180,15 +224,13 @@ def expected(call: Call, sets: tuple[str, ...]) -> Expected | None:
     with np.errstate(all="ignore"):
         if call.target == "eformer_segments":
             return _expected_segments(call)
-        matrix = _checked_matrix(call, sets)
-        if matrix is None:
+        weights = _checked_matrix(call, sets)
+        if weights is None:
             return None
-        factors, scale = matrix
-        values = (factors * scale).astype(np.float32)
         if call.target == "eformer_decode":
-            right = call.result.shape == values.shape and call.result.dtype == np.float32
-            return Expected(values, np.zeros(1), exact=True) if right else None
-        return _expected_matmul(call, factors, scale, values)
+            right = call.result.shape == weights.values.shape and call.result.dtype == np.float32
+            return Expected(weights.values, np.zeros(1), exact=True) if right else None
+        return _expected_matmul(call, weights)
 
 
 def _expected_segments(call: Call) -> Expected | None:
@@ -215,70 +257,152 @@ def _expected_segments(call: Call) -> Expected | None:
     return Expected(parts[0] - parts[1] if len(parts) > 1 else parts[0], bound + 1e-30)
 
 
-def _checked_matrix(call: Call, sets: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray] | None:
-    """What codes stand for, and what multiplies them, or None if that is not clear."""
+@dataclasses.dataclass
+class Weights:
+    """Float32 values: `factors * scale`, or what blocks with offsets stand for."""
+
+    values: np.ndarray
+    factors: np.ndarray
+    scale: np.ndarray
+    terms: np.ndarray  # magnitudes of what is added up in place of a value
+
+
+def _checked_matrix(call: Call, sets: tuple[str, ...]) -> Weights | None:
+    """What the codes stand for, or None if that is not clear."""
     a = call.attributes
     args = call.args[1:] if call.target == "eformer_matmul" else call.args
     form, rows, cols, axis, block = (a[name] for name in ("format", "rows", "cols", "packed_axis", "block_size"))
     if a["instruction_set"] not in ("", *sets) or rows * cols >= 2**63:
         return None
-    if form not in PER_BYTE or axis not in (0, 1) or a.get("contracted_axis", 0) not in (0, 1) or not args:
+    if form not in PLANES or axis not in (0, 1) or a.get("contracted_axis", 0) not in (0, 1) or not args:
         return None
-    if not 0 <= rows <= LONGEST or not 0 <= cols <= LONGEST or (form == "nf4" and (block < 2 or block % 2)):
+    if not 0 <= rows <= LONGEST or not 0 <= cols <= LONGEST:
         return None
-    codes, *scales = args
-    extents = [rows, cols]
-    extents[axis] = -(-extents[axis] // PER_BYTE[form])
+    if form in ("nf4", *GROUPED):
+        unit = 2 if form == "nf4" else 1
+        if block < unit or block % unit or a["superblock_size"] < 0 or a["superblock_size"] % block:
+            return None
+    planes, scales = args[: len(PLANES[form])], args[len(PLANES[form]) :]
     dtype = np.int8 if form == "int8" else np.uint8
-    if codes.dtype != dtype or codes.ndim != 3 or list(codes.shape[1:]) != extents or codes.shape[0] > LONGEST:
+    count = args[0].shape[0] if args[0].ndim else 0
+    wanted = [(count, *_extents(rows, cols, axis, 8 // bits)) for bits in PLANES[form]]
+    if [plane.shape for plane in planes] != wanted or any(plane.dtype != dtype for plane in planes) or count > LONGEST:
         return None
-    scale = _checked_scales(form, codes.shape[0], (rows, cols), axis, block, scales)
-    if scale is None:
+    names = a["scale_names"].split(" ") if a["scale_names"] else []
+    if a["scale_names"].endswith(" ") or len(set(names)) < len(names) or len(names) != len(scales):
         return None
-    count = codes.shape[0]
+    named = dict(zip(names, scales, strict=True))
+    checked = _checked_levels if form in GROUPED else _checked_scales
+    levels = checked(form, count, (rows, cols), a, named)
+    if levels is None:
+        return None
     if not count * rows * cols:
-        return np.empty((count, rows, cols)), np.ones((1, 1, 1))
+        empty = np.empty((count, rows, cols), np.float32)
+        return Weights(empty, empty, np.ones((1, 1, 1)), empty)
     if form == "int8":
-        return codes.astype(np.float64), scale
-    bits = 8 // PER_BYTE[form]
-    places = range(0, 8, bits) if form == "ternary" else (4, 0)
-    split = np.stack([codes >> place & (2**bits - 1) for place in places], axis + 2)
-    merged = split.reshape(count, *(-1 if i == axis else length for i, length in enumerate(extents)))
-    found = (TERNARY if form == "ternary" else reference.NF4_CODES)[merged[:, :rows, :cols]]
-    return found.astype(np.float64), scale
+        codes = planes[0]
+    else:
+        codes, below = np.zeros((count, rows, cols), np.uint8), 0
+        for plane, bits in zip(planes, PLANES[form], strict=True):
+            places = range(0, 8, bits) if form != "nf4" else (4, 0)
+            split = np.stack([plane >> place & (2**bits - 1) for place in places], axis + 2)
+            merged = split.reshape(count, *(-1 if i == axis else length for i, length in enumerate(plane.shape[1:])))
+            codes = codes | merged[:, :rows, :cols] << below
+            below += bits
+    found = codes.astype(np.float32) if form == "int8" else VALUES[form][codes].astype(np.float32)
+    if form in GROUPED:
+        return _of_blocks(form, found, levels)
+    scale = levels["scale"]
+    values = (found.astype(np.float64) * scale).astype(np.float32)
+    return Weights(values, found.astype(np.float64), scale, np.abs(values))
+
+
+def _of_blocks(form: str, found: np.ndarray, levels: dict[str, np.ndarray]) -> Weights:
+    """`scale * (value - zero) + offset`, rounded after each operation; integers that have neither are centred."""
+    scale, zero, offset = (levels.get(name) for name in ("scale", "zero", "offset"))
+    assert scale is not None
+    centre = np.float32(2 ** (INTEGERS[form] - 1) if form in INTEGERS and zero is None and offset is None else 0)
+    values = (found - (centre if zero is None else zero)) * scale
+    if offset is not None:
+        values = values + offset
+    span = np.abs(VALUES[form]).max() + (0 if zero is None else zero)
+    terms = 2 * np.abs(scale).astype(np.float64) * span + (0 if offset is None else np.abs(offset))
+    return Weights(values, found.astype(np.float64), scale, np.broadcast_to(terms, values.shape))
+
+
+def _checked_levels(
+    _: str, count: int, extents: tuple[int, int], attributes: dict[str, Any], named: dict[str, np.ndarray]
+) -> dict[str, np.ndarray] | None:
+    """Scales, zeros and offsets for each value, in float32; None if they do not fit."""
+    axis, block = attributes["packed_axis"], attributes["block_size"]
+    shape = (count, *_extents(*extents, axis, block))
+    over = (count, *_extents(*extents, axis, attributes["superblock_size"] or block))
+    allowed = {"scale", "scale_scale"} | ({"zero"} if "zero" in named else {"offset"})
+    allowed |= {"offset_scale"} if "offset" in named else set()
+    if "scale" not in named or not set(named) <= allowed:
+        return None
+    levels = {}
+    for name in ("scale", "zero", "offset"):
+        leaf, of_leaf = named.get(name), named.get(f"{name}_scale")
+        if leaf is None:
+            continue
+        dtypes = ("uint8",) if name == "zero" else (*WIDE, *NARROW[: 2 if of_leaf is None else 4])
+        if leaf.shape != shape or leaf.dtype.name not in dtypes:
+            return None
+        wide = leaf.astype(np.float32)
+        if of_leaf is not None:
+            fits = of_leaf.ndim == 3 and of_leaf.shape[0] == count and of_leaf.dtype.name in WIDE
+            if not fits or any(n not in (1, m) for n, m in zip(of_leaf.shape[1:], over[1:], strict=True)):
+                return None
+            factor = of_leaf.astype(np.float32)
+            if factor.shape[axis + 1] > 1:
+                per_factor = min((attributes["superblock_size"] or block) // block, max(shape[axis + 1], 1))
+                factor = np.repeat(factor, per_factor, axis + 1)
+                factor = factor[:, : shape[1]] if axis == 0 else factor[..., : shape[2]]
+            if wide.size:
+                wide = wide * factor
+        length = extents[axis]
+        levels[name] = np.repeat(wide, min(block, max(length, 1)), axis + 1)[:, : extents[0], : extents[1]]
+    return levels
 
 
 def _checked_scales(
-    form: str, count: int, extents: tuple[int, int], axis: int, block: int, scales: list[np.ndarray]
-) -> np.ndarray | None:
+    form: str, count: int, extents: tuple[int, int], attributes: dict[str, Any], named: dict[str, np.ndarray]
+) -> dict[str, np.ndarray] | None:
     """What broadcasts over the matrices, or None."""
+    axis, block = attributes["packed_axis"], attributes["block_size"]
     if form != "nf4":
-        if not scales:
-            return np.ones((1, 1, 1))
-        shape = scales[0].shape
-        fits = len(scales) == 1 and scales[0].dtype == np.float32 and len(shape) == 3 and shape[0] == count
+        if not named:
+            return {"scale": np.ones((1, 1, 1))}
+        if list(named) != ["scale"]:
+            return None
+        shape = named["scale"].shape
+        fits = named["scale"].dtype == np.float32 and len(shape) == 3 and shape[0] == count
         fits = fits and all(found in (1, extent) for found, extent in zip(shape[1:], extents, strict=True))
-        return scales[0].astype(np.float64) if fits else None
-    shape = (count, *(-(-e // block) if i == axis else e for i, e in enumerate(extents)))
+        return {"scale": named["scale"].astype(np.float64)} if fits else None
+    shape = (count, *_extents(*extents, axis, block))
     per_matrix = shape[1] * shape[2]
-    wanted = [("float32", shape)]
-    if len(scales) == 4:
+    wanted = {"scale": ("float32", shape)}
+    if len(named) == 4:
         nested = (count, -(-per_matrix // 256))
-        wanted = [("uint8", shape), ("float32", nested), ("float32", (count,)), ("float32", (256,))]
-    if [(s.dtype.name, s.shape) for s in scales] != wanted:
+        wanted = {"scale": ("uint8", shape), "nested": ("float32", nested)}
+        wanted |= {"mean": ("float32", (count,)), "map": ("float32", (256,))}
+    if {name: (s.dtype.name, s.shape) for name, s in named.items()} != wanted:
         return None
-    found = scales[0]
-    if len(scales) == 4:
-        flat = scales[3][found.reshape(count, per_matrix)]
-        product = flat * np.repeat(scales[1], 256, axis=1)[:, :per_matrix]
-        found = (product + scales[2][:, None]).reshape(shape)
+    found = named["scale"]
+    if len(named) == 4:
+        flat = named["map"][found.reshape(count, per_matrix)]
+        product = flat * np.repeat(named["nested"], 256, axis=1)[:, :per_matrix]
+        found = (product + named["mean"][:, None]).reshape(shape)
     length = extents[axis]
-    return np.repeat(found, min(block, max(length, 1)), axis=axis + 1)[:, : extents[0], : extents[1]].astype(np.float64)
+    spread = np.repeat(found, min(block, max(length, 1)), axis=axis + 1)[:, : extents[0], : extents[1]]
+    return {"scale": spread.astype(np.float64)}
 
 
-def _expected_matmul(call: Call, factors: np.ndarray, scale: np.ndarray, values: np.ndarray) -> Expected | None:
+def _expected_matmul(call: Call, weights: Weights) -> Expected | None:
     a, x, y = call.attributes, call.args[0], call.result
-    count, rows, cols = values.shape
+    factors, scale, largest_terms = weights.factors, weights.scale, weights.terms
+    count, rows, cols = weights.values.shape
     depth, width = (rows, cols) if a["contracted_axis"] == 0 else (cols, rows)
     if (
         x.dtype.name not in ("float32", "float16", "bfloat16")
@@ -291,10 +415,11 @@ def _expected_matmul(call: Call, factors: np.ndarray, scale: np.ndarray, values:
     if not y.size or not depth:
         return Expected(np.zeros(y.shape), np.zeros(1))
     bfloat = x.dtype == ml_dtypes.bfloat16
-    x, dense = x.astype(np.float64), values.astype(np.float64)
+    x, dense = x.astype(np.float64), weights.values.astype(np.float64)
     if a["contracted_axis"] == 1:
-        dense, factors, scale = (array.swapaxes(1, 2) for array in (dense, factors, scale))
-    terms = np.abs(x) @ np.abs(dense)
+        arrays = (dense, factors, scale, largest_terms)
+        dense, factors, scale, largest_terms = (array.swapaxes(1, 2) for array in arrays)
+    terms = np.abs(x) @ largest_terms
     bound = terms * (depth + 3) * np.finfo(np.float32).eps + 1e-30
     if a["round_values"] and bfloat:  # on AMX
         bound = bound + 2.0**-8 * terms

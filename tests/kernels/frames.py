@@ -30,6 +30,8 @@ DTYPES = {
     "complex64": 15,
     "bfloat16": 16,
     np.dtype(ml_dtypes.float8_e5m2).name: 19,
+    np.dtype(ml_dtypes.float8_e4m3fn).name: 20,
+    np.dtype(ml_dtypes.float8_e8m0fnu).name: 33,
 }
 BUFFER, SCALAR, STRING = 1, 3, 4  # kinds of arguments and attributes
 EXECUTE = 3  # the stage of a call

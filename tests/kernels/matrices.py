@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from eformer.kernels import Matrix, reference
+from eformer.kernels import Matrix, grouped, reference
 
 
 def int8(w: jax.Array, axis: tuple[int, ...]) -> Matrix:
@@ -34,8 +36,91 @@ def ternary(w: jax.Array, axis: int, scale_axes: tuple[int, ...] | None) -> Matr
     return Matrix("ternary", (reference.pack_ternary(values, axis),), scales, *w.shape[1:], packed_axis=axis - 1)
 
 
+def in_blocks(w: jax.Array, axis: int, name: str, block_size: int, kind: str) -> Matrix:
+    """Random codes for the shape of `w`, with scales as `kind` says: "zero", "offset", "two levels" or "scale"."""
+    rng, shape = np.random.default_rng(block_size), w.shape
+    bits = int(name[4:]) if name.startswith("uint") else 4
+    codes = jnp.asarray(rng.integers(0, 2**bits, shape, dtype=np.uint8))
+    blocks, superblocks = (
+        tuple(-(-n // grain) if i == axis else n for i, n in enumerate(shape)) for grain in (block_size, 4 * block_size)
+    )
+    numbers = [jnp.asarray(rng.standard_normal(blocks), jnp.float32) for _ in range(2)]
+    factors = [jnp.asarray(rng.standard_normal(superblocks), jnp.float16) for _ in range(2)]
+    small = [jnp.asarray(rng.integers(-50, 50, blocks), jnp.int8), jnp.asarray(rng.integers(0, 64, blocks), jnp.uint8)]
+    scales = {
+        "scale": {"scale": numbers[0]},
+        "zero": {"scale": numbers[0].astype(jnp.float16), "zero": small[1] & jnp.uint8(2**bits - 1)},
+        "offset": {"scale": numbers[0].astype(jnp.bfloat16), "offset": numbers[1].astype(jnp.bfloat16)},
+        "two levels": {
+            "scale": small[0],
+            "scale_scale": factors[0],
+            "offset": small[1],
+            "offset_scale": factors[1],
+        },
+        "float8": {"scale": numbers[0].astype(jnp.float8_e4m3fn), "scale_scale": numbers[1][:, :1, :1]},
+    }[kind]
+    return Matrix(
+        name,
+        tuple(grouped.pack_codes(codes, bits, axis)),
+        tuple(scales.values()),
+        *shape[1:],
+        packed_axis=axis - 1,
+        block_size=block_size,
+        superblock_size=4 * block_size,
+        scale_names=tuple(scales),
+    )
+
+
+def levels(matrix: Matrix) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The scales, the zeros and the offsets of blocks, as float32."""
+    named = dict(zip(matrix.scale_names, matrix.scales, strict=True))
+    axis = matrix.packed_axis + 1
+
+    def level(name: str) -> jax.Array | None:
+        if name not in named:
+            return None
+        wide, factor = named[name].astype(jnp.float32), named.get(f"{name}_scale")
+        if factor is None:
+            return wide
+        if factor.shape[axis] == 1:
+            return wide * factor.astype(jnp.float32)
+        return reference.scale_blocks(
+            wide, factor.astype(jnp.float32), matrix.superblock_size // matrix.block_size, axis
+        )
+
+    scale = level("scale")
+    assert scale is not None
+    return scale, level("zero"), level("offset")
+
+
+def decoded_blocks(matrix: Matrix) -> jax.Array:
+    bits, axis = (int(matrix.format[4:]) if matrix.format.startswith("uint") else 4), matrix.packed_axis + 1
+    codes = grouped.unpack_codes(matrix.codes, bits, axis, (matrix.rows, matrix.cols)[matrix.packed_axis])
+    scale, zero, offset = levels(matrix)
+    if matrix.format in grouped.CODEBOOKS:
+        values = jnp.asarray(grouped.CODEBOOKS[matrix.format])[codes]
+    else:
+        centred = zero is None and offset is None
+        values = codes.astype(jnp.float32) - (2 ** (bits - 1) if centred else 0)
+    return grouped.decode_blocks(values, scale, zero, offset, matrix.block_size, axis)
+
+
+def magnitudes(matrix: Matrix, values: np.ndarray) -> np.ndarray:
+    """How large the terms of a sum are that stand for a value: those of blocks are scaled codes, and offsets."""
+    if "scale" not in matrix.scale_names or matrix.format not in BOUNDS:
+        return np.abs(values)
+    scale, zero, offset = (None if each is None else np.abs(np.asarray(each)) for each in levels(matrix))
+    assert scale is not None
+    of_blocks = 2 * BOUNDS[matrix.format] * scale if zero is None else scale * (2 * BOUNDS[matrix.format] + zero)
+    of_blocks = of_blocks if offset is None else of_blocks + offset
+    axis = matrix.packed_axis + 1
+    return np.repeat(of_blocks, matrix.block_size, axis)[:, : matrix.rows, : matrix.cols]
+
+
 def oracle(matrix: Matrix) -> jax.Array:
     """The values, by the reference."""
+    if matrix.format in BOUNDS:
+        return decoded_blocks(matrix)
     length = (matrix.rows, matrix.cols)[matrix.packed_axis]
     axis, scales = matrix.packed_axis + 1, matrix.scales
     if matrix.format == "int8":
@@ -49,6 +134,20 @@ def oracle(matrix: Matrix) -> jax.Array:
     return reference.decode_nf4(matrix.codes[0], scales[0], matrix.block_size, axis, length)
 
 
+# The largest value of a code, of formats with offsets.
+BOUNDS = {f"uint{bits}": 2**bits for bits in grouped.PLANES} | {"e2m1": 6, "iq4_nl": 127}
+IN_BLOCKS = [  # and the axes along which they are packed
+    ("uint2", 16, "offset", (1,)),
+    ("uint3", 16, "two levels", (2,)),
+    ("uint4", 64, "offset", (1, 2)),
+    ("uint4", 32, "two levels", (2,)),
+    ("uint4", 5, "zero", (1,)),
+    ("uint5", 32, "zero", (2,)),
+    ("uint6", 16, "two levels", (1, 2)),
+    ("uint8", 24, "scale", (1,)),
+    ("e2m1", 16, "float8", (2,)),
+    ("iq4_nl", 32, "offset", (1,)),
+]
 FORMATS = {
     "int8 per row": lambda w: int8(w, (2,)),
     "int8 per column": lambda w: int8(w, (1,)),
@@ -61,4 +160,9 @@ FORMATS = {
     "ternary per column": lambda w: ternary(w, 1, (1,)),
     "ternary per matrix": lambda w: ternary(w, 1, (1, 2)),
     "ternary along 2": lambda w: ternary(w, 2, (1,)),
+    **{
+        f"{name} {size} {kind} along {a}": functools.partial(in_blocks, axis=a, name=name, block_size=size, kind=kind)
+        for name, size, kind, axes in IN_BLOCKS
+        for a in axes
+    },
 }

@@ -14,7 +14,7 @@ import pytest
 
 from eformer.kernels import Matrix, cpu, reference
 
-from .matrices import FORMATS, nf4, oracle
+from .matrices import FORMATS, in_blocks, magnitudes, nf4, oracle
 
 pytestmark = [
     pytest.mark.skipif(not cpu.is_available(), reason="installed without the native core"),
@@ -27,6 +27,7 @@ every_format = pytest.mark.parametrize("name", FORMATS)
 # Every format with ragged sizes and several matrices; one of each way to store codes also with several parts of depth
 # and width, with one element, with less than a vector, with whole vectors, and with more than a stripe.
 BROAD = ("int8 per row", "nf4 64 along 1", "nf4 64 along 2", "nf4 20 along 2", "ternary", "ternary along 2")
+BROAD += ("uint4 64 offset along 1", "uint4 64 offset along 2", "uint6 16 two levels along 2")
 SHAPED = [(name, (2, 70, 33)) for name in FORMATS]
 SHAPED += [(name, s) for name in BROAD for s in [(1, 530, 200), (1, 1, 1), (1, 7, 5), (1, 128, 64), (1, 259, 4105)]]
 # The best instruction set with all of them, the others with each format once.
@@ -46,9 +47,10 @@ def dense_matmul(x: Any, values: Any, contracted_axis: int) -> np.ndarray:
         return np.asarray(x, np.float64) @ (values if contracted_axis == 0 else values.swapaxes(1, 2))
 
 
-def assert_matmul(out: Any, x: Any, values: Any, contracted_axis: int) -> None:
+def assert_matmul(out: Any, x: Any, values: Any, contracted_axis: int, terms: Any = None) -> None:
     """Sums of k float32 terms, in whatever order, and scaled once: off by at most k + 2 roundings of their terms."""
-    bound = dense_matmul(np.abs(np.asarray(x, np.float64)), np.abs(values), contracted_axis)
+    terms = np.abs(values) if terms is None else terms
+    bound = dense_matmul(np.abs(np.asarray(x, np.float64)), terms, contracted_axis)
     roundings = (x.shape[-1] + 2) * np.finfo(np.float32).eps
     assert out.dtype == jnp.float32
     np.testing.assert_array_less(
@@ -70,6 +72,12 @@ def example(name: str, shape: tuple[int, ...]) -> tuple[Matrix, np.ndarray]:
     return replace(made[0], codes=codes, scales=scales), np.asarray(values)
 
 
+def floating(matrix: Matrix) -> int:
+    """Which of the scales can be infinite."""
+    wide = (jnp.float32, jnp.bfloat16, jnp.float16)
+    return next(i for i, scale in enumerate(matrix.scales) if scale.dtype in wide)
+
+
 @every_case
 def test_matmuls_and_values(name, shape, instructions):
     """With both orientations, and with numbers of rows that take each of the kernels."""
@@ -86,8 +94,8 @@ def test_matmuls_and_values(name, shape, instructions):
     with cpu.instruction_set(instructions):
         results, decoded = run(matrix.codes, matrix.scales, xs)
     np.testing.assert_array_equal(decoded, values)
-    assert_matmul(results[0], xs[0], values, 0)
-    assert_matmul(results[1], xs[1], values, 1)
+    for axis in (0, 1):
+        assert_matmul(results[axis], xs[axis], values, axis, magnitudes(matrix, values))
 
 
 # How far one of the values that are multiplied can be from the one that the format stores, per scale.
@@ -146,10 +154,12 @@ def test_bfloat16_by_values_rounded_to_it(name, rows):
         x = normal((shape[0], rows, shape[1 + axis]), seed=1).astype(jnp.bfloat16)
         out = np.asarray(cpu.matmul(jnp.asarray(x), matrix, axis, round_values=True))
         x = x.astype(np.float32)
-        integers = matrix.format != "nf4" and all(scale.shape[1 + axis] == 1 for scale in matrix.scales)
+        integers = matrix.format in ("int8", "ternary") and all(scale.shape[1 + axis] == 1 for scale in matrix.scales)
         rounding = (x.shape[-1] + 2) * np.finfo(np.float32).eps + (0 if integers else 2.0**-8)
         error = np.abs(out - dense_matmul(x, values, axis))
-        np.testing.assert_array_less(error, rounding * dense_matmul(np.abs(x), np.abs(values), axis) + 1e-30)
+        np.testing.assert_array_less(
+            error, rounding * dense_matmul(np.abs(x), magnitudes(matrix, values), axis) + 1e-30
+        )
 
 
 @pytest.mark.parametrize("special", [np.nan, np.inf], ids=str)
@@ -160,13 +170,16 @@ def test_special_numbers_in_bfloat16(name, special):
     x[0, 17, 3] = special
     scales = list(matrix.scales)
     if scales:
-        scales[0] = scales[0].at[1, 0, 0].set(special)
+        at = floating(matrix)
+        scales[at] = scales[at].at[1, 0, 0].set(special)
         values = np.asarray(oracle(replace(matrix, scales=tuple(scales))))
     out = cpu.matmul(jnp.asarray(x, jnp.bfloat16), replace(matrix, scales=tuple(scales)), 0, round_values=True)
     np.testing.assert_array_equal(np.isfinite(out), np.isfinite(dense_matmul(x, values, 0)))
 
 
-BESIDE = pytest.mark.parametrize("name", ["int8 per row", "nf4 64 along 1", "nf4 20 along 2", "ternary along 2"])
+BESIDE = pytest.mark.parametrize(
+    "name", ["int8 per row", "nf4 64 along 1", "nf4 20 along 2", "ternary along 2", "uint4 64 offset along 1"]
+)
 both_ways = pytest.mark.parametrize("contracted_axis", [0, 1])
 
 
@@ -178,7 +191,7 @@ def test_a_row_of_x_beside_more_of_them(rows, name, contracted_axis):
     matrix, values = example(name, (1, 530, 200))
     x = normal((1, 250, values.shape[1 + contracted_axis]), seed=1)
     few, many = (np.asarray(cpu.matmul(jnp.asarray(x[:, :m]), matrix, contracted_axis)) for m in (rows, 250))
-    terms = dense_matmul(np.abs(x[:, :rows]), np.abs(values), contracted_axis)
+    terms = dense_matmul(np.abs(x[:, :rows]), magnitudes(matrix, values), contracted_axis)
     bound = 2 * (x.shape[-1] + 2) * np.finfo(np.float32).eps * terms
     np.testing.assert_array_less(np.abs(few.astype(np.float64) - many[:, :rows]), bound + 1e-30)
 
@@ -233,7 +246,7 @@ def test_infinite_scale_of_a_block_that_ends_early(block_size):
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "ternary"])
 def test_special_numbers_in_scales(name, special):
     matrix, _ = example(name, SPECIAL)
-    at = 1 if "nested" in name else 0  # the scales of scales
+    at = floating(matrix)
     scales = list(matrix.scales)
     scales[at] = scales[at].at[(0,) * scales[at].ndim].set(special)
     values = jax.jit(lambda codes, scales: oracle(replace(matrix, codes=codes, scales=scales)))(matrix.codes, scales)
@@ -268,6 +281,24 @@ def test_nothing(shape, rows, contracted_axis):
 
 
 GOOD = nf4(jnp.ones((1, 64, 8), jnp.float32), 1, 64)
+FOUR = in_blocks(jnp.ones((1, 64, 8)), 1, "uint4", 32, "two levels")
+BAD_BLOCKS = {
+    "scale must be floating point .* with scale_scale, uint8": {"scale_names": ("scale",), "scales": FOUR.scales[:1]},
+    r"scale_scale must be float32, .* broadcasts over \(1, 1, 8": {"scales": (FOUR.scales[0], *FOUR.scales[:3])},
+    "uint4 takes as scale_names: scale, and maybe": {"scale_names": ("scale", "zero", "offset", "offset_scale")},
+    "scale_names must be different names": {"scale_names": ("scale", "scale", "offset", "offset_scale")},
+    "go with 4 buffers of scales, got 5": {"codes": FOUR.codes * 2},
+    "superblock_size must be a multiple of block_size, got 127 and 32": {"superblock_size": 127},
+    "block_size a positive multiple of 1": {"block_size": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD_BLOCKS)
+def test_bad_blocks_are_refused_in_words(message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        cpu.matmul(jnp.ones((1, 1, 64)), replace(FOUR, **BAD_BLOCKS[message]), 0).block_until_ready()
+
+
 BAD = {
     "x must be float32, bfloat16 or float16": ({}, jnp.ones((1, 1, 64), jnp.int32)),
     r"x must be \(1, any, 64\), got": ({}, jnp.ones((1, 1, 63))),
@@ -283,7 +314,10 @@ BAD = {
     ),
     "block_size a positive multiple of 2": ({"block_size": 3}, jnp.ones((1, 1, 64))),
     "axes be 0 or 1": ({"packed_axis": 2}, jnp.ones((1, 1, 64))),
-    'unknown format "nf5": there are e2m1, int8, iq4_nl, nf4, ternary, uint2': ({"format": "nf5"}, jnp.ones((1, 1, 64))),
+    'unknown format "nf5": there are e2m1, int8, iq4_nl, nf4, ternary, uint2': (
+        {"format": "nf5"},
+        jnp.ones((1, 1, 64)),
+    ),
     "rows and cols must be 0 to .* got rows -64": ({"rows": -64}, jnp.ones((1, 1, 64))),
     "rows and cols must be 0 to .* got rows 9223372036854775807": ({"rows": 2**63 - 1}, jnp.ones((1, 1, 64))),
     "one scale, float32, that broadcasts": (

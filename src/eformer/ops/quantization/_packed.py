@@ -192,7 +192,7 @@ class PackedArray(LeafwiseArray):
             rows,
             cols,
             self.axis + 2,
-            block_size=self._per_scale,
+            block_size=getattr(self, "block_size", 2),
             superblock_size=getattr(self, "superblock_size", 0),
             scale_names=tuple(scales),
         )

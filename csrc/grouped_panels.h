@@ -1,0 +1,183 @@
+// Panels of integers in blocks. Scales and offsets are read once for many values, as DecodedPanels does not.
+#pragma once
+
+#include "fields.h"
+#include "panels.h"
+
+namespace eformer::EFORMER_ISA {
+
+// The masks of one or two planes. Loops make them once.
+template <class Format>
+struct PlaneMasks {
+  static_assert(kPlanes<Format> <= 2);
+  Masks<Format::kPlaneBits[0]> first;
+  Masks<Format::kPlaneBits[kPlanes<Format> - 1]> last;
+
+  template <int kPlane>
+  EFORMER_INLINE const auto& Of() const {
+    if constexpr (kPlane == 0) {
+      return first;
+    } else {
+      return last;
+    }
+  }
+};
+
+template <class Format>
+struct GroupedPanels {
+  enum Kind { kPlain, kRows, kColumns };
+
+  DecodedPanels<Format> plain;
+  const Matrix& m;
+  Kind kind;
+  int64_t n0, blocks;
+  Floats scale_buffer, offset_buffer;  // kColumns: of all blocks of the rows n0 to n1
+  const float *scales = nullptr, *offsets = nullptr;
+
+  GroupedPanels(const Matrix& m, int64_t count, int64_t n0, int64_t n1)
+      : plain(m, count, n0, n1),
+        m(m),
+        kind(KindOf(m)),
+        n0(n0),
+        blocks(m.BlockScaleStride()),
+        scale_buffer(kind == kColumns ? (n1 - n0) * blocks : 0),
+        offset_buffer(kind == kColumns ? (n1 - n0) * blocks : 0) {
+    if (kind != kColumns) return;
+    scales = ScalesAt(m, n0, 0, (n1 - n0) * blocks, scale_buffer.values);
+    offsets = OffsetsAt(m, n0, 0, (n1 - n0) * blocks, 0, scales, offset_buffer.values);
+  }
+
+  static Kind KindOf(const Matrix& m) {
+    if (m.contracted_axis == 0 && m.packed_axis == 0 && m.block % 8 == 0) return kRows;
+    return m.contracted_axis == 1 && m.packed_axis == 1 && m.block % 16 == 0 ? kColumns : kPlain;
+  }
+
+  int64_t End(int64_t /*k*/, int64_t end) const { return end; }
+
+  const float* Decode(int64_t k0, int64_t depth, int64_t n, int64_t width, const PrefetchDistances& ahead,
+                      float* panel) {
+    if (kind == kPlain) return plain.Decode(k0, depth, n, width, ahead, panel);
+    kind == kRows ? DecodeRows(k0, depth, n, ahead, panel) : DecodeColumns(k0, depth, n, width, panel);
+    return nullptr;
+  }
+
+  void Order(uint8_t (&columns)[kPanelColumns]) const {
+    if (kind != kRows) return plain.Order(columns);
+    for (int i = 0; i < kPanelColumns; ++i) {  // as words are: a vector for each of their four bytes
+      const int group = i / kWordBytes * kWordBytes, byte = i % kWordBytes / kLanes;
+      columns[i] = static_cast<uint8_t>(group + 4 * (i % kLanes) + byte);
+    }
+  }
+
+ private:
+  // What the fields of words are multiplied by, for the places of a code in a byte of each plane, and what is added.
+  struct Factors {
+    alignas(64) float scale[kPlanes<Format>][8][kPanelColumns];
+    alignas(64) float offset[kPanelColumns];
+  };
+
+  void ReadFactors(int64_t block_row, int64_t n, int64_t present, const uint8_t (&columns)[kPanelColumns],
+                   Factors& factors) const {
+    float buffers[2][kPanelColumns] = {};
+    const float* found = ScalesAt(m, block_row, n, present, buffers[0]);
+    const float* added = OffsetsAt(m, block_row, n, present, 0, found, buffers[1]);
+    if (found != buffers[0]) std::memcpy(buffers[0], found, present * sizeof(float));
+    if (added != nullptr && added != buffers[1]) std::memcpy(buffers[1], added, present * sizeof(float));
+    float scale[kPanelColumns];
+    for (int i = 0; i < kPanelColumns; ++i) {
+      scale[i] = buffers[0][columns[i]];
+      factors.offset[i] = buffers[1][columns[i]];
+    }
+    for (int plane = 0, below = 0; plane < kPlanes<Format>; below += Format::kPlaneBits[plane], ++plane) {
+      const int bits = Format::kPlaneBits[plane];
+      for (int place = 0; place < 8 / bits; ++place) {
+        for (int i = 0; i < kPanelColumns; i += kLanes) {
+          const float factor = static_cast<float>(1 << below) * InversePower(bits * place + i / kLanes % 2 * 8);
+          Store(factors.scale[plane][place] + i, Load(scale + i) * factor);
+        }
+      }
+    }
+  }
+
+  void DecodeRows(int64_t k0, int64_t depth, int64_t n, const PrefetchDistances& ahead, float* panel) const {
+    uint8_t columns[kPanelColumns];
+    Order(columns);
+    const int64_t present = Min(kPanelColumns, m.cols - n);
+    Factors factors;
+    for (int64_t k = k0, end; k < k0 + depth; k = end) {
+      end = Min(k0 + depth, (k / m.block + 1) * m.block);
+      ReadFactors(k / m.block, n, present, columns, factors);
+      for (int64_t row = k; row < end; row += 8) {
+        DecodeEight(row, n, present, factors, ahead, panel + (row - k0) * kPanelStride);
+      }
+    }
+  }
+
+  // Writes eight rows of a panel, also where the matrix has less.
+  EFORMER_INLINE void DecodeEight(int64_t k, int64_t n, int64_t present, const Factors& factors,
+                                  const PrefetchDistances& ahead, float* panel) const {
+    const uint8_t* codes[kPlanes<Format>];
+    uint8_t copies[kPlanes<Format>][8][kPanelColumns];
+    const bool whole = present == kPanelColumns && k + 8 <= m.rows;
+    ForEach<kPlanes<Format>>([&](auto plane) {
+      constexpr int kBits = Format::kPlaneBits[plane];
+      codes[plane] = m.planes[plane] + k * kBits / 8 * m.cols + n;
+      for (int r = 0; r < kBits; ++r) ahead.Prefetch(codes[plane] + r * m.cols, k * kBits / 8 + r);
+      if (whole) return;
+      std::memset(copies[plane], 0, sizeof copies[plane]);
+      for (int r = 0; r < kBits && k + r * (8 / kBits) < m.rows; ++r) {
+        std::memcpy(copies[plane][r], codes[plane] + r * m.cols, present);
+      }
+      codes[plane] = copies[plane][0];
+    });
+    const int64_t stride = whole ? m.cols : kPanelColumns;
+    const PlaneMasks<Format> masks;
+    for (int64_t i = 0; i < kPanelColumns; i += kWordBytes) {
+      ForEach<8>([&](auto row) {
+        Vec values[4];
+        for (int byte = 0; byte < 4; ++byte) values[byte] = Load(factors.offset + i + byte * kLanes);
+        ForEach<kPlanes<Format>>([&](auto plane) {
+          constexpr int kBits = Format::kPlaneBits[plane], kPlace = row % (8 / kBits);
+          const Halves words(LoadBits<4>(codes[plane] + row * kBits / 8 * stride + i));
+          ForEach<4>([&](auto byte) {
+            values[byte] += words.template Field<byte * (8 / kBits) + kPlace>(masks.template Of<plane>()) *
+                            Load(factors.scale[plane][kPlace] + i + byte * kLanes);
+          });
+        });
+        for (int byte = 0; byte < 4; ++byte) Store(panel + row * kPanelStride + i + byte * kLanes, values[byte]);
+      });
+    }
+  }
+
+  void DecodeColumns(int64_t k0, int64_t depth, int64_t n, int64_t width, float* panel) const {
+    constexpr int64_t kStride = kMaxPanelDepth + 16;
+    alignas(64) float values[8][kStride];
+    for (int64_t row = 0; row < width; row += 8) {
+      const int64_t rows = Min(8, width - row);
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t c = k0; c < k0 + depth; c += kRunValues) DecodeRun(n + row + i, c, values[i] + c - k0);
+      }
+      if (rows < 8) std::memset(values[rows], 0, (8 - rows) * sizeof values[0]);
+      for (int64_t k = 0; k < depth; k += 8) {
+        Transpose8(&values[0][k], kStride, panel + k * kPanelStride + row, kPanelStride);
+      }
+    }
+  }
+
+  // Writes the values of 64 columns of a row, from column `c` on.
+  EFORMER_INLINE void DecodeRun(int64_t row, int64_t c, float* values) const {
+    const float* scale = scales + (row - n0) * blocks;
+    const float* offset = offsets != nullptr ? offsets + (row - n0) * blocks : nullptr;
+    Strip run[2];
+    const int64_t present = Min(kRunValues, m.cols - c);
+    DecodeCodes<Format>(m, plain.table, row, c, present, run);
+    for (int i = 0; i < 2; ++i) StoreStrip(values + i * kStripSize, run[i]);
+    for (int64_t i = 0; i < present; i += 16) {
+      const int64_t block = (c + i) / m.block;
+      const Vec factor = Spread(scale[block]), added = Spread(offset != nullptr ? offset[block] : 0);
+      for (int64_t j = i; j < i + 16; j += kLanes) Store(values + j, Load(values + j) * factor + added);
+    }
+  }
+};
+
+}  // namespace eformer::EFORMER_ISA
