@@ -12,11 +12,10 @@
 namespace eformer {
 namespace {
 
-constexpr int64_t kTaskValues = 1 << 20;      // values of a large matrix in a task: about 50 microseconds
-constexpr int64_t kMinTaskValues = 1 << 17;   // of a small one: less is not worth waking a thread
-constexpr int64_t kInt8TaskValues = 1 << 18;  // for x rounded to int8: about 10 microseconds
-constexpr int64_t kMaxDepthParts = 8;         // partial sums kept for each element of the result
-constexpr int64_t kMinTasks = 8;              // with fewer, threads are idle
+constexpr int64_t kTaskValues = 1 << 20;     // values of a large matrix in a task: about 50 microseconds
+constexpr int64_t kMinTaskValues = 1 << 17;  // of a small one: less is not worth waking a thread
+constexpr int64_t kMaxDepthParts = 8;        // partial sums kept for each element of the result
+constexpr int64_t kMinTasks = 8;             // with fewer, threads are idle
 
 // The contracted axis, cut into parts of whole units.
 struct Depth {
@@ -143,7 +142,7 @@ bool Int8Matmul(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer&
   if (!rows.finite) return false;
   if (!dots) return PanelMatmul(pool, stack, rows, y), true;
   const int64_t depth = shape.Depth(), width = shape.Width();
-  const int64_t at_once = CeilDiv(kInt8TaskValues, depth), tasks = CeilDiv(width, at_once);
+  const int64_t at_once = CeilDiv(TaskValues(shape), depth), tasks = CeilDiv(width, at_once);
   ParallelFor(pool, stack.count * tasks, [&](int64_t task) {
     const int64_t matrix = task / tasks, n0 = task % tasks * at_once, n1 = std::min(width, n0 + at_once);
     kernels.int8_dots(stack[matrix], rows.Chunk(matrix, 0), n0, n1, y + matrix * width);

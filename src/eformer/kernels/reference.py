@@ -290,12 +290,12 @@ def decode_dynamic_matrix(codes: jax.Array, nested: jax.Array, offset: jax.Array
 def rounded_product(values: jax.Array, scale: jax.Array) -> jax.Array:
     """`values * scale`, rounded before anything is added: an integer operation prevents a fused multiply-add.
 
-    It adds 0, or changes the payload of a NaN.
+    It sets no bit, or one of a NaN, which stays a NaN.
     """
     scaled = values * scale
     integer = jnp.dtype(f"int{8 * scaled.dtype.itemsize}")
-    zero = jnp.isnan(scale).astype(integer)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(scaled, integer) + zero, scaled.dtype)
+    bit = jnp.isnan(scale).astype(integer)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(scaled, integer) | bit, scaled.dtype)
 
 
 def pack_ternary(values: jax.Array, axis: int) -> jax.Array:
