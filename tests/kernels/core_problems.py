@@ -424,7 +424,9 @@ def _expected_matmul(call: Call, weights: Weights) -> Expected | None:
     if a["round_values"] and bfloat:  # on AMX
         bound = bound + 2.0**-8 * terms
     if a["round_x"]:  # as docs/cpu-kernels.md says
-        of_depth = scale if scale.shape[1] > 1 and scale.shape[2] == 1 else np.ones((1, 1, 1))
+        in_blocks = a["format"] == "nf4" or a["format"] in GROUPED
+        scales_x = not in_blocks and scale.shape[1] > 1 and scale.shape[2] == 1
+        of_depth = scale if scales_x else np.ones((1, 1, 1))
         largest = np.abs(x * of_depth.swapaxes(1, 2)).max(2, keepdims=True)
         rest = np.broadcast_to(scale / of_depth if of_depth is not scale else 1.0, dense.shape)
         sizes = np.abs(dense) if a["format"] in GROUPED else np.abs(factors) * np.abs(rest)
