@@ -63,6 +63,8 @@ static inline void PutSixteen(Sixteen values, int64_t k, int8_t* to) {
   }
 }
 
+constexpr int32_t kTooLarge = 0x71800000;  // the bits of 2^100: sums of x that are times offsets could overflow
+
 template <int kPlaces, int kSpan>
 static bool RoundRowOf(const float* x, int64_t depth, int64_t block, int8_t* values, float* steps, int32_t* sums) {
   for (int64_t k = 0; k < depth; k += block) {
@@ -81,7 +83,7 @@ static bool RoundRowOf(const float* x, int64_t depth, int64_t block, int8_t* val
     float top;
     std::memcpy(&top, &bits, sizeof top);
     const float factor = top > 0 ? 127 / top : 0;
-    if (bits >= 0x7f800000 || !(factor <= __FLT_MAX__)) return false;
+    if (bits >= kTooLarge || !(factor <= __FLT_MAX__)) return false;
     Places sum{};
     for (int64_t i = 0; i < block; i += 16) {
       int32_t integers[16];

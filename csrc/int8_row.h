@@ -27,8 +27,9 @@ struct Int8Stripe {
 
   Int8Stripe(const Matrix& m, const Int8X& x, int64_t n, int64_t width) : m(m), x(x), n(n), width(width) {
     const int64_t padded = CeilDiv(width, kPanelColumns) * kPanelColumns;
-    for (float* floats : {totals, scales, offsets}) std::memset(floats, 0, padded * sizeof(float));
-    std::memset(nan, 0, padded * sizeof(uint32_t));
+    std::memset(totals, 0, padded * sizeof(float));
+    for (float* floats : {scales, offsets}) std::memset(floats + width, 0, (padded - width) * sizeof(float));
+    if (Int8Codes<Format>::kHasNaN) std::memset(nan, 0, padded * sizeof(uint32_t));
   }
 
   // Adds x[k : k + block] @ matrix[k : k + block].

@@ -170,7 +170,8 @@ struct InstructionSet {
   int64_t tile_rows;       // rows of x whose sums fit into registers
   int64_t int8_tile_rows;  // the same for rounded x
 
-  // Rounds a row of x; false if it is not finite, or its steps are not. What follows the last block stays as it is.
+  // Rounds a row of x; false if it is not finite or beyond 2^100, or its steps are not. What follows the last block
+  // stays as it is.
   bool (*round)(const float* x, int64_t depth, const Int8Order& order, int8_t* values, float* steps, int32_t* sums);
 
   const Kernels* begin;

@@ -424,10 +424,15 @@ def _expected_matmul(call: Call, weights: Weights) -> Expected | None:
     if a["round_values"] and bfloat:  # on AMX
         bound = bound + 2.0**-8 * terms
     if a["round_x"]:  # as docs/cpu-kernels.md says
-        of_depth = scale if scale.shape[1] > 1 and scale.shape[2] == 1 else np.ones((1, 1, 1))
+        in_blocks = a["format"] == "nf4" or a["format"] in GROUPED
+        scales_x = not in_blocks and scale.shape[1] > 1 and scale.shape[2] == 1
+        of_depth = scale if scales_x else np.ones((1, 1, 1))
         largest = np.abs(x * of_depth.swapaxes(1, 2)).max(2, keepdims=True)
         rest = np.broadcast_to(scale / of_depth if of_depth is not scale else 1.0, dense.shape)
-        bound = bound + largest / 254 * (np.abs(factors) * np.abs(rest)).sum(1, keepdims=True)
+        sizes = np.abs(dense) if a["format"] in GROUPED else np.abs(factors) * np.abs(rest)
+        rounded = (depth + 3) * np.finfo(np.float32).eps * largest_terms  # of what x is rounded to
+        step = largest / 127 * (1 + 2.0**-14)  # three roundings of up to 127 steps are below 2**-14 of half a step
+        bound = bound + step / 2 * (sizes + rounded).sum(1, keepdims=True)
         if a["format"] == "nf4":
             bound = bound + 0.5 / 127 * (np.abs(x) + largest / 254) @ np.abs(rest)
     return Expected(x @ dense, bound * (1 + 1e-5))
