@@ -107,8 +107,8 @@ static bool RoundRowOf(const float* x, int64_t depth, int64_t block, int8_t* val
 }
 
 // As InstructionSet::round says.
-static bool RoundRow(const float* x, int64_t depth, const Int8Order& order, int8_t* values, float* steps,
-                     int32_t* sums) {
+static inline bool RoundRow(const float* x, int64_t depth, const Int8Order& order, int8_t* values, float* steps,
+                            int32_t* sums) {
   static constexpr decltype(&RoundRowOf<1, 4>) kOf[2][3] = {{RoundRowOf<1, 4>, RoundRowOf<2, 4>, RoundRowOf<4, 4>},
                                                             {RoundRowOf<1, 64>, RoundRowOf<2, 64>, RoundRowOf<4, 64>}};
   return kOf[order.span == 64][order.places / 2](x, depth, order.block, values, steps, sums);

@@ -47,11 +47,44 @@ constexpr Kernels KernelsOf() {
   static_assert(CheckFormat<Format>(file_name), "kName must be the name of the format's file");
 EFORMER_FORMATS(EFORMER_CHECK_FORMAT)
 
+extern const InstructionSet kInstructionSet;
+
+#if defined(EFORMER_AMX)
+
+// AMX adds tiles of bfloat16. All else is that of AVX-512 with VNNI, and not compiled again.
+#define EFORMER_BFLOAT_MATMUL_OF(Format, file_name) kBfloatMatmul<Format>,
+static constexpr decltype(Kernels::bfloat_matmul) kBfloatMatmuls[] = {EFORMER_FORMATS(EFORMER_BFLOAT_MATMUL_OF)};
+
+struct WithTiles {
+  Kernels all[sizeof kBfloatMatmuls / sizeof *kBfloatMatmuls];
+
+  WithTiles() {
+    for (size_t i = 0; i < sizeof all / sizeof *all; ++i) {
+      all[i] = avx512_vnni::kInstructionSet.begin[i];
+      all[i].bfloat_matmul = kBfloatMatmuls[i];
+    }
+  }
+};
+
+static InstructionSet WithKernels(const WithTiles& kernels) {
+  InstructionSet set = avx512_vnni::kInstructionSet;
+  set.name = EFORMER_STRING(EFORMER_ISA);
+  set.begin = kernels.all;
+  set.end = kernels.all + sizeof kernels.all / sizeof *kernels.all;
+  return set;
+}
+
+static const WithTiles kWithTiles;
+const InstructionSet kInstructionSet = WithKernels(kWithTiles);
+
+#else
+
 #define EFORMER_KERNELS_OF(Format, file_name) KernelsOf<Format>(),
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
-extern const InstructionSet kInstructionSet;
 const InstructionSet kInstructionSet = {EFORMER_STRING(EFORMER_ISA),      kTileRows, kInt8TileRows, RoundRow, kAll,
                                         kAll + sizeof kAll / sizeof *kAll};
+
+#endif
 
 }  // namespace eformer::EFORMER_ISA

@@ -93,7 +93,8 @@ USES = {
 }
 
 
-@each_format
+# Half a code of FP8 is a code of FP8: nothing tells that it was changed.
+@pytest.mark.parametrize("form", [form.name for form in formats() if not form.name.startswith("fp8")])
 @pytest.mark.parametrize("change", LEAF_BY_LEAF.values(), ids=LEAF_BY_LEAF)
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_arithmetic_on_leaves_is_found_out_when_the_array_is_used(use, change, form, w):

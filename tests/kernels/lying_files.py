@@ -100,6 +100,7 @@ def without_memory() -> dict[str, Any]:
     x, y = (np.zeros((1, 1 << 22, 4), np.float32) for _ in range(2))
     codes = np.zeros((1, 4, 4), np.int8)
     attributes = {"format": "int8", "instruction_set": "", "rows": 4, "cols": 4, "packed_axis": 0, "block_size": 2}
+    attributes |= {"superblock_size": 0, "scale_names": ""}
     attributes |= {"contracted_axis": 0, "round_x": False, "round_values": False}
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (16 << 20)

@@ -332,7 +332,7 @@ _getframe = sys._getframe
 
 
 def _check_taken_apart(name: str, leaves: Iterable[Leaf], frame: FrameType | None) -> None:
-    """Raise if the caller of `frame`, a function of `jax.tree`, is about to differentiate or optimize integer leaves.
+    """Raise if the caller of `frame`, a function of `jax.tree`, is about to differentiate or optimize codes.
 
     `jax.grad` and Optax flatten a tree first. Without this they fail in their own words, or train nonsense.
     """
@@ -345,22 +345,26 @@ def _check_taken_apart(name: str, leaves: Iterable[Leaf], frame: FrameType | Non
     optimizes = module.startswith("optax.") and "mask" not in module
     if not (differentiates or optimizes) or frame.f_locals.get("allow_int", False):
         return
-    if function == "apply_updates" and not _moves_integers(frame.f_locals):
+    if function == "apply_updates" and not _moves_codes(frame.f_locals):
         return
-    if any(map(_is_integer, leaves)):
+    if any(map(_is_code, leaves)):
         what = "differentiated" if differentiates else f"given to Optax's `{function}`"
         raise TypeError(
-            f"an {name} cannot be {what}: its codes are integers. `eformer.model.partition` takes a tree apart into "
-            f"what is trained and what is frozen, and `eformer.ops.quantization.straight_through` trains through the "
-            f"rounding of a dense weight"
+            f"an {name} cannot be {what}: its codes are no numbers to train. `eformer.model.partition` takes a tree "
+            f"apart into what is trained and what is frozen, and `eformer.ops.quantization.straight_through` trains "
+            f"through the rounding of a dense weight"
         )
 
 
-def _is_integer(leaf: Leaf) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jnp.integer)
+def _is_code(leaf: Leaf) -> bool:
+    """Whether the leaf is of integers, or of floating point in one byte, which no optimizer's steps can move."""
+    dtype = getattr(leaf, "dtype", jnp.float32)
+    return jnp.issubdtype(dtype, jnp.integer) or (
+        jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
+    )
 
 
-def _moves_integers(arguments: Mapping[str, Tree]) -> bool:
-    """Whether `apply_updates` would add fractions to integers; zeros of the same integer dtype do no harm."""
+def _moves_codes(arguments: Mapping[str, Tree]) -> bool:
+    """Whether `apply_updates` would add fractions to codes; zeros of the same dtype do no harm."""
     params, updates = (jtu.tree_leaves(arguments.get(name)) for name in ("params", "updates"))
-    return any(_is_integer(p) and not _is_integer(u) for p, u in zip(params, updates, strict=False))
+    return any(_is_code(p) and not _is_code(u) for p, u in zip(params, updates, strict=False))
