@@ -270,9 +270,8 @@ def errors(model: Path, only: str | None) -> Iterator[tuple[str, float, float]]:
             continue
         rule = Rule(LINEAR, form[0], {"axis": -1, **form[1]})
         q = quantize_model({each: dense[each] for each in chosen}, [rule])
-        found = [
-            float(jnp.sum((q[each].materialize() - dense[each]) ** 2) / jnp.sum(dense[each] ** 2)) for each in chosen
-        ]
+        values = materialize(q)
+        found = [float(jnp.sum((values[each] - dense[each]) ** 2) / jnp.sum(dense[each] ** 2)) for each in chosen]
         yield name, bits_a_weight(q), float(np.mean(found))
 
 
@@ -300,8 +299,8 @@ def language(
         bits, values = bits_a_weight(q), materialize(q)  # perplexity depends on values alone: dense is quicker here
         loss = sum(float(_window_loss(values, jnp.asarray(window)[None], config)) for window in windows)
         yield name, bits, float(np.exp(loss / predicted))
-    for name, number in FILE_TYPES.items() if folder is not None else ():
-        if only is None or re.search(only, name):
+    for name, number in FILE_TYPES.items():
+        if folder is not None and (only is None or re.search(only, name)):
             yield name, *llama_cpp(model, folder / f"{model.stem}-{number}.gguf", number, windows)
 
 
@@ -364,10 +363,11 @@ def main() -> None:
         show(
             stories(args.stories, args.text, args.limit), "perplexity", lambda value, first: f"{value / first - 1:+.2%}"
         )
-    for model in args.model if args.wikitext is None else ():
-        print(f"\n{model.name}: relative squared error of linear layers")
-        show(errors(model, args.only), "error", lambda value, first: f"{value / first:9.5f}", "bits")
-    for model in args.model if args.wikitext is not None else ():
+    for model in args.model:
+        if args.wikitext is None:
+            print(f"\n{model.name}: relative squared error of linear layers")
+            show(errors(model, args.only), "error", lambda value, first: f"{value / first:9.5f}", "bits")
+            continue
         print(f"\n{model.name} on {args.wikitext.name}, {args.tokens} tokens: perplexity")
         rows = language(model, args.wikitext, args.tokens, args.only, args.llama)
         show(rows, "perplexity", lambda value, first: f"{value / first - 1:+.2%}", "bits")

@@ -119,7 +119,8 @@ class Array8B(LeafwiseArray):
         return self.scale.dtype == jnp.float32 and self.weight.dtype == jnp.int8
 
     def _stored_matrix(self) -> Matrix:
-        return Matrix("int8", (self.weight,), (self.scale,), *self.shape[1:])
+        _, rows, cols = self.shape
+        return Matrix("int8", (self.weight,), (self.scale,), rows, cols)
 
     def _encoded_again(self, array: jax.Array) -> Array8B:
         return self.quantize(array)
