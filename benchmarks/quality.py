@@ -209,6 +209,7 @@ def stories(path: Path, text: Path, limit: int | None) -> Iterator[tuple[str, in
         "nf4, blocks of 64, fitted": default_rules("nf4", fit=True),
         "int4, blocks of 64, rounded": default_rules("int4", fit=False),
         "int4, blocks of 64, fitted": default_rules("int4"),
+        "int4, blocks of 32, fitted": default_rules("int4", block_size=32),
         "int4, blocks of 32, symmetric, fitted": default_rules("int4", block_size=32, symmetric=True),
         "nf4, blocks of 64, double quantization": default_rules("nf4", double_quantization=True),
         "nf4, blocks of 32": default_rules("nf4", block_size=32),
