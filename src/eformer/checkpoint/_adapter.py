@@ -175,15 +175,15 @@ def _adapted(
         raise wrong(
             f"{first.shape} and {second.shape} do not fit the weight {shapes}: it is an adapter for another one"
         )
-    expected = _number(_of_module(config, "rank_pattern", module), config.get("r"), "r", wrong)
+    expected = _number(_of_module(config, "rank_pattern", wrong), config.get("r"), "r", wrong)
     if expected != rank:
         raise wrong(f"its matrices have rank {rank}, and the configuration says {expected:g}")
-    alpha = _number(_of_module(config, "alpha_pattern", module), config.get("lora_alpha"), "lora_alpha", wrong)
+    alpha = _number(_of_module(config, "alpha_pattern", wrong), config.get("lora_alpha"), "lora_alpha", wrong)
     factor = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return LoraArray(base, jnp.asarray(a), jnp.asarray(b), jnp.float32(factor))
 
 
-def _of_module(config: Mapping[str, Json], key: str, module: str) -> Json:
+def _of_module(config: Mapping[str, Json], key: str, wrong: _Wrong) -> Json:
     """The entry for this module: PEFT matches keys against the end of its name.
 
     A key may be a regular expression there. It is a stranger's, and may take forever, so only plain names are read.
@@ -192,9 +192,8 @@ def _of_module(config: Mapping[str, Json], key: str, module: str) -> Json:
     entries = patterns.items() if isinstance(patterns, dict) else ()
     for pattern, value in entries:
         if not re.fullmatch(r"[\w.-]+", pattern):
-            file = f"`{key}` has {pattern[:50]!r}, a regular expression; only names of modules are read"
-            raise CheckpointError(file, tensor=module)
-        if f".{module}".endswith(f".{pattern}"):
+            raise wrong(f"`{key}` has {pattern[:50]!r}, a regular expression; only names of modules are read")
+        if f".{wrong.module}".endswith(f".{pattern}"):
             return value
     return None
 

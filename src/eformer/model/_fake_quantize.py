@@ -70,7 +70,5 @@ def _mixed(dense: jax.Array, rounded: jax.Array, mix: ArrayLike | None) -> jax.A
 
 
 def finalize(tree: Tree, rules: Sequence[Rule] | None = None, *, format: str = "nf4") -> Tree:
-    """`quantize_model` under the name of its place in training: arrays whose values are those that `fake_quantize` of
-    the same tree and rules trained, bit for bit.
-    """
+    """`quantize_model`, at the end of training: its arrays decode to the weights of `fake_quantize`, bit for bit."""
     return quantize_model(tree, rules, format=format)
