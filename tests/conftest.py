@@ -4,8 +4,9 @@ import os
 from importlib.metadata import version
 
 # Before JAX is imported: eight devices on the host, so that sharding is real; and what makes XLA compile small programs
-# faster, unless flags are given. JAX 0.10 has two ways to make code of a fusion.
+# faster, unless flags are given: most of a test run is compiling. JAX 0.10 has two ways to make code of a fusion.
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", str("XLA_FLAGS" not in os.environ))
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
     "XLA_FLAGS",
     "--xla_cpu_parallel_codegen_split_count=1"
@@ -14,6 +15,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.envir
 
 import gc
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import jax
@@ -21,6 +23,31 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--half", type=int, choices=(1, 2), help="of each test, run every other value of a parameter")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose a half of the tests, by the parameter nearest to each. What has none is in both halves."""
+    half = config.getoption("--half")
+    if half is None:
+        return
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    chosen = {item for cases in tests.values() for item in half_of(cases, half)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
+def half_of(cases: list[pytest.Item], half: int) -> list[pytest.Item]:
+    places = [getattr(case, "callspec", None) and case.callspec.indices for case in cases]
+    for name in reversed(places[0] or ()):
+        if len({place[name] for place in places}) > 1:
+            return [case for case, place in zip(cases, places, strict=True) if place[name] % 2 == half - 1]
+    return cases
 
 
 def pytest_collection_finish() -> None:
@@ -37,8 +64,9 @@ def getkey() -> Callable[[], jax.Array]:
 
 
 @pytest.fixture
-def compile_quickly() -> Iterator[None]:
-    """For tests that compile many programs to run each once, and ask what a program computes, not how it rounds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+def optimized() -> Iterator[None]:
+    """For tests that ask how a compiled program rounds or what it allocates: XLA optimizes, as it does for users."""
+    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -24,7 +24,6 @@ BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning"),  # part of what the documents show
-    pytest.mark.usefixtures("compile_quickly"),
 ]
 
 

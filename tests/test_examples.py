@@ -13,7 +13,6 @@ import pytest
 
 from eformer.jaximus import explain, implicit, materialization_error
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

@@ -15,7 +15,6 @@ import pytest
 from eformer import implicit
 from eformer.checkpoint import save_gguf
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 EXAMPLE = Path(__file__).parent.parent / "examples" / "language_model.py"
 WIDTH, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 64, 96, 4, 2, 50
 SHAPES = {

@@ -22,7 +22,6 @@ if importlib.util.find_spec("libtpu") is None:
     pytest.skip("it takes minutes: `make test-accelerators` runs it", allow_module_level=True)
 
 
-@pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize("shape", [RAGGED, SMALL], ids=str)
 @pytest.mark.parametrize("contracted_axis", [0, 1])
 @pytest.mark.parametrize("name", FORMATS)

@@ -11,8 +11,3 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=30, metavar="COUNT", help="saves to kill, at any moment")
     parser.addoption("--races", type=int, default=10, metavar="COUNT", help="rounds of saves that run at once")
     parser.addoption("--lies", type=int, default=400, metavar="COUNT", help="well-formed files that lie, of all kinds")
-
-
-@pytest.fixture(autouse=True)
-def _all_compile_quickly(compile_quickly: None) -> None:
-    """What is saved must come back; how it was computed is for other tests."""

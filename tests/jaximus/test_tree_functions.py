@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from quantization.cases import CLASSES
 
 from eformer.jaximus import implicit, tree_average, tree_cast, tree_map_with_implicit, tree_norm, tree_size
-from eformer.ops.quantization import formats, quantize
+from eformer.ops.quantization import quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:no rule serves")
-each_format = pytest.mark.parametrize("form", [form.name for form in formats()])
+each_class = pytest.mark.parametrize("form", CLASSES)
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def w(getkey):
     return jax.random.normal(getkey(), (16, 8))
 
 
-@each_format
+@each_class
 def test_cast(form, w):
     tree = {"w": quantize(w, dtype=form), "b": w[0], "step": jnp.int32(3), "name": "layer"}
     cast = tree_cast(tree, jnp.bfloat16)
@@ -35,7 +36,7 @@ def test_cast_wants_floating_point(w):
         tree_cast({"w": w}, jnp.int8)
 
 
-@each_format
+@each_class
 def test_norm(form, w):
     tree = {"w": quantize(w, dtype=form), "b": w[0], "step": jnp.int32(100)}
     expected = np.sqrt(np.sum(np.square(tree["w"].materialize())) + np.sum(np.square(w[0])))
@@ -46,7 +47,7 @@ def test_norm_of_half_precision_does_not_overflow():
     np.testing.assert_allclose(tree_norm([jnp.full(4, 300, jnp.float16)]), 600)
 
 
-@each_format
+@each_class
 def test_average(form, w):
     first, second = ({"w": quantize(a, dtype=form), "b": a[0], "step": jnp.int32(n)} for a, n in ((w, 1), (-2 * w, 2)))
     mean = tree_average([first, second], weights=[3, 1])
@@ -67,12 +68,12 @@ def test_average_of_nothing():
         tree_average([])
 
 
-@each_format
+@each_class
 def test_size(form, w):
     assert tree_size({"w": quantize(w, dtype=form), "b": w[0], "f": abs, "n": 3}) == 16 * 8 + 8
 
 
-@each_format
+@each_class
 def test_map_over_whole_arrays(form, w):
     q = quantize(w, dtype=form)
     halved = tree_map_with_implicit(lambda p: p * 0.5, {"w": q})
@@ -94,7 +95,7 @@ USES = {
 
 
 # Half a code of FP8 is a code of FP8: nothing tells that it was changed.
-@pytest.mark.parametrize("form", [form.name for form in formats() if not form.name.startswith("fp8")])
+@pytest.mark.parametrize("form", [form for form in CLASSES if not form.startswith("fp8")])
 @pytest.mark.parametrize("change", LEAF_BY_LEAF.values(), ids=LEAF_BY_LEAF)
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_arithmetic_on_leaves_is_found_out_when_the_array_is_used(use, change, form, w):
@@ -113,7 +114,7 @@ DIFFERENTIATE = {
 }
 
 
-@each_format
+@each_class
 @pytest.mark.parametrize("differentiate", DIFFERENTIATE.values(), ids=DIFFERENTIATE)
 def test_differentiating_codes_says_what_works(differentiate, form, w):
     params = {"w": quantize(w, dtype=form), "b": w}
@@ -134,7 +135,7 @@ OPTIMIZE = {
 }
 
 
-@each_format
+@each_class
 @pytest.mark.parametrize("optimize", OPTIMIZE.values(), ids=OPTIMIZE)
 def test_optimizing_codes_says_what_works(optimize, form, w):
     with pytest.raises(TypeError, match=r"given to Optax's.*partition.*straight_through"):
@@ -152,7 +153,7 @@ WITHOUT_IMPLICIT = {
 }
 
 
-@each_format
+@each_class
 @pytest.mark.parametrize("function", WITHOUT_IMPLICIT.values(), ids=WITHOUT_IMPLICIT)
 def test_functions_outside_implicit_name_it(function, form, w):
     with pytest.raises(TypeError, match=r"`eformer.jaximus.implicit\(f\)` takes it"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -140,6 +141,19 @@ def from_codebook(w: jax.Array, axis: int, block_size: int, name: str) -> Matrix
     """Of the values of `integers`, whatever they are."""
     single = integers(w, axis, block_size, 4, symmetric=True)
     return replace(single, format=name)
+
+
+def made(make: Callable[[jax.Array], Matrix], w: np.ndarray) -> tuple[Matrix, np.ndarray]:
+    """A matrix for `w`, and its values: as one program, which is compiled faster than its steps."""
+    matrices: list[Matrix] = []
+
+    @jax.jit
+    def encode(w: jax.Array) -> Any:
+        matrices.append(make(w))
+        return matrices[0].codes, matrices[0].scales, oracle(matrices[0])
+
+    codes, scales, values = encode(w)
+    return replace(matrices[0], codes=codes, scales=scales), np.asarray(values)
 
 
 def oracle(matrix: Matrix) -> jax.Array:

@@ -14,12 +14,11 @@ import pytest
 
 from eformer.kernels import Matrix, cpu, reference
 
-from .matrices import FORMATS, in_blocks, magnitudes, nf4, oracle
+from .matrices import FORMATS, in_blocks, made, magnitudes, nf4, oracle
 
 pytestmark = [
     pytest.mark.skipif(not cpu.is_available(), reason="installed without the native core"),
     pytest.mark.filterwarnings("ignore::eformer.kernels.cpu.SlowerWithoutCore"),
-    pytest.mark.usefixtures("compile_quickly"),
 ]
 SETS = cpu.instruction_sets() if cpu.is_available() else ()
 every_set = pytest.mark.parametrize("instructions", SETS)
@@ -62,15 +61,7 @@ def assert_matmul(out: Any, x: Any, values: Any, contracted_axis: int, terms: An
 @functools.cache
 def example(name: str, shape: tuple[int, ...]) -> tuple[Matrix, np.ndarray]:
     """A matrix, and its values."""
-    made: list[Matrix] = []
-
-    @jax.jit
-    def encode(w: jax.Array) -> Any:
-        made.append(FORMATS[name](w))
-        return made[0].codes, made[0].scales, oracle(made[0])
-
-    codes, scales, values = encode(normal(shape))
-    return replace(made[0], codes=codes, scales=scales), np.asarray(values)
+    return made(FORMATS[name], normal(shape))
 
 
 def floating(matrix: Matrix) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +16,6 @@ from eformer.kernels import Matrix, cpu, grouped, reference
 pytestmark = [
     pytest.mark.skipif(not cpu.is_available(), reason="installed without the native core"),
     pytest.mark.filterwarnings("ignore::eformer.kernels.cpu.SlowerWithoutCore"),
-    pytest.mark.usefixtures("compile_quickly"),
 ]
 SETS = cpu.instruction_sets() if cpu.is_available() else ()
 ROWS = (1, 2, 7, 30)
@@ -28,7 +29,7 @@ def integer_matrix(format: str, shape: tuple[int, ...], axis: int, block: int = 
         codes = rng.integers(-128, 128, shape).astype(np.int8)
         return Matrix("int8", (jnp.asarray(codes),), (), shape[1], shape[2])
     if format == "ternary":
-        packed = reference.pack_ternary(jnp.asarray(rng.integers(-1, 2, shape), jnp.float32), axis)
+        packed = jax.jit(lambda w: reference.pack_ternary(w, axis))(rng.integers(-1, 2, shape).astype(np.float32))
         return Matrix("ternary", (packed,), (), shape[1], shape[2], axis - 1)
     bits = BITS[format]
     codes = jnp.asarray(rng.integers(0, 2**bits, shape), jnp.uint8)
@@ -38,7 +39,7 @@ def integer_matrix(format: str, shape: tuple[int, ...], axis: int, block: int = 
         some = rng.integers(0, 9, blocks)
         scales.append(jnp.asarray(some, jnp.uint8 if zeros == "zero" else jnp.bfloat16))
         names.append(zeros)
-    planes = tuple(grouped.pack_codes(codes, bits, axis))
+    planes = tuple(jax.jit(lambda codes: grouped.pack_codes(codes, bits, axis))(codes))
     _, rows, cols = shape
     return Matrix(format, planes, tuple(scales), rows, cols, axis - 1, block, scale_names=tuple(names))
 
@@ -53,8 +54,13 @@ def integers(shape: tuple[int, ...]) -> np.ndarray:
 def matmuls(matrix: Matrix, contracted_axis: int, x: np.ndarray) -> np.ndarray:
     """`x @ matrix` in parts of ROWS rows, which take different loops."""
     parts = np.split(x, np.cumsum(ROWS)[:-1], axis=1)
-    run = jax.jit(lambda parts: [cpu.matmul(part, matrix, contracted_axis, round_x=True) for part in parts])
-    return np.concatenate(run([jnp.asarray(part) for part in parts]), axis=1)
+
+    @jax.jit
+    def run(codes: Any, scales: Any, parts: Any) -> Any:
+        given = replace(matrix, codes=codes, scales=scales)
+        return [cpu.matmul(part, given, contracted_axis, round_x=True) for part in parts]
+
+    return np.concatenate(run(matrix.codes, matrix.scales, parts), axis=1)
 
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -71,18 +77,23 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
+@functools.cache
+def ragged(name: str, contracted_axis: int) -> tuple[Matrix, np.ndarray]:
+    """A stack of two matrices, ragged along both axes, and its values."""
+    format, axis, *rest = CASES[name]
+    axis = axis if contracted_axis == 0 else 3 - axis
+    shape = (2, 333, 75) if contracted_axis == 0 else (2, 75, 333)
+    matrix = integer_matrix(format, shape, axis, *rest)
+    return matrix, np.asarray(cpu.decode(matrix), np.float64)
+
+
 @pytest.mark.parametrize("instructions", SETS)
 @pytest.mark.parametrize("contracted_axis", [0, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_sums_are_exact(name, contracted_axis, instructions):
-    """Of a stack of two matrices, ragged along both axes, packed along the contracted axis or not."""
-    format, axis, *rest = CASES[name]
-    axis = axis if contracted_axis == 0 else 3 - axis
-    depth, width = 333, 75
-    shape = (2, depth, width) if contracted_axis == 0 else (2, width, depth)
-    matrix = integer_matrix(format, shape, axis, *rest)
-    values = np.asarray(cpu.decode(matrix), np.float64)
-    x = integers((2, sum(ROWS), depth))
+    """Packed along the contracted axis or not."""
+    matrix, values = ragged(name, contracted_axis)
+    x = integers((2, sum(ROWS), 333))
     with cpu.instruction_set(instructions):
         found = matmuls(matrix, contracted_axis, x)
     expected = x.astype(np.float64) @ (values if contracted_axis == 0 else values.swapaxes(1, 2))

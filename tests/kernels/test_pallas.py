@@ -19,7 +19,7 @@ from eformer.kernels import Matrix, cpu, grouped, pallas
 from eformer.kernels.pallas import _choice, _formats, _integers, gpu, tpu
 from eformer.ops.quantization import ArrayGrouped, nf4_use_kernel, quantize
 
-from .matrices import from_codebook, int8, integers, nested_nf4, nf4, oracle, ternary
+from .matrices import from_codebook, int8, integers, made, nested_nf4, nf4, ternary
 
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 # Several tiles along both axes, the last of them not full; and less than a tile.
@@ -62,8 +62,7 @@ def normal(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 @functools.cache
 def example(name: str, shape: tuple[int, ...]) -> tuple[Matrix, np.ndarray]:
-    matrix = FORMATS[name](jnp.asarray(normal(shape)))
-    return matrix, np.asarray(oracle(matrix))
+    return made(FORMATS[name], normal(shape))
 
 
 def assert_product(out: Any, x: Any, values: np.ndarray, contracted_axis: int, roundings: int = 3) -> None:
@@ -102,14 +101,12 @@ def x_for(shape: tuple[int, ...], contracted_axis: int, m: int = 5) -> jax.Array
     return jnp.asarray(normal((shape[0], m, shape[1 + contracted_axis]), seed=1))
 
 
-@pytest.mark.usefixtures("compile_quickly")
 @every_case
 def test_tpu_kernels(name, contracted_axis):
     (matrix, values), x = example(name, RAGGED), x_for(RAGGED, contracted_axis)
     assert_product(run_on_tpu(matrix, x, contracted_axis), x, values, contracted_axis)
 
 
-@pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize(("name", "contracted_axis"), STRICT_CASES, ids=str)
 def test_tpu_kernels_read_nothing_that_is_not_there(name, contracted_axis):
     """Races are looked for, and memory that nothing was written to holds NaN."""
@@ -117,7 +114,6 @@ def test_tpu_kernels_read_nothing_that_is_not_there(name, contracted_axis):
     assert_product(run_on_tpu(matrix, x, contracted_axis, interpret=STRICT), x, values, contracted_axis)
 
 
-@pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize(
     ("name", "contracted_axis", "options"),
     [
@@ -133,7 +129,6 @@ def test_other_ways_to_decode(name, contracted_axis, options):
     assert_product(run_on_tpu(matrix, x, contracted_axis, **options), x, values, contracted_axis)
 
 
-@pytest.mark.usefixtures("compile_quickly")
 def test_products_with_rounded_x():
     """A row of x, times the scales that go with it, is off by at most half of a 127th of its largest."""
     (matrix, values), x = example("int8 per row", RAGGED), x_for(RAGGED, 0)
@@ -145,7 +140,6 @@ def test_products_with_rounded_x():
     assert error.max() > bound.max() * 1e-3  # it was rounded
 
 
-@pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize(("name", "contracted_axis"), CASES[1::3], ids=str)
 def test_gpu_kernels(name, contracted_axis):
     (matrix, values), x = example(name, RAGGED), x_for(RAGGED, contracted_axis)
@@ -212,7 +206,6 @@ def test_a_matmul_with_an_unknown_format_is_left_to_xla(platform):
 
 
 @on_each_device
-@pytest.mark.usefixtures("compile_quickly")
 def test_padding_that_holds_nan_codes_is_not_multiplied(device):
     """70 rows are 17 bytes and half of another, whose other half is not part of the matrix."""
     matrix, values = example("ternary", SMALL)

@@ -15,7 +15,6 @@ from eformer.jaximus import implicit
 from eformer.model import Rule, dequantize_model, named_leaves, quantize_model, report, stored_bytes
 from eformer.ops.quantization import QuantizedArray
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 RULES = {
     "int8": Rule("w", "int8", {"axis": -2}),
     "nf4": Rule("w", "nf4", {"axis": -2, "block_size": 32}),

@@ -14,7 +14,6 @@ from eformer.cli import main
 from eformer.model import Rule, default_rules, quantize_model, rules_from_use
 from eformer.ops.quantization import ArrayNF4, formats, quantize, register_format
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 PARAMS = {"kernel": jnp.ones((64, 128))}
 
 

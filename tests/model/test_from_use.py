@@ -19,8 +19,6 @@ from eformer.model import Rule, named_leaves, parse_rule, quantize_model, report
 from eformer.model._uses import find_uses
 from eformer.ops.quantization import Array8B, ArrayNF4, quantize
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 @pytest.fixture(autouse=True)
 def _as_models_expect():

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from quantization.cases import CLASSES
 
 import eformer
 from eformer.jaximus import materialization_error
 from eformer.model import Leaf, Report, quantize_model, report
-from eformer.ops.quantization import formats, quantize
+from eformer.ops.quantization import quantize
 
 VOID = {"br"}
 
@@ -68,11 +69,11 @@ def test_a_long_report_is_cut():
 # --- arrays ---
 
 
-@pytest.mark.parametrize("form", formats(), ids=str)
+@pytest.mark.parametrize("form", CLASSES)
 def test_an_array_shows_what_it_is(form):
-    q = quantize(jnp.linspace(-1, 1, 64 * 64).reshape(64, 64), dtype=form.name)
+    q = quantize(jnp.linspace(-1, 1, 64 * 64).reshape(64, 64), dtype=form)
     found = Checked(q._repr_html_())
-    for part in (type(q).__name__, "64x64", "float32", form.name, f"{8 * q.nbytes / q.size:.2f} bits", "dense 16.4 kB"):
+    for part in (type(q).__name__, "64x64", "float32", form, f"{8 * q.nbytes / q.size:.2f} bits", "dense 16.4 kB"):
         assert part in found.text
     values = q.materialize()
     assert f"{values.min():.3g} to {values.max():.3g}" in found.text

@@ -13,8 +13,6 @@ from eformer.jaximus import implicit
 from eformer.model import combine, dequantize_model, named_leaves, partition, quantize_model
 from eformer.ops.quantization import QuantizedArray, quantize
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 def needed(package: str):
     with warnings.catch_warnings():

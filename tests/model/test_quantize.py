@@ -17,7 +17,6 @@ from eformer.jaximus import implicit
 from eformer.model import Rule, UnusedRuleWarning, default_rules, dequantize_model, named_leaves, quantize_model
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, QuantizedArray, quantize
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")  # which leaf becomes what; formats have their own tests
 ALL = [Rule("", "nf4", {"block_size": 4})]
 
 

@@ -25,8 +25,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "int3": ({"block_size": 8, "axis": 0},),
     "fp8": ({"block_shape": (4, 4)},),
 }
-# Of the same class as "int4", "int3" or "fp8": `test_grouped.py`, `test_mx.py` and `test_float8.py` have
-# tests of them all.
+# Most of a test's time is compiling, so formats that share their code do not all run through all tests.
+#
+# Of the same class as "int4", "int3" or "fp8", and different in a width, a codebook or the dtype of a leaf alone. Rules
+# and transformations ask the class; what the format changes (packing, decoding, rounding, scales of scales, joins) is
+# tested for each in `test_grouped.py`, `test_mx.py` and `test_float8.py`, and its matmuls in `kernels`.
 ALIKE = {"int2", "int5", "int6", "int8_grouped", "fp8_e5m2", "mxfp4", "nvfp4"}
 
 
@@ -60,6 +63,8 @@ class Case(NamedTuple):
 
 
 _FORMATS = [form for form in formats() if form.name not in ALIKE]
+# A format of each class, for tests of what classes share: trees, errors, `disable_jit`, pages.
+CLASSES = list({form.array_type: form.name for form in reversed(_FORMATS)}.values())
 CASES = [Case.of(form.name, **options) for form in _FORMATS for options in ({}, *_options(form))]
 DEFAULTS = [case for case in CASES if not case.items]
 # One of each way to store an array: with and without scales, blocks, and scales of scales.
@@ -69,6 +74,11 @@ every_format = pytest.mark.parametrize("case", DEFAULTS, ids=str)
 
 SHAPE = (6, 10)  # of the arrays that most tests share: ragged for every format, so that little is compiled
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def in_turn(slow: Sequence[Any], fast: Sequence[Any], each: int) -> list[tuple[Any, Any]]:
+    """Pairs of each of `slow` with `each` of `fast`, which take turns: where neither changes what the other does."""
+    return [(a, fast[(i * each + k) % len(fast)]) for i, a in enumerate(slow) for k in range(each)]
 
 
 def name(x: Any) -> str:

@@ -12,8 +12,6 @@ from eformer.ops.quantization import Array1B, ArrayNF4, quantize, straight_throu
 
 from .cases import FLOATS, assert_same_array, assert_within, f64, name, normal
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 SHAPES = [(), (1,), (5,), (2, 4), (7, 3), (3, 5, 2), (0, 4), (4, 0)]
 
 

@@ -20,7 +20,6 @@ from eformer.ops.quantization import RSROperatorTernary
 from .cases import Case, assert_product, normal
 
 P = PartitionSpec
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 CODES = ("u8", "s8", "u16")
 WEIGHTS: dict[str, Callable[[Any], Any]] = {
     "int8": Case.of("int8"),

@@ -42,6 +42,7 @@ from .cases import (
     every_format,
     example,
     f64,
+    in_turn,
     largest_float,
     name,
     normal,
@@ -54,7 +55,6 @@ STORED = [case for case in CASES if case.name != "binary"]  # which is ternary, 
 DISTINCT = [case for case in DEFAULTS if case.name != "binary"]
 NESTED = Case.of("nf4", block_size=4, double_quantization=True)
 every_way_to_store = pytest.mark.parametrize("case", STORED, ids=str)
-quickly = pytest.mark.usefixtures("compile_quickly")
 
 
 def test_documented_formats_are_registered():
@@ -105,7 +105,6 @@ SHAPES += [(case, shape) for case in DISTINCT for shape in ((), (0,), (3, 0), (0
 SHAPES += [(Case.of("nf4", double_quantization=True), shape) for shape in ((), (0,), (5,))]
 
 
-@quickly
 @pytest.mark.parametrize(("case", "shape"), SHAPES, ids=str)
 def test_round_trip_of_any_shape(case, shape):
     check_round_trip(case, normal(shape))
@@ -140,6 +139,12 @@ TYPED = [*((case, jnp.float32) for case in CASES), *((case, dtype) for case in D
 @pytest.mark.parametrize(("case", "dtype"), TYPED, ids=name)
 def test_round_trip_of_any_dtype(case, dtype):
     check_round_trip(case, normal(SPECIAL, dtype) * 9)
+
+
+@pytest.mark.usefixtures("optimized")
+@every_format
+def test_round_trip_as_users_compile_it(case):
+    check_round_trip(case, normal((3, 71)) * 9)  # a shape of no other test, whose programs are not optimized
 
 
 @pytest.mark.parametrize("case", [*DISTINCT, NESTED, Case.of("ternary", scale="channel")], ids=str)
@@ -244,10 +249,8 @@ DENSE: dict[str, Any] = {
 }
 
 
-@quickly
-@pytest.mark.parametrize("primitive", DENSE)
-@every_format
-def test_primitive_agrees_with_dense(case, primitive):
+@pytest.mark.parametrize(("primitive", "case"), in_turn(list(DENSE), DEFAULTS, each=2), ids=str)
+def test_primitive_agrees_with_dense(primitive, case):
     function = DENSE[primitive]
     q, dense = example(case)
     x = normal(seed=1)
@@ -305,7 +308,6 @@ TELLING += ["gather_rows", "gather_elements", "slice_strided", "squeeze_last"]
 MOVES = [*((case, move) for case in MOVED for move in MOVING), *((case, move) for case in PLAINER for move in TELLING)]
 
 
-@quickly
 @pytest.mark.parametrize(("case", "primitive"), MOVES, ids=str)
 def test_moving_agrees_with_dense(case, primitive):
     function = MOVING[primitive]
@@ -360,7 +362,6 @@ def drawn_slice(shape: tuple[int, ...], data: Any) -> Any:
     return functools.partial(lax.slice, start_indices=starts, limit_indices=limits, strides=strides)
 
 
-@quickly
 @pytest.mark.parametrize("move", [drawn_transpose, drawn_reshape, drawn_slice], ids=name)
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(data=st.data())
@@ -385,20 +386,19 @@ TWO = {
 }
 
 
+# Each with one of its own kind, and with others in turn.
 OTHERS = [*DEFAULTS, NESTED, Case.of("ternary", scale="channel")]
+TOGETHER = [*((case, case) for case in DISTINCT), *in_turn(DISTINCT, OTHERS, each=3)]
 
 
-@quickly
 @pytest.mark.parametrize("function", TWO)
-@pytest.mark.parametrize("other", OTHERS, ids=str)
-@pytest.mark.parametrize("case", DISTINCT, ids=str)
+@pytest.mark.parametrize(("case", "other"), TOGETHER, ids=str)
 def test_two_quantized_operands_agree_with_dense(case, other, function):
     (a, dense_a), (b, dense_b) = example(case), example(other, seed=1)
     assert_same(implicit(TWO[function])(a, b), TWO[function](dense_a, dense_b))
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=str)
-@pytest.mark.parametrize("case", DISTINCT, ids=str)
+@pytest.mark.parametrize(("case", "other"), TOGETHER, ids=str)
 def test_product_of_two_quantized_operands(case, other):
     (a, dense_a), (b, dense_b) = example(case), example(other, seed=1)
     out = implicit(lambda a, b: lax.dot_general(a, b, (((1,), (1,)), ((), ()))))(a, b)
@@ -417,6 +417,7 @@ def rows(seed: int = 1, leading: tuple[int, ...] = ()) -> jax.Array:
     return normal((*leading, 4, SHAPE[0]), seed=seed)
 
 
+@pytest.mark.usefixtures("optimized")
 @every_case
 def test_materialize_under_jit(case):
     """The same bits as outside, where each step is a program of its own; also of one quantized inside."""
@@ -427,7 +428,6 @@ def test_materialize_under_jit(case):
     assert_same_leaves(made, q)
 
 
-@quickly
 @every_way_to_store
 def test_jit_takes_and_returns_it(case):
     q, dense = example(case)
@@ -438,7 +438,6 @@ def test_jit_takes_and_returns_it(case):
     assert_same(moved, dense.T)
 
 
-@quickly
 @every_way_to_store
 def test_derivatives_with_respect_to_x(case):
     """The product is linear in `x`: the cotangent times the transpose, and the product with the tangent."""
@@ -471,7 +470,6 @@ def stacked(case: Case) -> Any:
 BATCHED = (((2,), (1,)), ((0,), (0,)))
 
 
-@quickly
 @every_way_to_store
 def test_vmap_over_stacked_arrays(case):
     """Over the leaves with `vmap` outside, over the array with `implicit` outside; and of quantizing itself."""
@@ -497,7 +495,6 @@ def test_vmap_over_stacked_arrays(case):
     assert_product(only_q, jnp.broadcast_to(x[:1], x.shape), dense, BATCHED)
 
 
-@quickly
 @every_way_to_store
 def test_vmap_over_the_last_axis(case):
     """Of the array, with `implicit` outside: `vmap` outside maps leaves, whose last axis may be anything."""
@@ -514,7 +511,6 @@ def test_vmap_over_the_packed_axis_of_the_leaves_is_an_error(case):
         jax.vmap(lambda q: q.materialize())(case(normal()))
 
 
-@quickly
 @every_way_to_store
 def test_scan_over_stacked_layers_stays_quantized(case):
     """Nothing falls back, and the program has no floating point array larger than a product with one layer makes."""
@@ -556,7 +552,6 @@ def in_checkpoint(x: Any, q: Any) -> Any:
 FLOWS = [in_cond, out_of_cond, in_while, carried_by_while, in_checkpoint]
 
 
-@quickly
 @pytest.mark.parametrize("flow", FLOWS, ids=name)
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_control_flow(case, flow):
@@ -567,7 +562,6 @@ def test_control_flow(case, flow):
     assert_product(out, x, dense)
 
 
-@quickly
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_gradient_through_checkpoint_and_scan(case):
     q, dense = stacked(case)
@@ -584,6 +578,7 @@ def test_gradient_through_checkpoint_and_scan(case):
 # --- the straight-through estimator ---
 
 
+@pytest.mark.usefixtures("optimized")
 @every_case
 def test_straight_through_is_quantize_and_materialize(case):
     """Bit for bit, outside and inside a `jit`; and so is `simulate=True`."""
@@ -594,7 +589,6 @@ def test_straight_through_is_quantize_and_materialize(case):
     assert_same_array(jax.jit(case.straight_through)(w), expected)
 
 
-@quickly
 @every_case
 def test_straight_through_has_the_gradient_of_the_identity(case):
     w, t = normal(), normal(seed=1)

@@ -17,7 +17,6 @@ from eformer.ops.quantization._matmul import _convolution
 
 from .cases import Case, dense, example, f64, name, normal
 
-quickly = pytest.mark.usefixtures("compile_quickly")
 KERNELS = [Case.of("int8"), Case.of("int8", axis=0), Case.of("nf4", block_size=4), Case.of("ternary", scale="tensor")]
 by_patches = pytest.mark.parametrize("growth", [4, 0], ids=["patches", "positions"])
 
@@ -39,7 +38,6 @@ def assert_convolved(x: Any, q: Any, **params: Any) -> None:
     np.testing.assert_array_less(np.abs(f64(out) - f64(expected)), f64(magnitude) * eps + 1e-30)
 
 
-@quickly
 @by_patches
 @pytest.mark.parametrize(
     "params",
@@ -57,7 +55,6 @@ def test_windows(params, growth, monkeypatch):
     assert_convolved(normal((2, 9, 8, 4)), q, dimension_numbers=("NHWC", "HWIO", "NHWC"), **params)
 
 
-@quickly
 @pytest.mark.parametrize(
     ("layout", "x_shape", "q_shape"),
     [
@@ -77,7 +74,6 @@ def test_layouts(layout, x_shape, q_shape):
     assert_convolved(normal(x_shape), q, window_strides=(1,) * spatial, padding="SAME", dimension_numbers=layout)
 
 
-@quickly
 @by_patches
 @pytest.mark.parametrize("shape", [(1, 1, 8, 6), (3, 3, 8, 6)], ids=str)
 @pytest.mark.parametrize("case", KERNELS, ids=str)
@@ -88,7 +84,6 @@ def test_formats(case, shape, growth, monkeypatch):
     assert_convolved(normal((2, 5, 4, 8)), q, window_strides=(1, 1), padding="SAME", dimension_numbers=numbers)
 
 
-@quickly
 @pytest.mark.parametrize("growth", [4, 0], ids=["patches", "positions"])
 @pytest.mark.parametrize(
     ("dtype", "asked"), [(jnp.bfloat16, None), (jnp.bfloat16, jnp.float32), (jnp.float16, None)], ids=name
@@ -101,7 +96,6 @@ def test_dtypes(dtype, asked, growth, monkeypatch):
     assert_convolved(normal((2, 9, 4), dtype), q, preferred_element_type=asked, **params)
 
 
-@quickly
 def test_gradient_of_the_input():
     q, w = example(Case.of("int8", axis=0), (3, 4, 6))
     x, ct = normal((2, 9, 4)), normal((2, 5, 6), seed=1)
@@ -114,7 +108,6 @@ def test_gradient_of_the_input():
     np.testing.assert_allclose(gradient, jax.grad(loss)(x, w), atol=1e-4)
 
 
-@quickly
 @pytest.mark.parametrize(
     ("shape", "params"),
     [

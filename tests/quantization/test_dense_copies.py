@@ -22,6 +22,7 @@ from eformer.jaximus import MaterializationError, MaterializationWarning, explai
 from eformer.kernels import cpu
 from eformer.ops.quantization import Array8B, QuantizedArray, nf4_use_kernel, quantize
 
+pytestmark = pytest.mark.usefixtures("optimized")  # what a program allocates is asked
 K, N = 512, 1024
 Program = Callable[..., Any]
 

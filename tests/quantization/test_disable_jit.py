@@ -9,7 +9,9 @@ import pytest
 from jax import lax
 
 from eformer.jaximus import implicit
-from eformer.ops.quantization import formats, quantize
+from eformer.ops.quantization import quantize
+
+from .cases import CLASSES
 
 FUNCTIONS = {
     "matmul": lambda q, x: x @ q,
@@ -22,7 +24,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("form", [form.name for form in formats()])
+@pytest.mark.parametrize("form", CLASSES)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_runs_as_it_does_when_compiled(function, form, getkey):
     q = quantize(jax.random.normal(getkey(), (16, 8)), dtype=form)

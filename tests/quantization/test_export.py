@@ -16,8 +16,6 @@ from eformer.ops.quantization import RSROperatorTernary
 
 from .cases import Case, name, normal
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 def embed_and_unembed(q: Any, ids: Any) -> Any:
     return jnp.tanh(q[ids]) @ q.T

@@ -17,7 +17,6 @@ from .cases import Case, example, normal, type_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning"),
-    pytest.mark.usefixtures("compile_quickly"),
 ]
 
 SHAPE = (6, 6)

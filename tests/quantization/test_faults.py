@@ -15,7 +15,6 @@ from .cases import FLOATS, assert_product, assert_same_array, every_format, name
 # Sums have no rule.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning"),
-    pytest.mark.usefixtures("compile_quickly"),
 ]
 
 

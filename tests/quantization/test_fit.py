@@ -24,8 +24,6 @@ from eformer.ops.quantization import (
 
 from .cases import Case, assert_same_array, assert_same_leaves, assert_within, dense, f64, name, normal
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 BLOCK = 32
 GROUPED = [f"int{bits}" for bits in grouped.PLANES if bits != 8] + ["int8_grouped"]
 BLOCKS = [

@@ -18,7 +18,6 @@ from eformer.ops.quantization import ArrayFloat8, format_names, quantize
 from .cases import assert_product, assert_same_array, assert_same_leaves, assert_within, f64, normal
 
 DTYPES = {"fp8": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
-quickly = pytest.mark.usefixtures("compile_quickly")
 
 
 def repeated(scale: Any, block_shape: tuple[int, int], shape: tuple[int, int]) -> np.ndarray:
@@ -76,7 +75,6 @@ MOVES: dict[str, Any] = {
 }
 
 
-@quickly
 @pytest.mark.parametrize("move", MOVES)
 def test_blocks_stay_with_their_elements(move):
     function, block_shape = MOVES[move]
@@ -117,7 +115,6 @@ OPTIONS: list[Any] = [
 ]
 
 
-@quickly
 @pytest.mark.parametrize("core", [True, False])
 @pytest.mark.parametrize(("options", "dtype"), OPTIONS, ids=str)
 def test_matmuls_make_nothing_dense(options, dtype, core):

@@ -19,7 +19,6 @@ from .cases import assert_same, normal
 # What is documented to be made dense is.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning"),
-    pytest.mark.usefixtures("compile_quickly"),
 ]
 
 FORMATS = {"8bit": "int8", "nf4": "nf4", "1bit": "ternary"}

@@ -12,8 +12,6 @@ from eformer.ops.quantization import Array8B
 
 from .cases import assert_same, assert_same_array, assert_within, f64, normal
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 @pytest.mark.parametrize("axis", [None, 0, 1, -1, (0,), (0, 2), (-1, 0, 1), ()], ids=str)
 def test_scale_is_the_largest_magnitude_over_the_axes(axis):

@@ -13,8 +13,6 @@ from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, RSROperatorBina
 
 from .cases import CASES, Case, assert_same_array, name
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 RAMP = np.arange(-100, 100, dtype=np.int32).reshape(4, 50)
 SIGNS = np.resize([-1, 1, 1], (4, 50)).astype(np.int8)
 TRITS = np.resize([-1, 0, 1], (4, 50)).astype(np.int8)

@@ -52,7 +52,6 @@ WEIGHTS = [
     Case.of("ternary", scale="channel"),
 ]
 every_weight = pytest.mark.parametrize("case", WEIGHTS, ids=str)
-quickly = pytest.mark.usefixtures("compile_quickly")
 SIZES = {"b": 3, "m": 5, "k": 10, "l": 4, "n": 6}
 
 # The axes of `x` and of the weight, and those of both that run in parallel. Shared axes are else summed over.
@@ -119,14 +118,12 @@ SCALES = [(layout, varies) for layout in LAYOUTS for varies in ("first", "last")
 SCALES += [(LAYOUTS[number], varies) for number in (0, 4, 10, 13) for varies in ("all", "none")]
 
 
-@quickly
 @pytest.mark.parametrize(("layout", "varies"), SCALES, ids=layout_id)
 def test_int8_in_every_layout_with_every_placement_of_the_scale(layout, varies):
     q, dense = int8_of(sizes_of(layout[1]), varies)
     check_either_side(normal(sizes_of(layout[0]), seed=1), q, dense, numbers_of(*layout))
 
 
-@quickly
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[7]], ids=layout_id)
 @pytest.mark.parametrize("case", [case for case in WEIGHTS if case.name != "int8"], ids=str)
 def test_other_formats_in_several_layouts(case, layout):
@@ -154,7 +151,6 @@ TYPED = [
 ]
 
 
-@quickly
 @pytest.mark.parametrize("types", TYPES, ids=lambda types: "-".join(map(name, types)))
 @pytest.mark.parametrize("case", TYPED, ids=str)
 def test_every_float_dtype(case, types):
@@ -185,7 +181,6 @@ def runs_the_kernel(function: Any, *args: Any) -> bool:
     return bool({"quantized_matmul", "scan"} & names) and not dots
 
 
-@quickly
 @pytest.mark.parametrize(
     ("case", "dtype", "asked"),
     [
@@ -209,7 +204,6 @@ def test_integers_multiply_as_dense(case, dtype, asked):
 INTEGERS = [(jnp.int8, jnp.int8, None), (jnp.int32, jnp.int8, None), (jnp.int8, jnp.int8, jnp.int32)]
 
 
-@quickly
 @pytest.mark.parametrize("types", INTEGERS, ids=lambda types: "-".join(map(name, types)))
 @pytest.mark.parametrize("rows", [3, 50])
 def test_integer_results_are_the_dense_ones_bit_for_bit(types, rows):
@@ -222,7 +216,6 @@ def test_integer_results_are_the_dense_ones_bit_for_bit(types, rows):
     assert_same_array(run(x, q), lax.dot(x, q.materialize(), preferred_element_type=asked))
 
 
-@quickly
 @pytest.mark.parametrize("case", TYPED, ids=str)
 def test_double_precision_is_met(case):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -247,7 +240,6 @@ PRECISIONS = [
 ]
 
 
-@quickly
 @pytest.mark.parametrize(
     ("case", "precision"),
     [*((TYPED[0], each) for each in PRECISIONS), *((case, "highest") for case in TYPED[1:])],
@@ -308,7 +300,6 @@ def test_a_precision_asked_for_outranks_rounded_activations():
 # --- two quantized arrays ---
 
 
-@quickly
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[6], LAYOUTS[7]], ids=layout_id)
 @pytest.mark.parametrize("cases", [(WEIGHTS[0], WEIGHTS[4]), (WEIGHTS[5], WEIGHTS[7])], ids=str)
 def test_two_quantized_arrays(cases, layout):
@@ -384,7 +375,6 @@ SUMMED, FREE = ("mk", "kn", ""), ("mk", "nk", "")
 CUT = [SUMMED, FREE, ("bmk", "bkn", "b"), ("mbk", "nbk", "b"), ("mkl", "lkn", "")]
 
 
-@quickly
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("length", "varies"), [(22, "first"), (22, "last"), (24, "first")])
 @pytest.mark.parametrize("layout", CUT, ids=layout_id)
@@ -399,7 +389,6 @@ def test_tiled_matmuls_of_int8(layout, length, varies):
 TILED = [*((case, SUMMED) for case in WEIGHTS), *((case, FREE) for case in (*TYPED, Case.of("nf4", block_size=4)))]
 
 
-@quickly
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("case", "layout"), TILED, ids=str)
 def test_tiled_matmuls_and_their_gradients(case, layout):
@@ -420,7 +409,6 @@ def test_parallel_axes_alone_are_not_cut():
     assert_product(dot(x, q, numbers), x, dense, numbers)
 
 
-@quickly
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
     ("case", "dtype"),
@@ -443,7 +431,6 @@ def test_any_number_of_rows_is_multiplied_in_tiles(rows):
     assert_product(run(x, q), x, dense)
 
 
-@quickly
 @pytest.mark.usefixtures("small_tiles")
 @every_weight
 def test_tiled_matmuls_under_vmap_and_scan(case):
@@ -489,6 +476,7 @@ def temporary_bytes(function: Any, *args: Any) -> int:
     return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("core", [True, False], ids=["core", "no core"])
 @pytest.mark.parametrize("function", [matmul, gradient], ids=name)
 @pytest.mark.parametrize("form", ["int8", "nf4", "ternary"])
@@ -501,6 +489,7 @@ def test_a_matmul_of_one_row_never_holds_the_dense_weight(form, function, core):
         assert explain(matmul)(x, q).dense_bytes == 0
 
 
+@pytest.mark.usefixtures("optimized")
 @needs_core
 @pytest.mark.parametrize("form", ["int8", "nf4", "ternary"])
 def test_matmuls_with_a_transpose_move_no_codes(form):
@@ -523,6 +512,7 @@ def test_rounding_what_is_multiplied_is_asked_for():
         q.with_activation_dtype("int4")
 
 
+@pytest.mark.usefixtures("optimized")
 def test_without_the_kernel_the_weight_is_decoded_whole():
     (x, q), (_, whole) = large("int8"), large("int8", use_kernel=False)
     assert {"scan", "quantized_matmul"} & set(primitives(matmul, x, q))
@@ -584,7 +574,6 @@ def test_use_kernels_takes_a_bool(value):
 # --- the documented function ---
 
 
-@quickly
 @pytest.mark.parametrize("leading", [(), (4,), (2, 4)], ids=str)
 @pytest.mark.parametrize("axis", [0, 1, (0, 1), ()], ids=str)  # per column, per row, one for all, one for each
 def test_matmul_bf16_int8_weight_only(axis, leading):
@@ -595,6 +584,7 @@ def test_matmul_bf16_int8_weight_only(axis, leading):
     assert_product(out, x, q.materialize())
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("axis", [0, 1, (0, 1)], ids=str)
 def test_matmul_bf16_int8_weight_only_makes_no_dense_copy(axis):
     q = Array8B.quantize(normal((1024, 512)), axis=axis)

@@ -182,6 +182,7 @@ def test_documented_example():
     assert_same_array(output, inputs @ weights)  # ones are exact, and so are their sums
 
 
+@pytest.mark.usefixtures("optimized")
 def test_quantizing_takes_less_than_twice_the_input():
     """Sixteen distances for each element would take sixteen times as much."""
     w = jax.ShapeDtypeStruct((512, 1024), jnp.float32)

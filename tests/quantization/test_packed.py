@@ -20,7 +20,7 @@ from eformer.ops.quantization._packed import PackedArray
 
 from .cases import assert_product, assert_same_array, assert_same_leaves, assert_within, normal
 
-pytestmark = pytest.mark.usefixtures("compile_quickly", "planes")
+pytestmark = pytest.mark.usefixtures("planes")
 
 
 class Planes(PackedArray):

@@ -23,9 +23,6 @@ ORDER = np.random.default_rng(0).permutation(64).astype(np.int32)
 W = normal((24, 64))
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 @functools.cache
 def permuted() -> ArrayPermuted:
     """(24, 64), with the 64 in another order."""

@@ -14,12 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from eformer.jaximus import explain, implicit, is_implicit, materialize
 
-from .cases import Case, assert_same, assert_within, example, f64, largest_float, normal
-from .cases import name as name_of
+from .cases import Case, assert_same, assert_within, example, f64, in_turn, largest_float, normal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning"),
-    pytest.mark.usefixtures("compile_quickly"),
 ]
 
 SHAPE = (3, 8, 12)  # a stack of matrices; two axes that blocks of four divide
@@ -177,9 +175,11 @@ SCALED: dict[str, Callable[[Any, Any], Any]] = {
 TYPES = [("mul", jnp.float32), ("mul_reversed", jnp.bfloat16), ("div", jnp.float32)]
 
 
-@pytest.mark.parametrize(("name", "dtype"), TYPES, ids=name_of)
-@pytest.mark.parametrize(("case", "factor"), [(case, factor) for factor in FACTORS for case in CASES], ids=str)
-def test_scales_take_factors(case, factor, name, dtype):
+@pytest.mark.parametrize(
+    ("given", "typed"), in_turn([(case, factor) for factor in FACTORS for case in CASES], TYPES, each=1), ids=str
+)
+def test_scales_take_factors(given, typed):
+    (case, factor), (name, dtype) = given, typed
     q, dense = example(case, SHAPE, dtype)
     x, function = jnp.abs(normal(FACTORS[factor].shape, dtype, seed=1)) + 1, SCALED[name]
     declined = case in FACTORS[factor].declined

@@ -37,7 +37,6 @@ EXPERTS = [
 ]
 every_expert = pytest.mark.parametrize("case", EXPERTS, ids=str)
 SHAPE = (4, 10, 6)  # experts, K, N
-quickly = pytest.mark.usefixtures("compile_quickly")
 
 
 def ragged_f64(x: Any, w: Any, sizes: Any) -> np.ndarray:
@@ -68,7 +67,6 @@ def assert_ragged(out: Any, x: Any, w: Any, sizes: Any) -> None:
 SIZES = [(3, 4, 2, 2), (11, 0, 0, 0), (0, 0, 0, 11), (0, 5, 0, 3), (0, 0, 0, 0), (1, 1, 1, 1)]
 
 
-@quickly
 @every_expert
 def test_each_group_by_its_own_matrix(case):
     q, dense = example(case, SHAPE)
@@ -76,7 +74,6 @@ def test_each_group_by_its_own_matrix(case):
     assert_ragged(strictly(lax.ragged_dot)(x, q, sizes), x, dense, sizes)
 
 
-@quickly
 @pytest.mark.parametrize("rows", [4, 64])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_groups_of_every_size(sizes, rows, monkeypatch):
@@ -88,7 +85,6 @@ def test_groups_of_every_size(sizes, rows, monkeypatch):
     assert out.shape == (11, 6)
 
 
-@quickly
 @pytest.mark.parametrize(
     ("x_dtype", "dtype", "asked"),
     [
@@ -108,7 +104,6 @@ def test_dtypes_are_those_of_dense_experts(x_dtype, dtype, asked):
     assert_ragged(out, x.astype(jnp.float32), dense, sizes)
 
 
-@quickly
 @pytest.mark.parametrize("outside", [True, False], ids=["grad of implicit", "implicit of grad"])
 @pytest.mark.parametrize("case", EXPERTS[:3:2], ids=str)
 def test_gradient_of_the_rows(case, outside):
@@ -123,7 +118,6 @@ def test_gradient_of_the_rows(case, outside):
     np.testing.assert_allclose(tangent, implicit(loss)(x, q), rtol=1e-5)  # it is linear
 
 
-@quickly
 def test_vmap_over_rows():
     q, dense = example(Case.of("int8", axis=-2), SHAPE)
     x, sizes = normal((3, 11, 10), seed=1), jnp.array([3, 0, 5, 2])
@@ -132,7 +126,6 @@ def test_vmap_over_rows():
     assert_ragged(out[2], x[2], dense, sizes)
 
 
-@quickly
 def test_vmap_over_groups_too():
     q, dense = example(Case.of("int8", axis=-2), SHAPE)
     x, sizes = normal((2, 11, 10), seed=1), jnp.array([[3, 0, 5, 2], [0, 11, 0, 0]])
@@ -142,7 +135,6 @@ def test_vmap_over_groups_too():
     assert_ragged(out[1], x[1], dense, sizes[1])
 
 
-@quickly
 def test_general_numbers():
     """Ragged rows that are not the first axis, and experts that are not the first of theirs."""
     numbers = lax.RaggedDotDimensionNumbers((((0,), (2,)), ((), ())), [2], [1])
@@ -172,7 +164,6 @@ def test_blocks_across_experts_are_told():
 # --- gathers of experts ---
 
 
-@quickly
 @every_expert
 def test_gathered_experts_stay_quantized(case):
     get = lambda q, i: q[i]  # noqa: E731
@@ -229,7 +220,6 @@ def layer():
     return x, router, up, down
 
 
-@quickly
 def test_mixture_of_experts(layer):
     def with_gradient(x: jax.Array, *weights: Any) -> Any:
         return mixture(x, *weights), jax.grad(lambda x: jnp.sum(mixture(x, *weights)))(x)
@@ -242,7 +232,6 @@ def test_mixture_of_experts(layer):
     np.testing.assert_allclose(gradient, dense, atol=1e-3)
 
 
-@quickly
 def test_mixture_of_experts_over_devices(layer):
     """Each device has its own experts and adds up what they give to the rows that are theirs."""
     x, router, up, down = layer
@@ -270,6 +259,7 @@ def test_mixture_of_experts_over_devices(layer):
     assert explain(layer_of)(*layer).dense_bytes == 0
 
 
+@pytest.mark.usefixtures("optimized")
 def test_experts_are_not_copied():
     """Neither the program of a layer nor its gradient holds the dense experts."""
     x, w = jnp.zeros((128, 256)), jnp.zeros((8, 256, 512))

@@ -15,8 +15,6 @@ from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, form
 
 from .cases import CASES, assert_same_leaves, example, normal
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 TYPES: dict[str, Any] = {str(case): form.array_type for case in CASES for form in formats() if form.name == case.name}
 OPERATORS: dict[str, Any] = {
     "rsr-binary": lambda: RSROperatorBinary.quantize(normal(), k=4),

@@ -30,7 +30,6 @@ CASES = [  # rows, columns, k
 ]
 
 # Sums are of integers, or compared at a bound that holds in any order.
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 operators = pytest.mark.parametrize("cls", OPERATORS, ids=lambda cls: cls.__name__)
 may_materialize = pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning")
 

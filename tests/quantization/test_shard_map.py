@@ -21,7 +21,6 @@ from .test_collectives import CODES, collectives, make_mesh
 P = PartitionSpec
 pytestmark = [
     pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning"),
-    pytest.mark.usefixtures("compile_quickly"),
 ]
 
 SHAPE = (8, 32, 16)

@@ -45,7 +45,6 @@ COMMUTING += [(case, AxisType.Auto, P("a")) for case in LAYOUTS[2:5]]
 COMMUTING += [(case, AxisType.Auto, P(("a", "b"))) for case in LAYOUTS[:2]]
 
 
-@pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize(("case", "kind", "spec"), COMMUTING, ids=str)
 def test_sharding_and_quantizing_commute(case, kind, spec):
     sharding = NamedSharding(make_mesh(kind), spec)
@@ -64,7 +63,6 @@ def test_sharding_and_quantizing_commute(case, kind, spec):
 JITTED = [*((case, AxisType.Explicit) for case in LAYOUTS[:3]), *((case, AxisType.Auto) for case in LAYOUTS[2:])]
 
 
-@pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize(("case", "kind"), JITTED, ids=str)
 def test_under_jit(case, kind):
     mesh = make_mesh(kind)

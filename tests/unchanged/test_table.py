@@ -10,8 +10,6 @@ import pytest
 from .case import Case, row
 from .table import CASES, PAGE
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 @pytest.fixture(autouse=True)
 def _as_users_run_them():
