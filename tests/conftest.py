@@ -66,7 +66,7 @@ def getkey() -> Callable[[], jax.Array]:
 @pytest.fixture
 def optimized() -> Iterator[None]:
     """For tests that ask how a compiled program rounds or what it allocates: XLA optimizes, as it does for users."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
