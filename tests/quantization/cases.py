@@ -29,7 +29,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 #
 # Of the same class as "int4", "int3" or "fp8", and different in a width, a codebook or the dtype of a leaf alone. Rules
 # and transformations ask the class; what the format changes (packing, decoding, rounding, scales of scales, joins) is
-# tested for each in `test_grouped.py`, `test_mx.py` and `test_float8.py`, and its matmuls in `kernels`.
+# tested for each in `test_grouped.py`, `test_mx.py` and `test_float8.py`, and its matmuls in `kernels`. A test of
+# `test_conformance.py` has a little of everything for each.
 ALIKE = {"int2", "int5", "int6", "int8_grouped", "fp8_e5m2", "mxfp4", "nvfp4"}
 
 

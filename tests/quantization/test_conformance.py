@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+from eformer.checkpoint import load, save
 from eformer.jaximus import ImplicitArray, explain, implicit, is_implicit, materialization_error, materialize
 from eformer.ops.quantization import (
     QuantizationConfig,
@@ -27,6 +28,7 @@ from eformer.ops.quantization import (
 )
 
 from .cases import (
+    ALIKE,
     CASES,
     DEFAULTS,
     FLOATS,
@@ -69,6 +71,36 @@ def test_zeros_in_place_of_leaves_are_zeros(case):
     """What optimizers, and `zeros_like` over a tree, make of an array that they take for its leaves."""
     zeros = jax.tree.map(jnp.zeros_like, case(normal((13, 8))))
     np.testing.assert_array_equal(np.asarray(zeros.materialize()), np.zeros(zeros.shape))
+
+
+# --- formats that share their code ---
+
+
+@pytest.mark.parametrize("form", sorted(ALIKE))
+def test_formats_that_share_their_code(form, tmp_path):
+    """A round trip, matmuls, joins, parts, rows and a file of each; `cases` says why these do not get all tests."""
+    w, x, ids = normal((64, 48)), normal((3, 64), seed=1), jnp.array([5, 0, 47, 5])
+    q = quantize(w, dtype=form, axis=0)
+
+    def function(x: Any, q: Any) -> Any:
+        return x @ q, x[:, :48] @ q.T, x @ jnp.concatenate([q, q], 1)[:, 40:72], q.T[ids]
+
+    assert explain(function)(x, q).dense_bytes == 0
+    made, bound, dense, (one, other, part, rows) = jax.jit(
+        lambda w, x, q: (
+            quantize(w, dtype=form, axis=0),
+            q.error_bound(w),
+            q.materialize(),
+            implicit(function)(x, q),
+        )
+    )(w, x, q)
+    assert_same_leaves(made, q)
+    assert_within(dense, w, bound)
+    assert_product(one, x, dense)
+    assert_product(other, x[:, :48], dense.T)
+    assert_product(part, x, jnp.concatenate([dense, dense], 1)[:, 40:72])
+    assert_same_array(rows, dense.T[ids])
+    assert_same_leaves(load(save(tmp_path / "w", {"w": q}))["w"], q)
 
 
 # --- the round trip ---
