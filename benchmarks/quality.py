@@ -210,6 +210,7 @@ def stories(path: Path, text: Path, limit: int | None) -> Iterator[tuple[str, in
         "int4, blocks of 64, rounded": default_rules("int4", fit=False),
         "int4, blocks of 64, fitted": default_rules("int4"),
         "int4, blocks of 32, fitted": default_rules("int4", block_size=32),
+        "int4, blocks of 32, double quantization": default_rules("int4", block_size=32, double_quantization=True),
         "int4, blocks of 32, symmetric, fitted": default_rules("int4", block_size=32, symmetric=True),
         "nf4, blocks of 64, double quantization": default_rules("nf4", double_quantization=True),
         "nf4, blocks of 32": default_rules("nf4", block_size=32),
@@ -242,11 +243,14 @@ LANGUAGE_FORMS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "int4, fitted": ("int4", {}),
     "int4, symmetric, blocks of 32, fitted": ("int4", {"symmetric": True, "block_size": 32}),
     "int4, blocks of 32, fitted": ("int4", {"block_size": 32}),
+    "int4, blocks of 32, double, fitted": ("int4", {"block_size": 32, "double_quantization": True}),
     "int5, fitted": ("int5", {}),
     "int3, rounded": ("int3", {"fit": False}),
     "int3, fitted": ("int3", {}),
+    "int3, blocks of 32, double, fitted": ("int3", {"block_size": 32, "double_quantization": True}),
     "int2, rounded": ("int2", {"fit": False}),
     "int2, fitted": ("int2", {}),
+    "int2, blocks of 32, double, fitted": ("int2", {"block_size": 32, "double_quantization": True}),
 }
 
 
