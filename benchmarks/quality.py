@@ -14,6 +14,7 @@ Each part runs if its data is named; nothing is fetched.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import itertools
 import re
@@ -210,6 +211,7 @@ def stories(path: Path, text: Path, limit: int | None) -> Iterator[tuple[str, in
         "int4, blocks of 64, rounded": default_rules("int4", fit=False),
         "int4, blocks of 64, fitted": default_rules("int4"),
         "int4, blocks of 32, fitted": default_rules("int4", block_size=32),
+        "int4, blocks of 32, double quantization": default_rules("int4", block_size=32, double_quantization=True),
         "int4, blocks of 32, symmetric, fitted": default_rules("int4", block_size=32, symmetric=True),
         "nf4, blocks of 64, double quantization": default_rules("nf4", double_quantization=True),
         "nf4, blocks of 32": default_rules("nf4", block_size=32),
@@ -233,6 +235,7 @@ def stories(path: Path, text: Path, limit: int | None) -> Iterator[tuple[str, in
 WINDOW = 512  # tokens; each window is a text of its own
 LINEAR = r"^blk\.\d+\.(attn_(q|k|v|output)|ffn_(gate|up|down))\.weight$"
 FILE_TYPES = {"llama.cpp Q4_0": 2, "llama.cpp Q4_K": 14}  # llama.cpp's numbers: MOSTLY_Q4_0, MOSTLY_Q4_K_S
+TYPES = {"llama.cpp Q4_K in every layer": 12, "llama.cpp Q3_K in every layer": 11, "llama.cpp Q2_K in every layer": 10}
 LANGUAGE_FORMS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "float32": None,
     "int8": ("int8", {}),
@@ -242,11 +245,14 @@ LANGUAGE_FORMS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "int4, fitted": ("int4", {}),
     "int4, symmetric, blocks of 32, fitted": ("int4", {"symmetric": True, "block_size": 32}),
     "int4, blocks of 32, fitted": ("int4", {"block_size": 32}),
-    "int5, fitted": ("int5", {}),
+    "int4, blocks of 32, double, fitted": ("int4", {"block_size": 32, "double_quantization": True}),
+    "int5, double, fitted": ("int5", {"double_quantization": True}),
     "int3, rounded": ("int3", {"fit": False}),
     "int3, fitted": ("int3", {}),
+    "int3, blocks of 32, double, fitted": ("int3", {"block_size": 32, "double_quantization": True}),
     "int2, rounded": ("int2", {"fit": False}),
     "int2, fitted": ("int2", {}),
+    "int2, blocks of 32, double, fitted": ("int2", {"block_size": 32, "double_quantization": True}),
 }
 
 
@@ -300,9 +306,38 @@ def language(
         bits, values = bits_a_weight(q), materialize(q)  # perplexity depends on values alone: dense is quicker here
         loss = sum(float(_window_loss(values, jnp.asarray(window)[None], config)) for window in windows)
         yield name, bits, float(np.exp(loss / predicted))
+    for name, number in TYPES.items():
+        if folder is not None and (only is None or re.search(only, name)):
+            made = {
+                name: by_llama_cpp(leaf, number) if re.search(LINEAR, name) else leaf for name, leaf in dense.items()
+            }
+            loss = sum(float(_window_loss(made, jnp.asarray(window)[None], config)) for window in windows)
+            yield name, type_bits(number), float(np.exp(loss / predicted))
     for name, number in FILE_TYPES.items():
         if folder is not None and (only is None or re.search(only, name)):
             yield name, *llama_cpp(model, folder / f"{model.stem}-{number}.gguf", number, windows)
+
+
+def type_bits(number: int) -> float:
+    import gguf  # pyright: ignore[reportMissingImports]  # optional
+
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)]
+    return 8 * size / values
+
+
+def by_llama_cpp(weight: jax.Array, number: int) -> jax.Array:
+    """`weight` through a type of GGUF, as one row: a file keeps to rows, and has another type where they do not fit."""
+    import gguf  # pyright: ignore[reportMissingImports]  # optional
+    import llama_cpp  # pyright: ignore[reportMissingImports]  # optional
+
+    library = ctypes.CDLL(str(next(Path(llama_cpp.__file__).parent.glob("lib/libggml-base.*"))))
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    values = np.array(weight, np.float32).reshape(1, -1)
+    blocks = np.empty(int(values.size * type_bits(number) / 8), np.uint8)
+    addresses = [each.ctypes.data_as(ctypes.c_void_p) for each in (values, blocks)]
+    sizes = [ctypes.c_int64(each) for each in (0, 1, values.size)]
+    library.ggml_quantize_chunk(number, *addresses, *sizes, None)
+    return jnp.asarray(gguf.dequantize(blocks[None], gguf.GGMLQuantizationType(number)).reshape(weight.shape))
 
 
 def llama_cpp(model: Path, made: Path, number: int, windows: np.ndarray) -> tuple[float, float]:

@@ -21,7 +21,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "nf4": ({"block_size": 4}, {"block_size": 4, "axis": 0}, {"block_size": 4, "double_quantization": True}),
     "ternary": ({"scale": "tensor"}, {"scale": "channel"}),
     "binary": ({"scale": "channel"},),
-    "int4": ({"block_size": 4, "axis": 0}, {"block_size": 3, "symmetric": True}),
+    "int4": (
+        {"block_size": 4, "axis": 0},
+        {"block_size": 3, "symmetric": True},
+        {"block_size": 4, "double_quantization": True},
+    ),
     "int3": ({"block_size": 8, "axis": 0},),
     "fp8": ({"block_shape": (4, 4)},),
 }

@@ -92,6 +92,8 @@ WHOLE = [
     Case.of("ternary", scale="channel"),
     Case.of("ternary", scale="tensor"),
     Case.of("nf4", block_size=BLOCK, double_quantization=True),
+    Case.of("int4", block_size=BLOCK, double_quantization=True),
+    Case.of("int3", block_size=BLOCK, double_quantization=True, symmetric=True),
 ]
 
 

@@ -55,18 +55,16 @@ def fitted(
         off = x - nearest(x, *line)
         return off if present is None else jnp.where(present, off, 0)
 
-    def better(line: Line, error: jax.Array, best: Line, least: jax.Array) -> tuple[Line, jax.Array]:
-        less = (error < least) & usable
-        offset = None if line[1] is None or best[1] is None else jnp.where(less, line[1], best[1])
-        return (jnp.where(less, line[0], best[0]), offset), jnp.where(less, error, least)
-
-    def move(_: jax.Array, state: tuple[Line, Line, jax.Array]) -> tuple[Line, Line, jax.Array]:
+    def step(number: jax.Array, state: tuple[Line, Line, jax.Array]) -> tuple[Line, Line, jax.Array]:
+        """The line after this one, and the best so far. Always three sums: XLA on CPU vectorizes no lone one."""
         line, best, least = state
         (scale, offset), off = line, differences(line)
         error = sum_of(off * off, axes)
-        mean_off = 0 if offset is None else sum_of(off, axes) / count
-        along = sum_of(off * x, axes) - count * mean_off * mean
-        across = error - count * mean_off**2
+        mean_off = sum_of(off, axes) / count
+        along = sum_of(off * x, axes)
+        across = error
+        if offset is not None:
+            along, across = along - count * mean_off * mean, across - count * mean_off**2
         # The slope from the nearest values, `x - off`, to `x`, less 1; their spread is the divisor.
         spread = square - 2 * along + across
         slope = jnp.where(spread > 0, (along - across) / jnp.where(spread > 0, spread, 1), 0)
@@ -74,7 +72,15 @@ def fitted(
         if offset is not None:
             scaled_codes = mean - mean_off - offset  # their mean
             offset = as_stored(mean - scaled_codes * (moved / jnp.where(scale == 0, 1, scale)))
-        return (moved, offset), *better(line, error, best, least)
+        less = (error < least) & usable
+        least = jnp.where(less, error, least) * jnp.where(number == 0, 1 - MARGIN, 1)
+        return begun(number, (moved, offset)), chosen(less, out_of_units(line), best), least
+
+    def begun(number: jax.Array, line: Line) -> Line:
+        """The next of the `starts` after every `MOVES`, and after the plain line; else `line`."""
+        for i, start in enumerate(starts):
+            line = chosen(number == i * (MOVES + 1), in_units(start), line)
+        return line
 
     def as_stored(scale: jax.Array) -> jax.Array:
         return stored(scale / unit) * unit
@@ -82,15 +88,17 @@ def fitted(
     def in_units(line: Line) -> Line:
         return line[0] * unit, None if line[1] is None else line[1] * unit
 
-    least = sum_of(differences(in_units(plain)) ** 2, axes) * (1 - MARGIN)
-    best = in_units(plain)
-    for start in starts:
-        line, best, least = lax.fori_loop(0, MOVES, move, (in_units(start), best, least))
-        best, least = better(line, sum_of(differences(line) ** 2, axes), best, least)
-    scale, offset = best
-    if offset is not None and plain[1] is not None:
-        offset = jnp.where(usable, offset / unit, plain[1])
-    return jnp.where(usable, scale / unit, plain[0]), offset
+    def out_of_units(line: Line) -> Line:
+        return line[0] / unit, None if line[1] is None else line[1] / unit
+
+    state = in_units(plain), plain, jnp.full_like(peak, jnp.inf)
+    return lax.fori_loop(0, 1 + len(starts) * (MOVES + 1), step, state)[1]
+
+
+def chosen(where: jax.Array, line: Line, other: Line) -> Line:
+    (scale, offset), (other_scale, other_offset) = line, other
+    either = None if offset is None or other_offset is None else jnp.where(where, offset, other_offset)
+    return jnp.where(where, scale, other_scale), either
 
 
 def sum_of(x: jax.Array, axes: Sequence[int]) -> jax.Array:

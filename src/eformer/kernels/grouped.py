@@ -121,21 +121,60 @@ def round_scales(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def encode(
-    x: jax.Array, bits: int, block_size: int, axis: int, symmetric: bool, scale_dtype: DTypeLike, fit: bool
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """uint8 codes of the shape of `x`, and the scale and offset of each block, from its extremes or then fitted.
+    x: jax.Array,
+    bits: int,
+    block_size: int,
+    axis: int,
+    symmetric: bool,
+    scale_dtype: DTypeLike,
+    fit: bool,
+    superblock_size: int = 0,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """uint8 codes of the shape of `x`, and what their blocks are scaled by, from the extremes or then fitted.
 
-    With `symmetric` there is no offset: the element of the largest magnitude has code 0, for -2**(bits-1) scales.
+    That is a `scale` and an `offset`, by the names that `ArrayGrouped` has for them. With `symmetric` there is no
+    offset: the element of the largest magnitude has code 0, for -2**(bits-1) scales. With a `superblock_size` both are
+    8-bit integers, with a `scale_scale` and an `offset_scale` for each superblock.
     """
     axis = axis % x.ndim
     low, high = extremes(x, block_size, axis)
-    line = _spanning(low, high, bits, symmetric, scale_dtype)
+    in_blocks = scale_dtype if not superblock_size else low.dtype
+    line = _spanning(low, high, bits, symmetric, in_blocks)
     if fit:
-        line = _fitted(x, line, low, high, bits, block_size, axis, scale_dtype)
-    scale, offset = line
-    codes = nearest_codes(x, scale, offset, bits, block_size, axis)
-    dtype = scale.dtype if scale.dtype == jnp.float64 else scale_dtype
-    return codes, scale.astype(dtype), None if offset is None else offset.astype(dtype)
+        line = _fitted(x, line, low, high, bits, block_size, axis, in_blocks)
+    leaves: dict[str, jax.Array] = {}
+    if superblock_size:
+        scale, offset = line
+        per_factor = superblock_size // block_size
+        integers = jnp.int8 if symmetric else jnp.uint8
+        leaves["scale"], leaves["scale_scale"], scale = in_two_levels(scale, per_factor, axis, integers, scale_dtype)
+        if offset is not None:
+            two_levels = in_two_levels(offset, per_factor, axis, jnp.int8, scale_dtype)
+            leaves["offset"], leaves["offset_scale"], offset = two_levels
+        line = scale, offset
+    else:
+        dtype = low.dtype if low.dtype == jnp.float64 else scale_dtype
+        named = zip(("scale", "offset"), line, strict=True)
+        leaves = {name: level.astype(dtype) for name, level in named if level is not None}
+    return nearest_codes(x, *line, bits, block_size, axis), leaves
+
+
+def in_two_levels(
+    level: jax.Array, per_factor: int, axis: int, integers: DTypeLike, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`level` as `integers`, with a factor of `dtype` for each `per_factor` of them; and what both are read as.
+
+    A factor with a NaN or an infinity among its entries is NaN.
+    """
+    wide = level.astype(jnp.float32)
+    groups = reference.split(wide, axis, per_factor)
+    largest = jnp.iinfo(integers).max
+    factor = jnp.max(jnp.abs(groups), axis=axis + 1) + jnp.sum(groups - groups, axis=axis + 1)
+    factor = round_scales(factor / largest, dtype)
+    steps = jnp.expand_dims(jnp.where(factor > 0, factor, 1), axis + 1)
+    small = jnp.clip(jnp.round(groups / steps), max(jnp.iinfo(integers).min, -largest), largest)
+    small = reference.merge(jnp.where(jnp.isnan(small), 0, small), axis, level.shape[axis])
+    return small.astype(integers), factor.astype(dtype), reference.scale_blocks(small, factor, per_factor, axis)
 
 
 def _spanning(low: jax.Array, high: jax.Array, bits: int, symmetric: bool, scale_dtype: DTypeLike) -> fitting.Line:
