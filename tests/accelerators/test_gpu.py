@@ -23,7 +23,10 @@ from .targets import TARGETS
 if importlib.util.find_spec("jax_cuda13_plugin") is None:
     pytest.skip("JAX's CUDA plugin is not installed: `make test-accelerators` does it", allow_module_level=True)
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+    pytest.mark.usefixtures("optimized"),
+]
 every_gpu = pytest.mark.parametrize("name", TARGETS)
 NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 

@@ -24,6 +24,7 @@ from .problems import PROBLEMS, Problem
 if importlib.util.find_spec("libtpu") is None:
     pytest.skip("libtpu is not installed: `make test-accelerators` does it", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("optimized")
 every_chip = pytest.mark.parametrize("chip", TOPOLOGIES)
 
 

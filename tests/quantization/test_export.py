@@ -14,7 +14,7 @@ from jax import export, lax
 from eformer.jaximus import ImplicitArray, aux_field, implicit, materialize
 from eformer.ops.quantization import RSROperatorTernary
 
-from .cases import Case, name, normal
+from .cases import Case, in_turn, name, normal
 
 
 def embed_and_unembed(q: Any, ids: Any) -> Any:
@@ -44,14 +44,14 @@ CHANNEL, TERNARY = Case.of("ternary", scale="channel"), Case.of("ternary")
 RSR = RSROperatorTernary.quantize
 CHOSEN = [(INT8, program) for program in PROGRAMS] + [(make, "matmul") for make in (NF4, NESTED, CHANNEL, TERNARY, RSR)]
 CHOSEN += [(NESTED, "scan"), (NF4, "attention")]
+GIVEN = [(*chosen, given) for chosen, given in in_turn(CHOSEN, ["arguments", "leaves", "closed over"], each=1)]
 
 
 def structs(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-@pytest.mark.parametrize("given", ["arguments", "leaves", "closed over"])
-@pytest.mark.parametrize(("make", "program"), CHOSEN, ids=name)
+@pytest.mark.parametrize(("make", "program", "given"), GIVEN, ids=name)
 def test_round_trip_with_a_symbolic_batch(make, program, given):
     function, shape, symbols, sizes, dtype = PROGRAMS[program]
     q = make(normal(shape) / 8)
