@@ -5,7 +5,9 @@ from ._defaults import contracted_axis as contracted_axis
 from ._defaults import default_rules as default_rules
 from ._fake_quantize import fake_quantize as fake_quantize
 from ._fake_quantize import finalize as finalize
+from ._fake_quantized_array import FakeQuantizedArray as FakeQuantizedArray
 from ._from_use import rules_from_use as rules_from_use
+from ._learned_scales import init_scales as init_scales
 from ._lora import add_lora as add_lora
 from ._lora import drop_lora as drop_lora
 from ._lora import lora_dropout as lora_dropout
