@@ -12,6 +12,7 @@ from ._lora import add_lora as add_lora
 from ._lora import drop_lora as drop_lora
 from ._lora import lora_dropout as lora_dropout
 from ._lora import merge_lora as merge_lora
+from ._lora import named_weights as named_weights
 from ._lora_array import LoraArray as LoraArray
 from ._partition import combine as combine
 from ._partition import partition as partition

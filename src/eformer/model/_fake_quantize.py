@@ -66,12 +66,14 @@ def fake_quantize(
             leaf = lax.stop_gradient(leaf)
         rule = chosen.get(path)
         if rule is not None and rule.format is not None:
-            leaf = _fake_quantized(path, leaf, rule, (scales or {}).get(path), mix)
+            leaf = _fake_quantized(path, leaf, rule, rule.format, (scales or {}).get(path), mix)
         leaves.append(leaf)
     return jax.tree.unflatten(structure, leaves)
 
 
-def _fake_quantized(path: str, leaf: Any, rule: Rule, scale: jax.Array | None, mix: ArrayLike | None) -> Any:
+def _fake_quantized(
+    path: str, leaf: Any, rule: Rule, format: str, scale: jax.Array | None, mix: ArrayLike | None
+) -> Any:
     if is_quantized(leaf):
         raise TypeError(
             f"{path!r} is quantized already, and can't be trained: `dequantize` it first, or train an update "
@@ -81,7 +83,7 @@ def _fake_quantized(path: str, leaf: Any, rule: Rule, scale: jax.Array | None, m
     if scale is None:
         rounded = ste(lambda _: q)(leaf)
     else:
-        rounded = straight_through_with_scale(leaf, scale, rule.format, **rule.options)
+        rounded = straight_through_with_scale(leaf, scale, format, **rule.options)
     if mix is not None:
         part = jnp.asarray(mix, leaf.dtype)
         rounded = jnp.where(part >= 1, rounded, leaf + part * (rounded - leaf))
@@ -92,7 +94,7 @@ def _fake_quantized(path: str, leaf: Any, rule: Rule, scale: jax.Array | None, m
 
 
 def _quantized(path: str, leaf: jax.Array, rule: Rule, scale: jax.Array | None) -> QuantizedArray:
-    if scale is None:
+    if scale is None or rule.format is None:
         return apply_rule(rule, path, leaf)
     encode = functools.partial(quantize_with_scale, leaf, lax.stop_gradient(scale), rule.format, **rule.options)
     with named_errors(path, leaf, rule):

@@ -50,4 +50,6 @@ def check_scales(scales: Scales | None, chosen: Mapping[str, Rule | None]) -> No
         rule = chosen.get(path)
         if rule is None or rule.format is None:
             known = ", ".join(repr(name) for name, rule in chosen.items() if rule and rule.format) or "none"
-            raise ValueError(f"`scales` has {path!r}, which no rule quantizes here; quantized leaves are: {known[:300]}")
+            raise ValueError(
+                f"`scales` has {path!r}, which no rule quantizes here; quantized leaves are: {known[:300]}"
+            )

@@ -113,7 +113,8 @@ def _like(array: jax.Array, scale: jax.Array, format: str, options: dict[str, An
     q: Any = jax.eval_shape(functools.partial(find_format(format).encode, **options), struct)
     if scale.shape != q.scale.shape:
         raise ValueError(
-            f"`scale` {scale.shape} is none of {array.dtype}{list(array.shape)} in {format!r}, which has {q.scale.shape}"
+            f"`scale` {scale.shape} is none of {array.dtype}{list(array.shape)} in {format!r}, which has "
+            f"{q.scale.shape}"
         )
     return q
 
@@ -134,11 +135,13 @@ def _spread(q: Any, scale: jax.Array) -> jax.Array:
 
 @functools.singledispatch
 def _packed(q: QuantizedArray, codes: jax.Array) -> Leaves:
+    del codes
     raise TypeError(f"{type(q).__name__} has no learned scales")
 
 
 @_packed.register
 def _(q: Array8B, codes: jax.Array) -> Leaves:
+    del q
     return {"weight": codes.astype(jnp.int8)}
 
 

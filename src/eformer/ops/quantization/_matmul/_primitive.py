@@ -43,7 +43,11 @@ class Static(NamedTuple):
     def without_rounding(self, operands: Sequence[object]) -> Static:
         """For derivatives: these are of the exact matmul, and tangents and gradients are not rounded to 8 bits."""
         q = self.array(operands)
-        return self if q.activation_dtype is None else self._replace(treedef=jtu.tree_structure(q.with_activation_dtype(None)))
+        return (
+            self
+            if q.activation_dtype is None
+            else self._replace(treedef=jtu.tree_structure(q.with_activation_dtype(None)))
+        )
 
 
 @functools.singledispatch
