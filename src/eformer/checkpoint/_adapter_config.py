@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ._file import CheckpointError
+from ._file import CheckpointError, StrPath
 from ._header import Json
 from ._quantization_config import read_json
 
@@ -41,6 +41,23 @@ def read_config(folder: Path) -> Mapping[str, Json]:
         if config.get(option):
             raise CheckpointError(f"`{option}` changes more than updates of low rank do, and is not read", file=file)
     return config
+
+
+def adapter_facts(path: StrPath) -> dict[str, str]:
+    """What the configuration in the folder of an adapter says, in a few words; nothing for any other checkpoint."""
+    folder = Path(path)
+    if not (folder / CONFIG).is_file():
+        return {}
+    config = read_config(folder)
+    others = config.get("rank_pattern")
+    more = f", and others for {len(others)} modules" if isinstance(others, dict) and others else ""
+    facts = {
+        "adapter": "LoRA" + (", rank-stabilized" if config.get("use_rslora") else ""),
+        "rank": f"{config.get('r')}{more}",
+        "alpha": f"{config.get('lora_alpha')}",
+        "base model": f"{config.get('base_model_name_or_path')}",
+    }
+    return {name: value for name, value in facts.items() if value != "None"}
 
 
 def written_config(ranks: Mapping[str, int], alphas: Mapping[str, float], base_model: str | None) -> bytes:

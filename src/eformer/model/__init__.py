@@ -6,6 +6,9 @@ from ._defaults import default_rules as default_rules
 from ._fake_quantize import fake_quantize as fake_quantize
 from ._fake_quantize import finalize as finalize
 from ._fake_quantized_array import FakeQuantizedArray as FakeQuantizedArray
+from ._finite import Nonfinite as Nonfinite
+from ._finite import check_finite as check_finite
+from ._finite import find_nonfinite as find_nonfinite
 from ._from_use import rules_from_use as rules_from_use
 from ._learned_scales import init_scales as init_scales
 from ._lora import add_lora as add_lora
