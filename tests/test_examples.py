@@ -7,6 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,6 +67,16 @@ def test_lora_trains_only_the_adapter(lora):
     np.testing.assert_array_equal(trained.w, q.w)
     assert jnp.any(trained.a != q.a)
     assert jnp.any(trained.b != q.b)
+
+
+def test_adam_in_8_bits(capsys):
+    example = runpy.run_path(str(EXAMPLES / "adam8bit.py"))
+    with jax.numpy_dtype_promotion("standard"):  # which optax relies on
+        example["main"](steps=60)
+    found = re.findall(r"loss (\S+) after 60 steps, state of (\S+) bytes", capsys.readouterr().out)
+    (exact, size), (rounded, small) = ((float(loss), int(size.replace(",", ""))) for loss, size in found)
+    assert abs(rounded - exact) < 0.05 * exact
+    assert small < 0.28 * size  # 8 bits and a scale for every 64, of 32
 
 
 def test_demo_is_the_command(monkeypatch, capsys):

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.checkpoint import CheckpointError, load_adapter, save, save_adapter
-from eformer.model import LoraArray, add_lora, quantize_model
+from eformer.checkpoint import CheckpointError, load, load_adapter, save, save_adapter
+from eformer.jaximus import implicit
+from eformer.model import LoraArray, add_lora, drop_lora, quantize_model
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -85,6 +86,70 @@ def test_peft_reads_ours_and_we_read_its_own(tmp_path: Path):
         )
 
 
+STACKS = {"layers.attn.weight": (3, 64, 80), "layers.mlp.experts.kernel": (3, 2, 80, 64), "wte.embedding": (64, 96)}
+
+
+def stacked(seed: int = 0) -> Any:
+    """A model whose layers and experts are stacks, with an update of each."""
+    weights = {name: normal(*shape) for name, shape in STACKS.items()}
+    tree: Any = add_lora(weights, rank=4, key=jax.random.key(0), rules=[""])
+    for name, q in tree.items():
+        parts = [normal(*part.shape, seed=seed + i) for i, part in enumerate((q.a, q.b))]
+        scaling = np.arange(1, 1 + q.scaling.size, dtype=np.float32).reshape(q.scaling.shape)
+        tree[name] = LoraArray(weights[name], *parts, jnp.asarray(scaling))
+    return tree
+
+
+def test_each_matrix_of_a_stack_has_its_own_name(tmp_path: Path):
+    tree = stacked()
+    folder = save_adapter(tmp_path / "adapter", tree)
+    names = set(load(folder / "adapter_model.safetensors", flat=True))
+    assert "base_model.model.layers.2.attn.lora_A.weight" in names
+    assert "base_model.model.layers.1.mlp.experts.1.lora_B.weight" in names
+    assert len(names) == 2 * (3 + 6 + 1)
+    found: Any = load_adapter(folder, drop_lora(tree))
+    for name, expected in tree.items():
+        for one, other in zip(jax.tree.leaves(found[name]), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+    # The same adapter fits a model whose layers are apart.
+    others = {f"layers.{i}.mlp.experts.{e}.kernel": normal(80, 64) for i in range(3) for e in range(2)}
+    layers = {f"layers.{i}.attn.weight": normal(64, 80) for i in range(3)}
+    apart: Any = load_adapter(folder, {**layers, **others, "wte.embedding": normal(64, 96)})
+    np.testing.assert_array_equal(apart["layers.1.attn.weight"].a, tree["layers.attn.weight"].a[1])
+
+
+def test_layers_that_an_adapter_leaves_out(tmp_path: Path):
+    """Only two layers of three, of different ranks: the others get no update."""
+    two = {
+        f"layers.{i}.attn.weight": LoraArray(normal(64, 80), normal(64, r), normal(r, 80), jnp.float32(2))
+        for i, r in ((0, 4), (2, 2))
+    }
+    folder = save_adapter(tmp_path / "adapter", two)
+    found: Any = load_adapter(folder, {"layers.attn.weight": normal(3, 64, 80)})["layers.attn.weight"]
+    assert found.rank == 4
+    for i in (0, 2):
+        np.testing.assert_allclose(found.update()[i], two[f"layers.{i}.attn.weight"].update(), rtol=1e-5, atol=1e-5)
+    assert not np.any(found.update()[1])
+    with pytest.raises(CheckpointError, match=r"'layers\.2\.attn': the model has no such module"):
+        load_adapter(folder, {"layers.attn.weight": normal(2, 64, 80)})
+
+
+def test_adapters_are_switched_without_compiling_again(tmp_path: Path):
+    base, x = drop_lora(stacked()), normal(5, 80)
+    folders = [save_adapter(tmp_path / str(seed), stacked(seed)) for seed in (0, 7)]
+
+    @jax.jit
+    @implicit
+    def run(tree: Any, x: jax.Array) -> jax.Array:
+        embedding = tree["wte.embedding"]
+        layer = lambda x, w: (jnp.tanh(x @ w.T @ embedding @ embedding.T @ w), None)  # noqa: E731
+        return jax.lax.scan(layer, x, tree["layers.attn.weight"])[0]
+
+    outs = [run(load_adapter(folder, base), x) for folder in folders]
+    assert run._cache_size() == 1
+    assert not np.array_equal(*outs)
+
+
 def changed(folder: Path, **config: Any) -> Path:
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
@@ -118,7 +183,7 @@ def test_other_errors(tmp_path: Path):
     with pytest.raises(ValueError, match="has no LoRA array"):
         save_adapter(tmp_path, model())
     stack = quantize_model({"kernel": normal(2, 64, 64)})
-    with pytest.raises(ValueError, match="'kernel' is a stack of matrices"):
+    with pytest.raises(ValueError, match="'kernel' is a stack of 2 matrices, and PEFT names each of them"):
         save_adapter(tmp_path, add_lora(stack, key=jax.random.key(0)))
     save(tmp_path / "adapter_model.safetensors", {"x": jnp.ones(3)})
     with pytest.raises(CheckpointError, match="there is no configuration of an adapter"):

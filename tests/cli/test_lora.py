@@ -42,7 +42,9 @@ def test_merge(folders: tuple[Path, Path], tmp_path: Path, options: list[str], c
 
 def test_inspect(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):
     assert main(["inspect", str(folders[1])]) == 0
-    assert "layer.lora_A.weight" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "layer.lora_A.weight" in out
+    assert all(line in out for line in ("  adapter: LoRA\n", "  rank: 4\n", "  alpha: 8.0\n"))
 
 
 def test_gguf_is_refused(folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

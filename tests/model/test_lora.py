@@ -16,6 +16,7 @@ from eformer.model import (
     LoraArray,
     add_lora,
     combine,
+    default_rules,
     dequantize,
     drop_lora,
     lora_dropout,
@@ -204,6 +205,23 @@ def test_what_quantization_lost_is_the_first_update():
     np.testing.assert_allclose(left, np.sqrt(np.sum(values[8:] ** 2)), rtol=1e-4)
 
 
+@pytest.mark.parametrize("format", ["nf4", "int4", "ternary"])
+@pytest.mark.parametrize("shape", [(64, 96), (2, 48, 64)], ids=str)
+def test_more_steps_bring_base_and_update_nearer(format: str, shape: tuple[int, ...]):
+    whole = {"kernel": normal(*shape)}
+    options = {"symmetric": True} if format == "int4" else {}
+    params = quantize_model(whole, default_rules(format, min_size=0, **options))
+
+    def left(steps: int) -> float:
+        tree: Any = add_lora(params, rank=8, key=jax.random.key(0), original=whole, steps=steps)
+        assert jax.tree.structure(tree["kernel"].base) == jax.tree.structure(params["kernel"])
+        return float(np.linalg.norm(whole["kernel"] - merge_lora(tree)["kernel"]))
+
+    distances = [left(steps) for steps in (1, 2, 5)]
+    assert distances == sorted(distances, reverse=True)
+    assert distances[2] < distances[0]
+
+
 def test_dropout():
     q = lora("nf4", 2)
     tree = lora_dropout(
@@ -232,6 +250,7 @@ def test_dropout():
         ({"rank": 0}, ValueError, "`rank=0` must be an int of at least 1"),
         ({"rank": 65}, ValueError, r"`rank=65` does not fit 'layers.kernel' \(2, 64, 64\): it can be 64 at most"),
         ({"rules": ["nothing"]}, ValueError, "no matrix matches 'nothing'; matrices are: 'embed.table'"),
+        ({"steps": 2}, ValueError, "`steps=2` must be an int of at least 1, and more than 1 only with `original`"),
         ({"original": {"embed": {}}}, ValueError, "`original` must be the tree before it was quantized"),
     ],
 )

@@ -5,6 +5,7 @@ import pkgutil as _pkgutil
 
 from ._adapter import load_adapter as load_adapter
 from ._adapter import save_adapter as save_adapter
+from ._adapter_config import adapter_facts as adapter_facts
 from ._arrays import ArrayInfo as ArrayInfo
 from ._bitsandbytes import BitsandbytesCodec as BitsandbytesCodec
 from ._bitsandbytes import register_bitsandbytes_codec as register_bitsandbytes_codec

@@ -184,7 +184,7 @@ def _item(name: str, leaf: object, spread: bool) -> Item:
     if not arrays or not isinstance(leaf, (jax.Array, np.ndarray, QuantizedArray)):
         raise TypeError(f"{name!r} is a {type(leaf).__name__}; only arrays and numbers can be saved")
     if any(jnp.issubdtype(part.dtype, jax.dtypes.prng_key) for part in parts):
-        raise TypeError(f"{name!r} is a random key; save `jax.random.key_data(key)`, and wrap what you load")
+        raise TypeError(f"{name!r} is a random key, which only `save` as safetensors takes; save its `key_data` here")
     if not spread and not all(getattr(part, "is_fully_addressable", True) for part in parts):
         raise ValueError(f"{name!r} is spread over several processes: `save` it as safetensors, or gather it first")
     like = structs(leaf) if isinstance(leaf, QuantizedArray) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -13,6 +13,7 @@ from eformer.model import named_leaves
 
 from ._arrays import Value
 from ._file import CheckpointError, StrPath
+from ._keys import as_key, is_key, stored_shape
 from ._open import Checkpoint, open_checkpoint
 from ._place import ShardingFor
 from ._tree import SCALAR, rebuilt
@@ -31,7 +32,8 @@ def load(
 
     `like` is any pytree (a Flax or Equinox model, shapes from `jax.eval_shape`). Its leaves are filled with the arrays
     of the same names ("layers.0.mlp.kernel"), which must have its shapes; dtypes and formats are the file's. A number
-    in it is filled with a number. Arrays that `like` does not name are not read. `flat` always gives a dict of names.
+    in it is filled with a number, and a random key with a key. Arrays that `like` does not name are not read. `flat`
+    always gives a dict of names.
 
     `sharding` is one for all arrays, a dict by name, or a function of name and shape; it names the axes of the array,
     whatever its format. Without it, a NamedSharding of a leaf of `like` is used. Each device reads its shard from the
@@ -85,7 +87,7 @@ def _filled(checkpoint: Checkpoint, like: object, sharding: ShardingFor, progres
         what = f"{len(missing)} of {len(named)} leaves of `like` are not in the checkpoint, which has {there}, ..."
         raise wrong(what, tensor=missing[0])
     for name, leaf in named:
-        shape, found = tuple(getattr(leaf, "shape", ())), checkpoint.info(name).shape
+        shape, found = stored_shape(leaf), checkpoint.info(name).shape
         if shape != found:
             raise wrong(f"its shape is {found}, and `like` has {shape}", tensor=name)
     meter = Meter(progress, sum(checkpoint.info(name).nbytes for name, _ in named))
@@ -93,7 +95,7 @@ def _filled(checkpoint: Checkpoint, like: object, sharding: ShardingFor, progres
     for name, leaf in named:
         own = getattr(leaf, "sharding", None)
         wanted = own if sharding is None and isinstance(own, NamedSharding) else sharding
-        made = checkpoint.read(name, wanted)
+        made = as_key(checkpoint.read(name), leaf) if is_key(leaf) else checkpoint.read(name, wanted)
         leaves.append(type(leaf)(made.item()) if isinstance(leaf, (bool, int, float)) else made)
         meter.add(name, checkpoint.info(name).nbytes)
     return jax.tree.unflatten(structure, leaves)

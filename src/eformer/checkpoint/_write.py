@@ -22,6 +22,7 @@ from ._compressed_tensors_write import compressed_tensors_records
 from ._describe import KEY, VERSION
 from ._file import CheckpointError, StrPath
 from ._header import BY_NUMPY_NAME, MAX_HEADER, METADATA, NAMES, Json, checked_shape
+from ._keys import as_stored
 from ._leftovers import index_path
 from ._mlx_write import mlx_records
 from ._paths import SUFFIX, parse_index, target_file
@@ -69,6 +70,8 @@ def save(
     else it said before remains. Codes and scales stay as they are, and an array that the project can't hold raises a
     ValueError that says what would do.
 
+    Random keys are written as their data, and `load` makes keys of it where `like` has keys.
+
     Sharded arrays are written shard by shard. If there are several processes (`jax.distributed.initialize`), all of
     them call this, each writes the shards of its devices, and the folder is one that all of them see.
 
@@ -83,6 +86,8 @@ def save(
     """
     named, structure = flattened(tree)
     check_kind(kind, KINDS)
+    if kind == "safetensors":
+        named = [(name, as_stored(leaf)) for name, leaf in named]
     written = KINDS[kind](items_of(named, spread=kind == "safetensors"))
     target = with_config(Target(path, overwrite, progress), written, target_file(path, SUFFIX))
     return write_safetensors(target, written, structure, metadata, max_shard_bytes)

@@ -6,7 +6,7 @@ import argparse
 import math
 
 from eformer._text import as_bits, as_shape, in_bytes, printable, table
-from eformer.checkpoint import Checkpoint, open_checkpoint
+from eformer.checkpoint import Checkpoint, adapter_facts, open_checkpoint
 
 from ._answer import Answer
 from ._arguments import READS, SOURCE
@@ -16,6 +16,7 @@ EXAMPLE = f"""\
 examples:
   eformer inspect model.safetensors
   eformer inspect ./model --json
+  eformer inspect ./adapter
 {READS}"""
 WIDTH = 60  # of a metadata value
 
@@ -39,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     with open_checkpoint(args.source) as checkpoint:
         sums, kind, path, metadata = Totals(checkpoint), checkpoint.kind, checkpoint.path, checkpoint.metadata
+    metadata = {**metadata, **adapter_facts(args.source)}
     rows, arrays = [], []
     for name, info in sums.infos.items():
         dtype = info.dtype.name

@@ -5,11 +5,17 @@ from ._defaults import contracted_axis as contracted_axis
 from ._defaults import default_rules as default_rules
 from ._fake_quantize import fake_quantize as fake_quantize
 from ._fake_quantize import finalize as finalize
+from ._fake_quantized_array import FakeQuantizedArray as FakeQuantizedArray
+from ._finite import Nonfinite as Nonfinite
+from ._finite import check_finite as check_finite
+from ._finite import find_nonfinite as find_nonfinite
 from ._from_use import rules_from_use as rules_from_use
+from ._learned_scales import init_scales as init_scales
 from ._lora import add_lora as add_lora
 from ._lora import drop_lora as drop_lora
 from ._lora import lora_dropout as lora_dropout
 from ._lora import merge_lora as merge_lora
+from ._lora import named_weights as named_weights
 from ._lora_array import LoraArray as LoraArray
 from ._partition import combine as combine
 from ._partition import partition as partition

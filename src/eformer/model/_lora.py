@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ from jax import tree_util as jtu
 from jax.typing import DTypeLike
 
 from eformer.jaximus import materialize
-from eformer.ops.quantization import QuantizedArray, find_format, format_names
 
 from ._defaults import EMBEDDINGS, contracted_axis
+from ._loftq import loftq, quantized_like
 from ._lora_array import LoraArray
 from ._paths import is_abstract, is_quantized, is_weight, named_leaves
 
@@ -24,8 +24,18 @@ Tree = TypeVar("Tree")
 Pattern = str | Callable[[str, Any], bool]  # of paths, or a function of path and leaf
 
 
-def is_lora(x: object) -> bool:
+def is_lora(x: object) -> TypeGuard[LoraArray]:
     return isinstance(x, LoraArray)
+
+
+def is_whole(x: object) -> bool:
+    """Whether `x` is one weight, though it is a tree of several arrays."""
+    return is_quantized(x) or is_lora(x)
+
+
+def named_weights(tree: object) -> tuple[list[tuple[str, Any]], Any]:
+    """`named_leaves` with an update of low rank as one leaf, together with the weight that it adapts."""
+    return named_leaves(tree, is_whole)
 
 
 def add_lora(
@@ -38,6 +48,7 @@ def add_lora(
     rank_stabilized: bool = False,
     dtype: DTypeLike = jnp.float32,
     original: Tree | None = None,
+    steps: int = 1,
 ) -> Tree:
     """`tree` with a `LoraArray` in place of each weight that is adapted: the weight, frozen, plus `scaling * a @ b`.
 
@@ -48,7 +59,8 @@ def add_lora(
 
     The update is zero at first: the factor that activations meet first is random, and the other is zero. With
     `original`, the tree before it was quantized, the update starts as the best one of this rank for what quantization
-    lost, by its singular vectors (LoftQ, arXiv 2310.08659, with one step).
+    lost, by its singular vectors (LoftQ, arXiv 2310.08659). With more `steps`, what the update leaves is quantized
+    again, and then the singular vectors are taken again: the weights of the result are not those of `tree` then.
 
     `partition` then trains `a` and `b` and freezes all else:
 
@@ -61,7 +73,9 @@ def add_lora(
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"`rank={rank!r}` must be an int of at least 1")
-    named, structure = named_leaves(tree, _is_whole)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1 or (steps > 1 and original is None):
+        raise ValueError(f"`steps={steps!r}` must be an int of at least 1, and more than 1 only with `original`")
+    named, structure = named_weights(tree)
     before = None if original is None else _originals(original, [path for path, _ in named])
     used: set[Pattern] = set()
     leaves = []
@@ -76,7 +90,7 @@ def add_lora(
         if before is None:
             a, b = _zero_update(path, leaf, rank, jax.random.fold_in(key, number), dtype)
         else:
-            a, b = _residual_update(before[path], leaf, rank, factor, dtype)
+            leaf, a, b = loftq(before[path], leaf, rank, factor, dtype, steps if is_quantized(leaf) else 1)
         leaves.append(LoraArray(leaf, a, b, jnp.full(stack, factor, jnp.float32)))
     _check_rules(rules, used, named)
     return jtu.tree_unflatten(structure, leaves)
@@ -95,22 +109,12 @@ def merge_lora(tree: Tree, *, requantize: bool = False) -> Tree:
         dense = materialize(x)
         return quantized_like(x.base, dense) if requantize and is_quantized(x.base) else dense
 
-    return jtu.tree_map(merged, tree, is_leaf=_is_whole)
-
-
-def quantized_like(q: QuantizedArray, array: jax.Array) -> QuantizedArray:
-    """`array`, of the shape of `q`, in the format of `q` and with its options."""
-    names = format_names(q)
-    if not names:
-        raise ValueError(f"no format makes a {type(q).__name__}: merge into dense weights, and quantize these")
-    form = find_format(names[0])
-    options = {name: getattr(q, name) for name in form.options if name in q._static_fields}
-    return form.encode(array, **options)
+    return jtu.tree_map(merged, tree, is_leaf=is_whole)
 
 
 def drop_lora(tree: Tree) -> Tree:
     """`tree` without its updates: each `LoraArray` becomes the weight that it adapts."""
-    return jtu.tree_map(lambda x: x.base if is_lora(x) else x, tree, is_leaf=_is_whole)
+    return jtu.tree_map(lambda x: x.base if is_lora(x) else x, tree, is_leaf=is_whole)
 
 
 def lora_dropout(tree: Tree, rate: float, key: jax.Array) -> Tree:
@@ -125,18 +129,14 @@ def lora_dropout(tree: Tree, rate: float, key: jax.Array) -> Tree:
         keys = jax.random.split(jax.random.fold_in(key, number), q.shape[:-2])
         return dataclasses.replace(q, dropout_key=keys, dropout=rate)
 
-    leaves, structure = jtu.tree_flatten(tree, is_leaf=_is_whole)
+    leaves, structure = jtu.tree_flatten(tree, is_leaf=is_whole)
     return jtu.tree_unflatten(structure, [dropped(i, x) if is_lora(x) else x for i, x in enumerate(leaves)])
 
 
 def adapter_leaves(tree: object) -> set[int]:
     """The ids of `a` and `b` of all LoRA arrays in `tree`."""
-    arrays = [x for x in jtu.tree_leaves(tree, is_leaf=_is_whole) if is_lora(x)]
+    arrays = [x for x in jtu.tree_leaves(tree, is_leaf=is_whole) if is_lora(x)]
     return {id(part) for x in arrays for part in (x.a, x.b)}
-
-
-def _is_whole(x: object) -> bool:
-    return is_quantized(x) or is_lora(x)
 
 
 def _is_adapted(path: str, leaf: Any, rules: Sequence[Pattern] | None, used: set[Pattern]) -> bool:
@@ -171,19 +171,9 @@ def _zero_update(path: str, leaf: Any, rank: int, key: jax.Array, dtype: DTypeLi
     )
 
 
-def _residual_update(
-    original: jax.Array, leaf: Any, rank: int, factor: float, dtype: DTypeLike
-) -> tuple[jax.Array, jax.Array]:
-    """The `a` and `b` for which `leaf + factor * a @ b` is nearest to `original`."""
-    lost = jnp.asarray(original, jnp.float32) - materialize(leaf).astype(jnp.float32)
-    left, values, right = jnp.linalg.svd(lost, full_matrices=False)
-    root = jnp.sqrt(values[..., :rank] / factor)
-    return (left[..., :rank] * root[..., None, :]).astype(dtype), (root[..., None] * right[..., :rank, :]).astype(dtype)
-
-
 def _originals(original: object, paths: Sequence[str]) -> dict[str, Any]:
     found = dict(named_leaves(original)[0])
-    missing = next((path for path in paths if path not in found), None)
-    if missing is not None or any(is_abstract(leaf) for leaf in found.values()):
+    missing = next((path for path in paths if is_abstract(found.get(path)) or path not in found), None)
+    if missing is not None:
         raise ValueError(f"`original` must be the tree before it was quantized, and has no array {missing!r}")
     return found

@@ -68,7 +68,7 @@ def quantize_model(
     """
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise TypeError(f"`progress` must be None, True or a function of path, done and total, got {progress!r}")
-    given = () if rules is None else _checked(rules)
+    given = () if rules is None else checked_rules(rules)
     if function is not None:
         given += rules_from_use(function, tree, *inputs, format=format)
     elif inputs:
@@ -131,7 +131,7 @@ def _check_possible(todo: Sequence[_Step]) -> None:
         apply_rule(rule, path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
 
-def _checked(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+def checked_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     if isinstance(rules, (Rule, str)):
         raise TypeError(f"`rules` must be a sequence of rules, got one {type(rules).__name__}: put it into a list")
     for rule in rules:

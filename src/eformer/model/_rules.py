@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -154,11 +155,18 @@ def apply_rule(rule: Rule | None, path: str, array: Any) -> Any:
     if rule is None or rule.format is None:
         return array
     encode = functools.partial(find_format(rule.format).encode, **rule.options)
-    try:
+    with named_errors(path, array, rule):
         if not isinstance(array, jax.ShapeDtypeStruct):
             return encode(array)
         made = jax.eval_shape(encode, jax.ShapeDtypeStruct(array.shape, array.dtype))
         return made.with_sharding(array.sharding) if isinstance(array.sharding, NamedSharding) else made
+
+
+@contextlib.contextmanager
+def named_errors(path: str, array: Typed, rule: Rule) -> Iterator[None]:
+    """In `with`, an error of a format names the leaf and the rule too."""
+    try:
+        yield
     except (TypeError, ValueError, NotImplementedError) as error:
         # Not the error's own class, which may want other arguments.
         kind = next(k for k in (NotImplementedError, TypeError, ValueError) if isinstance(error, k))

@@ -13,6 +13,10 @@ from ._config import QuantizationConfig as QuantizationConfig
 from ._config import QuantizationType as QuantizationType
 from ._config import quantize as quantize
 from ._config import straight_through as straight_through
+from ._learned_scales import has_learned_scale as has_learned_scale
+from ._learned_scales import initial_scale as initial_scale
+from ._learned_scales import quantize_with_scale as quantize_with_scale
+from ._learned_scales import straight_through_with_scale as straight_through_with_scale
 from ._matmul import _convolution as _convolution
 from ._matmul import _lowering as _lowering
 from ._matmul import _ragged as _ragged

@@ -40,6 +40,15 @@ class Static(NamedTuple):
     def array(self, operands: Sequence[object]) -> Any:
         return jtu.tree_unflatten(self.treedef, operands[len(operands) - self.treedef.num_leaves :])
 
+    def without_rounding(self, operands: Sequence[object]) -> Static:
+        """For derivatives: these are of the exact matmul, and tangents and gradients are not rounded to 8 bits."""
+        q = self.array(operands)
+        return (
+            self
+            if q.activation_dtype is None
+            else self._replace(treedef=jtu.tree_structure(q.with_activation_dtype(None)))
+        )
+
 
 @functools.singledispatch
 def matmul_in_xla(q: MatmulOperand, x: jax.Array, contracted_axis: int, *, in_tiles: bool = True) -> jax.Array:
@@ -93,7 +102,7 @@ def matmul_primitive(name: str, in_xla: Callable[..., jax.Array], batch_rest: Ca
 
     def jvp(primals: Sequence[jax.Array], tangents: Sequence[Operand], static: Static) -> tuple[jax.Array, jax.Array]:
         (x, *rest), (dx, *drest) = primals, tangents
-        terms = [] if isinstance(dx, ad.Zero) else [primitive.bind(dx, *rest, static=static)]
+        terms = [] if isinstance(dx, ad.Zero) else [primitive.bind(dx, *rest, static=static.without_rounding(rest))]
         if not all(isinstance(d, ad.Zero) for d in drest):  # scales have derivatives too
             of_rest = functools.partial(in_xla, x, static=static)
             terms.append(jax.jvp(of_rest, rest, [ad.instantiate_zeros(d) for d in drest])[1])

@@ -1,0 +1,112 @@
+"""`adapter_config.json` of an adapter: what it must say, and the rank and factor of each module."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ._file import CheckpointError, StrPath
+from ._header import Json
+from ._quantization_config import read_json
+
+CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Makes the error about a module of a file."""
+
+    file: str
+    module: str
+
+    def __call__(self, what: str) -> CheckpointError:
+        return CheckpointError(what, file=self.file, tensor=self.module)
+
+
+def read_config(folder: Path) -> Mapping[str, Json]:
+    """The configuration of an adapter; a CheckpointError if there is none, or if it is no plain LoRA."""
+    file = str(folder / CONFIG)
+    config = read_json(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise CheckpointError("there is no configuration of an adapter", file=file)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"its `peft_type` is {str(config.get('peft_type'))[:50]!r}, not 'LORA'", file=file)
+    for option in ("use_dora", "use_qalora", "lora_bias", "modules_to_save", "layer_replication"):
+        if config.get(option):
+            raise CheckpointError(f"`{option}` changes more than updates of low rank do, and is not read", file=file)
+    return config
+
+
+def adapter_facts(path: StrPath) -> dict[str, str]:
+    """What the configuration in the folder of an adapter says, in a few words; nothing for any other checkpoint."""
+    folder = Path(path)
+    if not (folder / CONFIG).is_file():
+        return {}
+    config = read_config(folder)
+    others = config.get("rank_pattern")
+    more = f", and others for {len(others)} modules" if isinstance(others, dict) and others else ""
+    facts = {
+        "adapter": "LoRA" + (", rank-stabilized" if config.get("use_rslora") else ""),
+        "rank": f"{config.get('r')}{more}",
+        "alpha": f"{config.get('lora_alpha')}",
+        "base model": f"{config.get('base_model_name_or_path')}",
+    }
+    return {name: value for name, value in facts.items() if value != "None"}
+
+
+def written_config(ranks: Mapping[str, int], alphas: Mapping[str, float], base_model: str | None) -> bytes:
+    """The configuration for modules of these ranks, whose updates are scaled by alpha / rank."""
+    rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": list(ranks),
+        "rank_pattern": {module: r for module, r in ranks.items() if r != rank},
+        "alpha_pattern": {module: a for module, a in alphas.items() if a != alpha},
+        "use_rslora": False,
+        "fan_in_fan_out": False,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+        "task_type": None,
+    }
+    return json.dumps(config, indent=2).encode()
+
+
+def factor_of(config: Mapping[str, Json], rank: int, wrong: Wrong) -> float:
+    """What the update of the module, of this rank, is multiplied by; an error if the configuration has another rank."""
+    expected = _number(_of_module(config, "rank_pattern", wrong), config.get("r"), "r", wrong)
+    if expected != rank:
+        raise wrong(f"its matrices have rank {rank}, and the configuration says {expected:g}")
+    alpha = _number(_of_module(config, "alpha_pattern", wrong), config.get("lora_alpha"), "lora_alpha", wrong)
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _of_module(config: Mapping[str, Json], key: str, wrong: Wrong) -> Json:
+    """The entry for this module: PEFT matches keys against the end of its name.
+
+    A key may be a regular expression there. It is a stranger's, and may take forever, so only plain names are read.
+    """
+    patterns = config.get(key)
+    entries = patterns.items() if isinstance(patterns, dict) else ()
+    for pattern, value in entries:
+        if not re.fullmatch(r"[\w.-]+", pattern):
+            raise wrong(f"`{key}` has {pattern[:50]!r}, a regular expression; only names of modules are read")
+        if f".{wrong.module}".endswith(f".{pattern}"):
+            return value
+    return None
+
+
+def _number(own: Json, general: Json, what: str, wrong: Wrong) -> float:
+    value = general if own is None else own
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
+        raise wrong(f"the configuration has {what} = {str(value)[:50]!r}, which is no number")
+    return float(value)
