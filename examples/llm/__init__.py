@@ -2,8 +2,8 @@
 
 from .files import load_model as load_model
 from .files import read_config as read_config
-from .generate import Sampling as Sampling
-from .generate import generate as generate
+from .generation import Sampling as Sampling
+from .generation import generate as generate
 from .model import Config as Config
 from .model import empty_cache as empty_cache
 from .model import forward as forward

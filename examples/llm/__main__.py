@@ -12,7 +12,7 @@ from pathlib import Path
 from eformer.model import stored_bytes
 
 from .files import load_model
-from .generate import Sampling, generate
+from .generation import Sampling, generate
 from .quantize import quantizing
 from .tokenizer import Tokenizer
 

@@ -77,7 +77,7 @@ def _next(
     return State(cache, state.start + tokens.shape[1], token, done, state.padding, key)
 
 
-def prefill(
+def _prefill(
     params: Params,
     tokens: jax.Array,
     padding: jax.Array,
@@ -96,7 +96,7 @@ def prefill(
     return _next(params, tokens, state, config, sampling, ends)
 
 
-def advance(
+def _advance(
     params: Params, state: State, count: jax.Array, *, config: Config, sampling: Sampling, ends: tuple[int, ...]
 ) -> tuple[State, jax.Array]:
     """The state after `count` tokens more, at most STEPS, and these (batch, STEPS); -1 where a text has ended."""
@@ -117,8 +117,15 @@ def advance(
 
 
 STATIC = ("config", "sampling", "ends")
-_prefill = jax.jit(implicit(prefill), static_argnames=("capacity", *STATIC))
-_advance = jax.jit(implicit(advance), static_argnames=STATIC, donate_argnames="state")
+prefill = jax.jit(implicit(_prefill), static_argnames=("capacity", *STATIC))
+advance = jax.jit(implicit(_advance), static_argnames=STATIC, donate_argnames="state")
+
+
+def padded(prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
+    """The prompts as one array (batch, length), length a multiple of BUCKET, and the padding in front of each."""
+    width = -(-max(map(len, prompts)) // BUCKET) * BUCKET
+    rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    return jnp.asarray(rows, jnp.int32), jnp.asarray([width - len(prompt) for prompt in prompts], jnp.int32)
 
 
 def generate(
@@ -137,17 +144,14 @@ def generate(
     """
     if not prompts or not all(prompts):
         raise ValueError("every prompt needs at least one token")
-    longest = max(map(len, prompts))
-    width = -(-longest // BUCKET) * BUCKET
-    rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    padding = jnp.asarray([width - len(prompt) for prompt in prompts], jnp.int32)
+    tokens, padding = padded(prompts)
     options = {"config": config, "sampling": sampling.checked(), "ends": tuple(ends)}
-    capacity = -(-(width + count) // BUCKET) * BUCKET
-    state = _prefill(params, jnp.asarray(rows, jnp.int32), padding, jax.random.key(seed), capacity=capacity, **options)
+    capacity = -(-(tokens.shape[1] + count) // BUCKET) * BUCKET
+    state = prefill(params, tokens, padding, jax.random.key(seed), capacity=capacity, **options)
     yield [[] if token in ends else [token] for token in np.asarray(state.token).tolist()]
     made, steps = 1, 1
     while made < count and not np.all(state.done):
         steps = min(2 * steps, STEPS)
-        state, found = _advance(params, state, jnp.int32(min(steps, count - made)), **options)
+        state, found = advance(params, state, jnp.int32(min(steps, count - made)), **options)
         yield [[token for token in row if token >= 0 and token not in ends] for row in np.asarray(found).tolist()]
         made += steps
