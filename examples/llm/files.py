@@ -1,0 +1,141 @@
+"""A model from a GGUF file or a Hugging Face folder, quantized on the way, one array at a time."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from eformer import implicit, materialization_error
+from eformer.checkpoint import open_checkpoint
+from eformer.jaximus import MaterializationError
+
+from .model import GATE_UP, JOINT, QUERY_KEY_VALUE, Config
+from .tokenizer import Tokenizer, read_json
+
+NEIGHBOURS = {"llama": True, "qwen2": False}  # the families that `model.py` runs, and how GGUF orders heads for RoPE
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+REST = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+class Model(NamedTuple):
+    params: dict[str, Any]
+    config: Config
+    tokenizer: Callable[[], Tokenizer]  # made when it is needed: it takes longer than small models to load
+
+
+def load_model(
+    path: str | Path,
+    change: Callable[[str, Any], Any] | None = None,
+    progress: Callable[[str, int, int], object] | None = None,
+) -> Model:
+    """The model in a GGUF file or a Hugging Face folder; arrays that are quantized there stay so.
+
+    `change(name, array)` may put another array in the place of each. Dense arrays become float32. Weights that are
+    multiplied by the same activations are joined, where that leaves them quantized: fewer, larger matmuls.
+    """
+    path = Path(path)
+    with open_checkpoint(path) as checkpoint:
+        if checkpoint.kind == "gguf":
+            metadata = checkpoint.metadata
+            config, names = read_config(metadata), {name: name for name in checkpoint}
+            tokenizer = functools.partial(Tokenizer.from_gguf, metadata)
+        else:
+            folder = path if path.is_dir() else path.parent
+            config, names = folder_config(read_json(folder / "config.json")), _gguf_names(checkpoint)
+            tokenizer = functools.partial(Tokenizer.from_folder, folder)
+        total, done, params = sum(checkpoint.info(name).nbytes for name in names), 0, {}
+        for name, own in names.items():
+            array = checkpoint.read(name).astype(jnp.float32)
+            params[own] = array if change is None else change(own, array)
+            done += checkpoint.info(name).nbytes
+            if progress is not None:
+                progress(name, done, total)
+    return Model(joined(params, config), config, tokenizer)
+
+
+def joined(params: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """`params` with query, key and value of each layer in one array, and gate and up, unless their formats differ."""
+    params = dict(params)
+    for layer, names in itertools.product(range(config.layers), (QUERY_KEY_VALUE, GATE_UP)):
+        for end in ("weight", "bias"):
+            parts = [f"blk.{layer}.{name}.{end}" for name in names]
+            if not all(part in params for part in parts):
+                continue
+            try:
+                with materialization_error():
+                    together = implicit(jnp.concatenate)([params[part] for part in parts])
+            except MaterializationError:
+                break  # quantized differently
+            params = {name: array for name, array in params.items() if name not in parts}
+            params[f"blk.{layer}.{JOINT.join(names)}.{end}"] = together
+    return params
+
+
+def read_config(metadata: Mapping[str, Any]) -> Config:
+    """The configuration in the metadata of a GGUF file; a ValueError for a model that this code does not run."""
+    family = metadata.get("general.architecture")
+    if family not in NEIGHBOURS:
+        raise ValueError(f"the model is of the family {family!r}; this code runs {', '.join(NEIGHBOURS)}")
+    given = {name.removeprefix(f"{family}."): value for name, value in metadata.items()}
+    heads, width = given["attention.head_count"], given["embedding_length"]
+    size = given.get("attention.key_length", width // heads)
+    scaling = given.get("rope.scaling.type", "none")
+    if given.get("rope.dimension_count", size) != size or scaling != "none" or "expert_count" in given:
+        raise ValueError("this code runs models without experts, with plain RoPE over whole heads")
+    return Config(
+        layers=given["block_count"],
+        heads=heads,
+        kv_heads=given.get("attention.head_count_kv", heads),
+        head_size=size,
+        epsilon=given["attention.layer_norm_rms_epsilon"],
+        rope_base=given.get("rope.freq_base", 10000.0),
+        rope_neighbours=NEIGHBOURS[family],
+    )
+
+
+def folder_config(given: Mapping[str, Any]) -> Config:
+    """The same from the config.json of a Hugging Face folder."""
+    family = given.get("model_type")
+    if family not in NEIGHBOURS:
+        raise ValueError(f"the model is of the family {family!r}; this code runs {', '.join(NEIGHBOURS)}")
+    if given.get("rope_scaling") or given.get("use_sliding_window") or given.get("hidden_act", "silu") != "silu":
+        raise ValueError("this code runs models with plain RoPE, SiLU and attention to all tokens")
+    heads = given["num_attention_heads"]
+    return Config(
+        layers=given["num_hidden_layers"],
+        heads=heads,
+        kv_heads=given.get("num_key_value_heads", heads),
+        head_size=given.get("head_dim") or given["hidden_size"] // heads,
+        epsilon=given["rms_norm_eps"],
+        rope_base=(given.get("rope_parameters") or given).get("rope_theta", 10000.0),
+        rope_neighbours=False,
+    )
+
+
+def _gguf_names(names: Any) -> dict[str, str]:
+    """The arrays of a Hugging Face checkpoint, and what GGUF calls them."""
+    found = {}
+    for name in names:
+        part, _, end = name.rpartition(".")
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", part)
+        own = REST.get(part) if layer is None else LAYER.get(layer[2])
+        if own is None:
+            raise ValueError(f"the array {name!r} has no place in this model")
+        found[name] = f"{own}.{end}" if layer is None else f"blk.{layer[1]}.{own}.{end}"
+    return found

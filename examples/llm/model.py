@@ -1,0 +1,160 @@
+"""Language models of the Llama and Qwen2 families in plain JAX: the code knows nothing of quantization.
+
+Parameters are a flat dict of dense or quantized arrays with the names of GGUF files and the layout (out, in).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Params = Mapping[str, Any]  # dense or quantized arrays, by their names in a GGUF file
+# Keys (batch * heads, size, length) and values (batch * heads, length, size) of each layer, as matmuls want them: XLA
+# would copy the whole cache for every token to transpose it, or to join axes.
+Cache = list[tuple[jax.Array, jax.Array]]
+
+QUERY_KEY_VALUE, GATE_UP = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up")
+JOINT = "+"  # between the names of weights that were joined along their outputs, to be one matmul
+
+
+class Config(NamedTuple):
+    """The sizes of a model, and what else its file says."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    epsilon: float
+    rope_base: float
+    rope_neighbours: bool  # RoPE turns neighbouring elements of a head together, else an element of each half
+
+
+class Places(NamedTuple):
+    """Where the new tokens stand: the same for every layer."""
+
+    start: jax.Array  # their first entry in the cache
+    seen: jax.Array  # (batch, 1, length, capacity): the entries that each of them attends to
+    cos: jax.Array  # (batch, 1, length, size / 2): of the angles of RoPE
+    sin: jax.Array
+
+
+def forward(params: Params, tokens: jax.Array, config: Config) -> jax.Array:
+    """Logits (batch, length, vocabulary) of what follows each of the tokens (batch, length)."""
+    return logits(params, hidden(params, tokens, jnp.int32(0), empty_cache(config, *tokens.shape), config)[0])
+
+
+def empty_cache(config: Config, batch: int, length: int) -> Cache:
+    """A cache for up to `length` tokens."""
+    heads, size = batch * config.kv_heads, config.head_size
+    return [(jnp.zeros((heads, size, length)), jnp.zeros((heads, length, size))) for _ in range(config.layers)]
+
+
+def hidden(
+    params: Params,
+    tokens: jax.Array,
+    start: jax.Array,
+    cache: Cache,
+    config: Config,
+    padding: jax.Array | None = None,
+) -> tuple[jax.Array, Cache]:
+    """The output (batch, length, width) of the last layer, and the cache with the tokens (batch, length) added.
+
+    The tokens come after `start` others. The first `padding` (batch,) entries of each row only make all rows equally
+    long: no token attends to them, and positions are counted from there.
+    """
+    padding = jnp.zeros(len(tokens), jnp.int32) if padding is None else padding
+    places = _places(params, start + jnp.arange(tokens.shape[1]), padding, cache[0][0].shape[-1], start, config)
+    x, after = params["token_embd.weight"][tokens], []
+    for i, entries in enumerate(cache):
+        weights = {name.removeprefix(f"blk.{i}."): params[name] for name in params if name.startswith(f"blk.{i}.")}
+        x, entries = _layer(weights, x, entries, places, config)
+        after.append(entries)
+    return _normalized(params, "output_norm", x, config), after
+
+
+def logits(params: Params, x: jax.Array) -> jax.Array:
+    """Logits of the next token from what `hidden` gives; many models use the embedding for the output, too."""
+    return _dense(params, "output" if "output.weight" in params else "token_embd", x)
+
+
+@functools.partial(jax.jit, static_argnames="config")  # traced once, not for every layer
+def _layer(
+    weights: Params, x: jax.Array, entries: tuple[jax.Array, jax.Array], places: Places, config: Config
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    y = _normalized(weights, "attn_norm", x, config)
+    shares = (config.heads, config.kv_heads, config.kv_heads)
+    query, key, value = (_heads(each, config) for each in _several(weights, QUERY_KEY_VALUE, shares, y))
+    query, key = (_rotated(each, places, config) for each in (query, key))
+    keys = jax.lax.dynamic_update_slice(entries[0], _joined(key).mT, (0, 0, places.start))
+    values = jax.lax.dynamic_update_slice(entries[1], _joined(value), (0, places.start, 0))
+    x = x + _dense(weights, "attn_output", _attention(query, keys, values, places.seen))
+    y = _normalized(weights, "ffn_norm", x, config)
+    gate, up = _several(weights, GATE_UP, (1, 1), y)
+    return x + _dense(weights, "ffn_down", jax.nn.silu(gate) * up), (keys, values)
+
+
+def _attention(query: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
+    """(batch, length, heads * size); heads of `query` that share a head of keys are rows of one matmul."""
+    batch, heads, length, size = query.shape
+    shared = query.reshape(len(keys), -1, size)
+    scores = (shared @ keys).reshape(batch, heads, length, -1) / size**0.5
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+    mixed = weights.reshape(*shared.shape[:2], -1) @ values
+    return mixed.reshape(query.shape).swapaxes(1, 2).reshape(batch, length, -1)
+
+
+def _heads(x: jax.Array, config: Config) -> jax.Array:
+    """(batch, length, heads * size) as (batch, heads, length, size)."""
+    return x.reshape(*x.shape[:2], -1, config.head_size).swapaxes(1, 2)
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    """(batch, heads, length, size) as (batch * heads, length, size)."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _places(
+    params: Params, entries: jax.Array, padding: jax.Array, capacity: int, start: jax.Array, config: Config
+) -> Places:
+    """Of tokens that are the `entries` (length,) of the cache."""
+    key = jnp.arange(capacity)[None, None, None]
+    seen = (key <= entries[None, None, :, None]) & (key >= padding[:, None, None, None])
+    half = config.head_size // 2
+    frequencies = config.rope_base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if "rope_freqs.weight" in params:
+        frequencies = frequencies / params["rope_freqs.weight"]
+    positions = (entries[None] - padding[:, None]).astype(jnp.float32)
+    angles = positions[:, None, :, None] * frequencies
+    return Places(start, seen, jnp.cos(angles), jnp.sin(angles))
+
+
+def _rotated(x: jax.Array, places: Places, config: Config) -> jax.Array:
+    """RoPE of x (batch, heads, length, size): pairs of elements as complex numbers, turned by their position."""
+    axis = -1 if config.rope_neighbours else -2  # the axis of a pair, in heads seen as pairs
+    shape = (-1, 2) if config.rope_neighbours else (2, config.head_size // 2)
+    real, imaginary = jnp.moveaxis(x.reshape(*x.shape[:-1], *shape), axis, 0)
+    turned = (real * places.cos - imaginary * places.sin, real * places.sin + imaginary * places.cos)
+    return jnp.stack(turned, axis).reshape(x.shape)
+
+
+def _several(params: Params, names: Sequence[str], shares: Sequence[int], x: jax.Array) -> Sequence[jax.Array]:
+    """`_dense` of each weight, in one matmul if they were joined; `shares` are their parts of the outputs."""
+    joined = JOINT.join(names)
+    if f"{joined}.weight" not in params:
+        return [_dense(params, name, x) for name in names]
+    y = _dense(params, joined, x)
+    ends = [y.shape[-1] * sum(shares[:i]) // sum(shares) for i in range(1, len(shares))]
+    return jnp.split(y, ends, axis=-1)
+
+
+def _dense(params: Params, name: str, x: jax.Array) -> jax.Array:
+    y = x @ params[f"{name}.weight"].T
+    return y + params[f"{name}.bias"] if f"{name}.bias" in params else y
+
+
+def _normalized(params: Params, name: str, x: jax.Array, config: Config) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.epsilon) * params[f"{name}.weight"]

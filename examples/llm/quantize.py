@@ -1,0 +1,35 @@
+"""Which weights take which format, by name: the only file of this example that knows quantized arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from eformer import QuantizedArray, materialize
+from eformer.model import apply_rule, default_rules, find_rule, parse_rule
+
+AS_IN_FILE, DENSE = "file", "float32"
+
+
+def quantizing(form: str, *, embeddings: str = "int8", activations: str = "float") -> Callable[[str, Any], Any]:
+    """The `change` for `load_model` that puts weights into the format `form`: "file", "float32", "int4,fit=false".
+
+    Embeddings, often the output layer too, take the format `embeddings`: they lose most by four bits.
+    """
+    rules = ()
+    if form not in (AS_IN_FILE, DENSE):
+        rule = parse_rule(f".={form}")
+        if rule.format is None:
+            raise ValueError(
+                f"{form!r} is no format; {DENSE} decodes all weights, and {AS_IN_FILE} leaves them as they are"
+            )
+        rules = default_rules(rule.format, embeddings=embeddings, **rule.options)
+
+    def change(name: str, array: Any) -> Any:
+        rule = find_rule(rules, name, array)
+        if form == DENSE or (rule is not None and rule.format is not None):
+            array = apply_rule(rule, name, materialize(array))
+        int8 = activations == "int8" and isinstance(array, QuantizedArray)
+        return array.with_activation_dtype("int8") if int8 else array
+
+    return change

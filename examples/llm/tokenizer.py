@@ -1,0 +1,111 @@
+"""Text to tokens and back, and the chat template, from a GGUF file or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+SPECIAL = 3, 4  # GGUF's types of tokens: control, and defined by the user; no text is split into them
+# How text is cut before pairs are merged: the expressions that these models were trained with.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+ENDS = "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "</s>"  # tokens that end a text, whatever else the file says
+CUTS = {"gpt-2": (GPT2,), "gpt2": (GPT2,), "smollm": (r"\p{N}", GPT2), "qwen2": (QWEN2,)}
+
+
+class Tokenizer:
+    """`encode` and `decode` text; `chat` makes the prompt of a conversation; `ends` are the tokens that end a text."""
+
+    def __init__(self, tokenizer: Any, template: str | None, ends: Iterable[int | None], beginning: int | None) -> None:
+        self._tokenizer, self._template, self._beginning = tokenizer, template, beginning
+        self.ends = tuple(sorted({end for end in ends if end is not None}))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
+        kind, cut = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+        if kind != "gpt2" or cut not in CUTS:
+            raise ValueError(
+                f"the tokenizer of the file is {kind!r} with the pre-tokenizer {cut!r}; this code reads 'gpt2' with "
+                f"{', '.join(CUTS)}. A Hugging Face folder brings its own tokenizer.json"
+            )
+        tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+        special = {token: i for i, (token, type) in enumerate(zip(tokens, types, strict=True)) if type in SPECIAL}
+        ends = [metadata.get("tokenizer.ggml.eos_token_id"), *map(special.get, ENDS)]
+        made = _byte_pairs(tokens, metadata["tokenizer.ggml.merges"], CUTS[cut], list(special))
+        beginning = (
+            metadata.get("tokenizer.ggml.bos_token_id") if metadata.get("tokenizer.ggml.add_bos_token") else None
+        )
+        return cls(made, metadata.get("tokenizer.chat_template"), ends, beginning)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Self:
+        """From tokenizer.json, tokenizer_config.json and generation_config.json; only the first must be there."""
+        tokenizers = _package("tokenizers")
+        if not (folder / "tokenizer.json").exists():
+            raise ValueError(f"{folder} has no tokenizer.json, so its text can't be cut into tokens")
+        made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        generation = read_json(folder / "generation_config.json")
+        template = read_json(folder / "tokenizer_config.json").get("chat_template")
+        if (folder / "chat_template.jinja").exists():
+            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        ends = generation.get("eos_token_id", [])
+        ends = [ends] if isinstance(ends, int) else ends
+        return cls(made, template, [*ends, *map(made.token_to_id, ENDS)], None)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of `text`; the names of special tokens in it become these."""
+        return [*([] if self._beginning is None else [self._beginning]), *self._tokenizer.encode(text).ids]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without the special ones."""
+        return self._tokenizer.decode(list(tokens))
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt after which the model answers the last of `messages`, each a role and its content."""
+        if not self._template:
+            raise ValueError("the model has no chat template: it continues texts, and answers no questions")
+        sandbox = _package("jinja2.sandbox", "jinja2")  # the template is a program of a stranger
+
+        def refuse(message: str) -> None:
+            raise ValueError(f"the chat template refuses the messages: {message}")
+
+        environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = refuse
+        return environment.from_string(self._template).render(messages=list(messages), add_generation_prompt=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not an object")
+    return found
+
+
+def _package(name: str, package: str | None = None) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ImportError(f'text needs the package {package or name}: pip install "eformer[llm]"') from None
+
+
+def _byte_pairs(tokens: Sequence[str], merges: Sequence[str], cuts: Sequence[str], special: Sequence[str]) -> Any:
+    tokenizers = _package("tokenizers")
+    split, pairs = tokenizers.pre_tokenizers, [tuple(merge.split(" ", 1)) for merge in merges]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+    parts = [split.Split(tokenizers.Regex(cut), "isolated") for cut in cuts]
+    made.pre_tokenizer = split.Sequence([*parts, split.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special])
+    return made

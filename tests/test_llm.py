@@ -1,0 +1,178 @@
+"""The language model of the examples: a small one from GGUF and from a Hugging Face folder, its text, its command."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eformer.examples.llm import Sampling, Tokenizer, empty_cache, forward, generate, hidden, load_model, logits
+from eformer.examples.llm.__main__ import Stream, main
+from eformer.examples.llm.generation import choose
+from eformer.examples.llm.quantize import quantizing
+from small_llm import TOKENIZER, TOKENS, write_folder, write_gguf
+
+from eformer import implicit
+
+
+
+@pytest.fixture(autouse=True)
+def plain_jax():
+    """A user's model adds arrays of several ranks."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+PROMPT = [3, 14, 15, 9, 2, 6]
+
+
+def all_logits(params: Any, config: Any, tokens: list[int]) -> np.ndarray:
+    run = jax.jit(implicit(functools.partial(forward, config=config)))
+    return np.asarray(run(params, jnp.asarray([tokens], jnp.int32)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_file_and_folder_give_the_same_logits(family: str, tmp_path: Path):
+    gguf = load_model(write_gguf(tmp_path / "m.gguf", family, "F32"))
+    folder = load_model(write_folder(tmp_path / "model", family))
+    assert set(gguf.params) == set(folder.params)
+    expected = all_logits(gguf.params, gguf.config, PROMPT)
+    found = all_logits(folder.params, folder.config, PROMPT)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.ptp(expected))
+    text = " the <|im_end|>!"
+    assert folder.tokenizer().encode(text) == gguf.tokenizer().encode(text)
+    assert folder.tokenizer().ends == gguf.tokenizer().ends
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_token_by_token_is_all_at_once(family: str, tmp_path: Path):
+    params, config, _ = load_model(write_gguf(tmp_path / "m.gguf", family))
+    assert "blk.0.attn_q+attn_k+attn_v.weight" in params
+    expected = all_logits(params, config, PROMPT)
+    run = jax.jit(implicit(functools.partial(hidden, config=config)))
+    cache, parts = empty_cache(config, 1, len(PROMPT) + 2), []
+    for start, stop in [(0, 4), (4, 5), (5, 6)]:
+        x, cache = run(params, jnp.asarray([PROMPT[start:stop]]), jnp.int32(start), cache)
+        parts.append(implicit(logits)(params, x))
+    np.testing.assert_allclose(np.concatenate(parts, 1), expected, rtol=0, atol=1e-4 * np.ptp(expected))
+
+
+def joined_portions(portions: Iterable[list[list[int]]]) -> list[list[int]]:
+    return [list(itertools.chain(*parts)) for parts in zip(*portions, strict=True)]
+
+
+def test_generation_takes_the_likeliest_token_of_each_step(tmp_path: Path):
+    """For prompts of several lengths in one batch; a text stops before the token that ends it."""
+    params, config, _ = load_model(write_gguf(tmp_path / "m.gguf", "llama"))
+    prompts, count = [PROMPT, PROMPT[:2]], 6
+    found = joined_portions(generate(params, config, prompts, count))
+    for prompt, tokens in zip(prompts, found, strict=True):
+        scores = all_logits(params, config, [*prompt, *tokens])[0, len(prompt) - 1 : -1]
+        assert tokens == np.argmax(scores, axis=-1).tolist()
+    end = found[0][3]
+    (shorter,) = joined_portions(generate(params, config, prompts[:1], count, ends=[end]))
+    assert shorter == found[0][: found[0].index(end)]
+
+
+def test_requantized_models_run_near_float32(tmp_path: Path):
+    path = write_gguf(tmp_path / "m.gguf", "qwen2")
+    dense, config, _ = load_model(path, quantizing("float32"))
+    small, _, _ = load_model(path, quantizing("int8", activations="int8"))
+    assert small["blk.1.ffn_down.weight"].activation_dtype == "int8"
+    assert small["token_embd.weight"].nbytes < dense["token_embd.weight"].nbytes / 3
+    expected, found = (all_logits(params, config, PROMPT) for params in (dense, small))
+    assert 0 < np.linalg.norm(found - expected) / np.linalg.norm(expected) < 0.05
+
+
+def test_choices():
+    scores = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))
+    keys = jax.random.split(jax.random.key(0), 200)
+
+    def drawn(sampling: Sampling) -> set[int]:
+        return set(jax.vmap(lambda key: choose(scores, sampling, key)[0])(keys).tolist())
+
+    assert drawn(Sampling()) == {1}
+    assert drawn(Sampling(1.0)) == {0, 1, 2, 3}
+    assert drawn(Sampling(1.0, top_k=2)) == {1, 3}
+    assert drawn(Sampling(1.0, top_p=0.7)) == {1, 3}
+    assert drawn(Sampling(1.0, top_k=3, top_p=0.5)) == {1}
+    with pytest.raises(ValueError, match="top_p above 0"):
+        Sampling(top_p=0.0).checked()
+
+
+@pytest.mark.parametrize("text", ["the the\nthe 123", " a<|im_start|>b"])
+def test_text_and_back(text: str):
+    tokenizer = Tokenizer.from_gguf(TOKENIZER)
+    tokens = tokenizer.encode(text)
+    assert tokenizer._tokenizer.decode(tokens, skip_special_tokens=False) == text
+    assert "<|" not in tokenizer.decode(tokens)
+    pieces = [TOKENS[token] for token in tokenizer.encode("the the\nthe 12")]
+    assert pieces == ["t", "he", "Ġthe", "Ċ", "t", "he", "Ġ", "1", "2"]
+
+
+def test_chat():
+    tokenizer = Tokenizer.from_gguf(TOKENIZER)
+    prompt = tokenizer.chat([{"role": "user", "content": "Hi"}])
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.ends == (TOKENS.index("<|im_end|>"),)
+    without = Tokenizer.from_gguf({**TOKENIZER, "tokenizer.chat_template": "{{ raise_exception('no') }}"})
+    with pytest.raises(ValueError, match="refuses the messages: no"):
+        without.chat([])
+    with pytest.raises(ValueError, match=r"'llama' with .* reads 'gpt2'"):
+        Tokenizer.from_gguf({**TOKENIZER, "tokenizer.ggml.model": "llama"})
+
+
+def test_a_stream_waits_for_whole_characters(capsys: pytest.CaptureFixture[str]):
+    class Bytes:
+        def decode(self, tokens: list[int]) -> str:
+            return bytes(tokens).decode(errors="replace")
+
+    stream = Stream(Bytes())  # pyright: ignore[reportArgumentType]
+    for count in range(1, 5):
+        stream.show(list("aéb".encode())[:count])
+    stream.end()
+    assert capsys.readouterr().out == "aéb\n"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write_gguf(tmp_path / "m.gguf", "llama")
+    assert main([str(path), "the", "--chat", "--count", "3", "--format", "int4,fit=false"]) == 0
+    ran = capsys.readouterr()
+    assert "s to the first token" in ran.err
+    assert main([str(path), "the", "a", "--count", "2", "--quiet", "--temperature", "0.5", "--top-k", "5"]) == 0
+    assert capsys.readouterr().out.startswith("--- the\n")
+    assert main([str(path), "the", "--format", "int99"]) == 1
+    assert "unknown format 'int99'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    assert "--activations int8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "match"),
+    [
+        ("bert", {}, "family 'bert'; this code runs llama, qwen2"),
+        ("llama", {"expert_count": 8}, "without experts"),
+        ("llama", {"rope.scaling.type": "yarn"}, "plain RoPE"),
+        ("llama", {"rope.dimension_count": 8}, "whole heads"),
+    ],
+)
+def test_other_models_are_refused(family: str, more: Any, match: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=match):
+        load_model(write_gguf(tmp_path / "m.gguf", family, **more))
+
+
+def test_other_folders_are_refused(tmp_path: Path):
+    folder = write_folder(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": {"type": "yarn"}}))
+    with pytest.raises(ValueError, match="plain RoPE"):
+        load_model(folder)
