@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import struct
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer.checkpoint import load
 from eformer.jaximus import explain, implicit, materialization_error
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -85,3 +87,129 @@ def test_demo_is_the_command(monkeypatch, capsys):
         runpy.run_path(str(EXAMPLES / "demo.py"), run_name="__main__")
     assert stopped.value.code == 0
     assert "usage: eformer demo" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def as_outside():
+    """The examples are run as a newcomer runs them, and Optax promotes integers."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+# --- stories15M, at small size ---
+
+
+@pytest.fixture(scope="module")
+def stories_file(tmp_path_factory):
+    """A model in the format of llama2.c, with its tokenizer: 32 wide, two layers of two heads, 16 positions."""
+    draw = np.random.default_rng(0).standard_normal
+    pieces = [
+        b"<unk>",
+        b"<s>",
+        b"</s>",
+        *(b"<0x%02X>" % byte for byte in range(256)),
+        *(bytes([byte]) for byte in range(32, 127)),
+    ]
+    pieces += [b"On", b"ce"]
+    square, up, down = (2, 32, 32), (2, 64, 32), (2, 32, 64)
+    shapes = [(len(pieces), 32), (2, 32), *[square] * 4, (2, 32), up, down, up, (32,), (16, 16)]
+    weights = [draw(shape) / 6 if len(shape) == 3 else 1 + draw(shape) / 9 for shape in shapes]
+    weights[0] -= 1
+    tokens = [struct.pack("<fi", number, len(piece)) + piece for number, piece in enumerate(pieces)]
+    path = tmp_path_factory.mktemp("stories") / "llama2.data"
+    header = struct.pack("<7i", 32, 64, 2, 2, 2, len(pieces), 16)
+    path.write_bytes(header + b"".join(w.astype("<f4").tobytes() for w in weights) + b"\0" * 4 + b"".join(tokens))
+    return path
+
+
+@pytest.fixture(scope="module")
+def told(stories_file, as_outside):
+    del as_outside
+    from eformer.examples import distillation, stories
+
+    model = stories.read_stories(stories_file)
+    text = distillation.tell(model.params, model.sizes, stories_file.parent / "text", 4, 4, 64, seed=0)
+    return distillation, stories, model, text
+
+
+def test_stories_tokens(told):
+    *_, model, _ = told
+    numbers = model.tokenizer.encode("Once: \N{SNOWMAN}")
+    assert [model.tokenizer.pieces[n] for n in numbers[:4]] == [b" ", b"On", b"ce", b":"]
+    assert model.tokenizer.decode([1, *numbers]) == "Once: \N{SNOWMAN}"
+
+
+def test_stories_are_sampled_from_what_the_model_predicts(told):
+    _, stories, model, text = told
+    _, states = stories.layers(model.params, model.params["embed"][text.tokens], heads=2)
+    np.testing.assert_allclose(np.moveaxis(text.states, 2, 0), states, rtol=2e-3, atol=2e-3)  # float16
+    assert np.isin(text.tokens[:, 1:], text.vocabulary).all()
+    begin = jnp.asarray(text.tokens[:, :2])
+    likeliest, _ = stories.sample(model.params, begin, jax.random.key(0), heads=2, length=16, temperature=0.0)
+    scores = stories.logits(model.params, likeliest, heads=2)
+    np.testing.assert_array_equal(likeliest[:, 2:], jnp.argmax(scores, axis=-1)[:, 1:-1])
+
+
+def test_a_stopped_run_continues_as_if_it_had_not_stopped(told, tmp_path):
+    distillation, _, model, text = told
+    student = distillation.student_of(model.params, "ternary", None, False, 0)
+    run = distillation.Run(student, model.params, text, 2, 1e-3)
+    run.steps, path = 4, tmp_path / "training.safetensors"
+
+    def two_steps():
+        some = distillation.batches(4, 2, 0, run.step)
+        losses = [run.advance(next(some)) for _ in range(2)]
+        return losses, jax.tree.map(np.asarray, (run.trained, run.adam))
+
+    two_steps()
+    run.save(path)
+    losses, end = two_steps()
+    run.resume(path)
+    losses_again, end_again = two_steps()
+    assert losses == losses_again
+    jax.tree.map(np.testing.assert_array_equal, end, end_again)
+    assert np.any(end[0]["gate.weight"] != model.params["gate.weight"])
+
+
+def test_loftq_starts_nearer_to_the_teacher(told):
+    distillation, _, model, text = told
+    found = {}
+    for loftq in (False, True):
+        student = distillation.student_of(model.params, "nf4", 4, loftq, 0)
+        params = student.params(student.trained, student.frozen)
+        given = (text.tokens, jnp.asarray(text.states), model.params, text.vocabulary, 2)
+        found[loftq] = float(implicit(distillation.loss)(params, *given)[0])
+    assert 0 < found[True] < found[False]
+
+
+@pytest.mark.usefixtures("as_outside")
+def test_distillation_runs(stories_file, tmp_path, monkeypatch, capsys):
+    from eformer.examples import distillation
+
+    text = tmp_path / "stories.txt"
+    text.write_text("\nOnce upon a time." * 3)
+    sizes = {"steps": 2, "every": 1, "stories": 2, "at-once": 2, "batch": 1, "vocabulary": 32, "told": 2}
+    options = {"text": text, "out": tmp_path / "out", **sizes}
+    given = [f"--{name}={value}" for name, value in options.items()]
+    monkeypatch.setattr(sys, "argv", ["distillation.py", str(stories_file), *given])
+    distillation.main()
+    out = capsys.readouterr().out
+    assert re.findall(r"step (\d) of 2, .* perplexity \d", out) == ["0", "1", "2"]
+    assert out.count("Once upon") == 3
+    folder = tmp_path / "out" / "ternary"
+    assert load(folder / "model.safetensors")["gate.weight"].scale.shape == (2, 1, 1)
+    assert (folder / "curve.csv").read_text().count("\n") == 4
+    assert "float32, perplexity" in (folder / "stories.txt").read_text()
+
+
+@pytest.mark.usefixtures("as_outside")
+def test_classifier_runs(monkeypatch, capsys):
+    names = runpy.run_path(str(EXAMPLES / "qat_classifier.py"))
+    command = ["qat_classifier.py", "--format", "float32", "--format", "ternary", "--steps", "60", "--width", "64"]
+    monkeypatch.setattr(sys, "argv", command)
+    names["main"]()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["float32", "ternary"]
+    assert int(rows[1][1].replace(",", "")) < int(rows[0][1].replace(",", ""))
+    rounded, trained = (float(each.rstrip("%")) for each in rows[1][2:])
+    assert trained > max(rounded, 100 / 3)

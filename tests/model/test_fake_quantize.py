@@ -13,7 +13,7 @@ from jax import lax
 from eformer.model import Rule, default_rules, dequantize, fake_quantize, finalize, quantize_model
 from eformer.ops.quantization import formats
 
-FORMATS = [form.name for form in formats()]
+FORMATS = [*((form.name, {}) for form in formats()), ("ternary", {"scale": "absmean"})]
 
 
 def params() -> dict[str, Any]:
@@ -33,11 +33,11 @@ def apply(tree: Any, x: jax.Array) -> jax.Array:
     return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, tree["layers"]["kernel"])[0]
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_the_weights_of_the_forward_pass_are_those_of_the_final_model(format: str):
-    tree = params()
-    trained = jax.jit(lambda tree: fake_quantize(tree, format=format))(tree)
-    final = finalize(tree, format=format)
+@pytest.mark.parametrize(("format", "options"), FORMATS, ids=str)
+def test_the_weights_of_the_forward_pass_are_those_of_the_final_model(format: str, options: dict[str, Any]):
+    tree, rules = params(), default_rules(format, **options)
+    trained = jax.jit(lambda tree: fake_quantize(tree, rules))(tree)
+    final = finalize(tree, rules)
     for found, expected in zip(jax.tree.leaves(trained), jax.tree.leaves(dequantize(final)), strict=True):
         assert np.array_equal(found, expected)
 

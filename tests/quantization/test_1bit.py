@@ -95,6 +95,35 @@ def test_scales_are_the_mean_magnitude_of_what_is_kept(dtype, scale):
     assert np.sum((f64(q.materialize()) - f64(w)) ** 2) < np.sum((values - f64(w)) ** 2)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=name)
+@pytest.mark.parametrize("shape", [(5,), (9, 7), (2, 3, 9, 7)], ids=str)
+def test_absmean_is_the_rule_of_bitnet(shape, dtype):
+    """Each matrix by its own mean magnitude, and the nearest of -1, 0 and 1; quarters, so that the mean is exact."""
+    w = jnp.asarray(np.round(normal(shape) * 4) / 4, dtype)
+    q = quantize(w, dtype="ternary", scale="absmean")
+    x, axes = f64(w), tuple(range(len(shape)))[-2:]
+    scale = np.abs(x).mean(axes, keepdims=True).astype(np.float32)
+    np.testing.assert_allclose(q.scale, scale, rtol=2.0**-22)
+    values = np.clip(np.round(x / scale), -1, 1)
+    assert_same_array(q.materialize(), jnp.asarray(values * f64(q.scale), dtype))
+
+
+def test_absmean_of_zeros_and_of_what_has_no_mean():
+    w = np.stack([np.zeros((4, 3)), np.ones((4, 3)), np.full((4, 3), 3e38), np.ones((4, 3)), np.ones((4, 3))])
+    w[3, 0, 0], w[4, 1, 1] = np.nan, -np.inf
+    q = quantize(jnp.asarray(w, jnp.float32), dtype="ternary", scale="absmean")
+    expected = np.where(np.isfinite(w).all((1, 2), keepdims=True), w, np.nan).astype(np.float32)
+    np.testing.assert_allclose(q.materialize(), expected, rtol=2.0**-22)
+    assert quantize(jnp.ones((0, 3)), dtype="ternary", scale="absmean").shape == (0, 3)
+
+
+def test_absmean_is_for_ternary_and_needs_no_fit():
+    with pytest.raises(ValueError, match=r"`scale='absmean'` must be one of 'tensor', 'channel', None"):
+        quantize(normal(), dtype="binary", scale="absmean")
+    with pytest.raises(ValueError, match=r"fits a scale, and that of `scale='absmean'` is given"):
+        quantize(normal(), dtype="ternary", scale="absmean", fit=True)
+
+
 def test_constructor_as_documented():
     made = Array1B.quantize(jnp.ones((6, 3), jnp.int8))
     q = Array1B(made.weight, shape=(6, 3), dtype=jnp.int8)

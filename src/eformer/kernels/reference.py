@@ -344,6 +344,12 @@ def ternary(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(threshold), jnp.nan, values)
 
 
+def absmean_ternary(x: jax.Array, axis: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """Values and scales of BitNet b1.58: the mean magnitude over `axis`, and the nearest of {-1, 0, 1} times it."""
+    scale = mean_magnitude(x, jnp.ones_like(x), axis)
+    return jnp.clip(jnp.round(divide(x.astype(scale.dtype), jnp.where(scale == 0, 1, scale))), -1, 1), scale
+
+
 def fitted_ternary(
     x: jax.Array, values: jax.Array, scale: jax.Array, axis: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:

