@@ -22,7 +22,6 @@ from small_llm import TOKENIZER, TOKENS, write_folder, write_gguf
 from eformer import implicit
 
 
-
 @pytest.fixture(autouse=True)
 def plain_jax():
     """A user's model adds arrays of several ranks."""
