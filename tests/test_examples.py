@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from eformer.checkpoint import load
@@ -79,6 +80,29 @@ def test_adam_in_8_bits(capsys):
     (exact, size), (rounded, small) = ((float(loss), int(size.replace(",", ""))) for loss, size in found)
     assert abs(rounded - exact) < 0.05 * exact
     assert small < 0.28 * size  # 8 bits and a scale for every 64, of 32
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda adam: optax.MultiSteps(adam, 2),
+        lambda adam: optax.masked(adam, lambda params: jax.tree.map(lambda _: True, params)),
+        lambda adam: optax.chain(
+            optax.clip_by_global_norm(1.0), optax.apply_if_finite(adam, 2), optax.add_decayed_weights(0.1)
+        ),
+    ],
+    ids=["MultiSteps", "masked", "chain"],
+)
+def test_transformations_of_optax_take_a_quantized_state(wrap):
+    """And a tree of parameters with None where leaves are frozen."""
+    optimizer = wrap(runpy.run_path(str(EXAMPLES / "adam8bit.py"))["adam8bit"](0.1))
+    params = {"w": jnp.ones((64, 64)), "frozen": None}
+    with jax.numpy_dtype_promotion("standard"):
+        state = start = optimizer.init(params)
+        for _ in range(2):
+            updates, state = jax.jit(optimizer.update)(params, state, params)
+    assert jax.tree.structure(state) == jax.tree.structure(start)
+    assert jnp.all(updates["w"] != 0)
 
 
 def test_demo_is_the_command(monkeypatch, capsys):

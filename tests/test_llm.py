@@ -13,13 +13,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eformer.examples.llm import Sampling, Tokenizer, empty_cache, forward, generate, hidden, load_model, logits
+from eformer.examples.llm import (
+    Sampling,
+    Tokenizer,
+    empty_cache,
+    empty_int8_cache,
+    forward,
+    generate,
+    hidden,
+    load_model,
+    logits,
+)
 from eformer.examples.llm.__main__ import Stream, main
 from eformer.examples.llm.generation import choose
+from eformer.examples.llm.int8_cache import Int8Cache
 from eformer.examples.llm.quantize import quantizing
 from small_llm import TOKENIZER, TOKENS, write_folder, write_gguf
 
-from eformer import implicit
+from eformer import explain, implicit, materialize, stored_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +89,23 @@ def test_generation_takes_the_likeliest_token_of_each_step(tmp_path: Path):
     end = found[0][3]
     (shorter,) = joined_portions(generate(params, config, prompts[:1], count, ends=[end]))
     assert shorter == found[0][: found[0].index(end)]
+
+
+def test_an_int8_cache_is_small_and_near(tmp_path: Path):
+    """Only what a token writes is rounded, by half a step of its own scale; and nothing is made dense on the way."""
+    params, config, _ = load_model(write_gguf(tmp_path / "m.gguf", "llama"))
+    run = functools.partial(hidden, config=config)
+    caches = [make(config, 2, 8) for make in (empty_cache, empty_int8_cache)]
+    assert stored_bytes(caches[1]) < stored_bytes(caches[0]) / 3
+    tokens = jnp.asarray([PROMPT, PROMPT[::-1]], jnp.int32)
+    (expected, exact), (found, rounded) = (jax.jit(implicit(run))(params, tokens, jnp.int32(1), c) for c in caches)
+    for old, new in zip(exact[0], rounded[0], strict=True):  # of the first layer, whose input is the same
+        assert isinstance(new, Int8Cache)
+        assert jnp.all(jnp.abs(materialize(new) - old) <= 0.51 * new.scale)
+    assert 0 < np.linalg.norm(found - expected) / np.linalg.norm(expected) < 0.02
+    assert explain(run)(params, tokens, jnp.int32(1), caches[1]).dense_bytes == 0
+    portions = generate(params, config, [PROMPT], 4, new_cache=empty_int8_cache)
+    assert len(joined_portions(portions)[0]) == 4
 
 
 def test_requantized_models_run_near_float32(tmp_path: Path):

@@ -13,9 +13,12 @@ from eformer.model import stored_bytes
 
 from .files import load_model
 from .generation import Sampling, generate
+from .int8_cache import empty_int8_cache
+from .model import empty_cache
 from .quantize import quantizing
 from .tokenizer import Tokenizer
 
+CACHES = {"float32": empty_cache, "int8": empty_int8_cache}
 HELP = """\
 Write text with a language model of the Llama or Qwen2 family, in plain JAX, on dense or quantized weights.
 
@@ -51,6 +54,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--format", default="file", help="file, float32, or a format (default: file)")
     parser.add_argument("--embeddings", default="int8", help="with a format: that of embeddings and output (int8)")
     parser.add_argument("--activations", choices=("float", "int8"), default="float", help="in matmuls (default: float)")
+    parser.add_argument("--cache", choices=CACHES, default="float32", help="of keys and values (float32)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)")
     parser.add_argument("--top-k", type=int, default=0, help="choose among so many of the likeliest (0: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="of these, the fewest with this probability (1: all)")
@@ -86,7 +90,8 @@ def run(args: argparse.Namespace) -> None:
     times, counts = [time.perf_counter()], []
     found: list[list[int]] = [[] for _ in prompts]
     stream = Stream(tokenizer)
-    made = generate(params, config, tokens, args.count, sampling=sampling, seed=args.seed, ends=tokenizer.ends)
+    options = {"sampling": sampling, "seed": args.seed, "ends": tokenizer.ends, "new_cache": CACHES[args.cache]}
+    made = generate(params, config, tokens, args.count, **options)
     for portion in made:
         times.append(time.perf_counter())
         counts.append(sum(map(len, portion)))

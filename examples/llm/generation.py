@@ -5,7 +5,7 @@ It runs any model of `model.py` under `implicit`, so its weights may be dense or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -85,17 +85,14 @@ def _prefill(
     tokens: jax.Array,
     padding: jax.Array,
     key: jax.Array,
+    cache: Cache,
     *,
-    capacity: int,
     config: Config,
     sampling: Sampling,
     ends: tuple[int, ...],
 ) -> State:
-    """The state after prompts (batch, length), whose first `padding` tokens do not count."""
-    batch = len(tokens)
-    state = State(
-        empty_cache(config, batch, capacity), jnp.int32(0), tokens[:, 0], jnp.zeros(batch, bool), padding, key
-    )
+    """The state after prompts (batch, length), whose first `padding` tokens do not count; the cache is empty."""
+    state = State(cache, jnp.int32(0), tokens[:, 0], jnp.zeros(len(tokens), bool), padding, key)
     return _next(params, tokens, state, config, sampling, ends)
 
 
@@ -120,7 +117,7 @@ def _advance(
 
 
 STATIC = ("config", "sampling", "ends")
-prefill = jax.jit(implicit(_prefill), static_argnames=("capacity", *STATIC))
+prefill = jax.jit(implicit(_prefill), static_argnames=STATIC, donate_argnames="cache")
 advance = jax.jit(implicit(_advance), static_argnames=STATIC, donate_argnames="state")
 
 
@@ -142,17 +139,19 @@ def generate(
     sampling: Sampling = GREEDY,
     seed: int = 0,
     ends: Sequence[int] = (),
+    new_cache: Callable[[Config, int, int], Cache] = empty_cache,
 ) -> Iterator[list[list[int]]]:
     """Up to `count` tokens after each of the prompts, in portions: the first token of each, then more and more at once.
 
-    A text ends at one of the tokens `ends`, which is not given.
+    A text ends at one of the tokens `ends`, which is not given. `new_cache` makes a cache of the model, for a batch and
+    a length: of floating point numbers, or `empty_int8_cache`.
     """
     if not prompts or not all(prompts):
         raise ValueError("every prompt needs at least one token")
     tokens, padding = padded(prompts)
     options = {"config": config, "sampling": sampling.checked(), "ends": tuple(ends)}
-    capacity = -(-(tokens.shape[1] + count) // BUCKET) * BUCKET
-    state = prefill(params, tokens, padding, jax.random.key(seed), capacity=capacity, **options)
+    cache = new_cache(config, len(prompts), -(-(tokens.shape[1] + count) // BUCKET) * BUCKET)
+    state = prefill(params, tokens, padding, jax.random.key(seed), cache, **options)
     yield [[] if token in ends else [token] for token in np.asarray(state.token).tolist()]
     made, steps = 1, 1
     while made < count and not np.all(state.done):

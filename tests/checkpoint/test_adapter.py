@@ -130,6 +130,9 @@ def test_layers_that_an_adapter_leaves_out(tmp_path: Path):
     for i in (0, 2):
         np.testing.assert_allclose(found.update()[i], two[f"layers.{i}.attn.weight"].update(), rtol=1e-5, atol=1e-5)
     assert not np.any(found.update()[1])
+    twice = {f"layers.{i}.attn.weight": two["layers.0.attn.weight"] for i in ("0", "00")}
+    with pytest.raises(CheckpointError, match="is the second update of"):
+        load_adapter(save_adapter(tmp_path / "twice", twice), {"layers.attn.weight": normal(3, 64, 80)})
     with pytest.raises(CheckpointError, match=r"'layers\.2\.attn': the model has no such module"):
         load_adapter(folder, {"layers.attn.weight": normal(2, 64, 80)})
 

@@ -102,8 +102,10 @@ def load_adapter(path: StrPath, tree: Tree) -> Tree:
             name, index = found
             if isinstance(leaves[name], LoraArray):
                 raise wrong("the model has an update of low rank there already; `eformer.model.drop_lora` removes it")
+            if index in updates.setdefault(name, {}):
+                raise wrong(f"it is the second update of {name!r}")
             update = _read(name, shapes[name][len(index) :], module, names, checkpoint, config, wrong)
-            updates.setdefault(name, {})[index] = update
+            updates[name][index] = update
     for name, of_leaf in updates.items():
         leaves[name] = _adapted(leaves[name], of_leaf)
     return jax.tree.unflatten(structure, [leaves[name] for name, _ in named])

@@ -77,23 +77,23 @@ def run(args: argparse.Namespace) -> tuple[list[str], list[Row]]:
 
 def compare_forms(path: Path, prompt: str, turns: int) -> list[Row]:
     """The model in each of FORMS; each writes `turns` + 1 times 16 tokens after the prompt."""
-    files, quantize, generation, score = (
-        importlib.import_module(f"{EXAMPLE}.{name}") for name in ("files", "quantize", "generation", "score")
+    files, quantize, model, generation, score = (
+        importlib.import_module(f"{EXAMPLE}.{name}") for name in ("files", "quantize", "model", "generation", "score")
     )
     loaded = {}
     for name in FORMS:
         with showing(f"loading as {name}", sys.stderr) as progress:
             loaded[name] = files.load_model(path, quantize.quantizing(name), progress)
     config, tokenizer = loaded[FORMS[0]].config, loaded[FORMS[0]].tokenizer()
-    params = {name: model.params for name, model in loaded.items()}
+    params = {name: each.params for name, each in loaded.items()}
     tokens, padding = generation.padded([tokenizer.encode(tokenizer.chat([{"role": "user", "content": prompt}]))])
     options = {"config": config, "sampling": generation.GREEDY, "ends": ()}
     capacity = tokens.shape[1] + generation.STEPS * (turns + 1)
     states, found = {}, {}
     for name in FORMS:
         stage(f"compiling the prefill, {name} ...", sys.stderr)
-        args = (params[name], tokens, padding, jax.random.key(0))
-        states[name] = generation.prefill(*args, capacity=capacity, **options)
+        cache = model.empty_cache(config, 1, capacity)
+        states[name] = generation.prefill(params[name], tokens, padding, jax.random.key(0), cache, **options)
         found[name] = [int(states[name].token[0])]
 
     def turn(name: str) -> Callable[[], None]:

@@ -342,7 +342,8 @@ def _check_taken_apart(name: str, leaves: Iterable[Leaf], frame: FrameType | Non
         return
     module, function = frame.f_globals["__name__"], frame.f_code.co_name
     differentiates = function in ("value_and_grad_f", "jacfun") and module.startswith("jax.")
-    optimizes = module.startswith("optax.") and "mask" not in module
+    # `MultiSteps._do_update` chooses between two states of an optimizer, which may be quantized.
+    optimizes = module.startswith("optax.") and "mask" not in module and function != "_do_update"
     if not (differentiates or optimizes) or frame.f_locals.get("allow_int", False):
         return
     if function == "apply_updates" and not _moves_codes(frame.f_locals):
@@ -351,8 +352,8 @@ def _check_taken_apart(name: str, leaves: Iterable[Leaf], frame: FrameType | Non
         what = "differentiated" if differentiates else f"given to Optax's `{function}`"
         raise TypeError(
             f"an {name} cannot be {what}: its codes are no numbers to train. `eformer.model.partition` takes a tree "
-            f"apart into what is trained and what is frozen, and `eformer.ops.quantization.straight_through` trains "
-            f"through the rounding of a dense weight"
+            f"apart into what is trained and what is frozen, `eformer.model.add_lora` adds an update to train, and "
+            f"`eformer.ops.quantization.straight_through` trains through the rounding of a dense weight"
         )
 
 
