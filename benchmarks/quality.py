@@ -85,7 +85,7 @@ def sts(path: Path, limit: int | None) -> Iterator[tuple[str, int, float]]:
 # --- stories15M on TinyStories ---
 
 
-def stories(path: Path, text: Path, limit: int | None) -> Iterator[tuple[str, int, float]]:
+def stories(path: Path, text: Path, limit: int | None, only: str | None) -> Iterator[tuple[str, int, float]]:
     sizes, params, tokenizer = read_stories(path)
     tokens = windows(text.read_text(encoding="utf-8"), tokenizer, sizes.length)[:limit]
     forms: dict[str, Sequence[Rule]] = {
@@ -110,8 +110,9 @@ def stories(path: Path, text: Path, limit: int | None) -> Iterator[tuple[str, in
         ),
     }
     for name, rules in forms.items():
-        q = quantized(params, rules)
-        yield name, stored_bytes(q), perplexity(q, tokens, sizes.heads)
+        if only is None or re.search(only, name):
+            q = quantized(params, rules)
+            yield name, stored_bytes(q), perplexity(q, tokens, sizes.heads)
 
 
 # --- language models on WikiText-2 ---
@@ -268,7 +269,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, action="append", default=[], help="a GGUF file of a language model")
     parser.add_argument("--wikitext", type=Path, help="the text for it; without, errors of its weights")
     parser.add_argument("--tokens", type=int, default=6144, help=f"of that text, in windows of {WINDOW} (6144)")
-    parser.add_argument("--only", help="a regular expression for the names of the forms of language models (all)")
+    parser.add_argument(
+        "--only", help="a regular expression for the names of the forms of stories15M and of language models (all)"
+    )
     parser.add_argument(
         "--llama", type=Path, help="a folder for the files that llama.cpp makes; without, it is left out"
     )
@@ -281,7 +284,9 @@ def main() -> None:
     if args.stories is not None and args.text is not None:
         print(f"\nstories15M on {args.text.name}: perplexity")
         show(
-            stories(args.stories, args.text, args.limit), "perplexity", lambda value, first: f"{value / first - 1:+.2%}"
+            stories(args.stories, args.text, args.limit, args.only),
+            "perplexity",
+            lambda value, first: f"{value / first - 1:+.2%}",
         )
     for model in args.model:
         if args.wikitext is None:
