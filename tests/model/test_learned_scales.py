@@ -52,7 +52,7 @@ def test_gradients_are_those_of_the_paper(name: str):
 
     q: Any = finalize({"w": x}, [Rule("w", format, options)], scales={"w": scale})["w"]
     per_element, pull = jax.vjp(lambda s: _spread(q, s), q.scale.astype(jnp.float32))
-    most = {"ternary": 1, "int8": 127}.get(format, 2 ** (getattr(q, "bits", 1) - 1) - 1)
+    most: int = {"ternary": 1, "int8": 127}.get(format) or 2 ** (q.bits - 1) - 1
     least = -most if format in ("ternary", "int8") else -most - 1
     unit = x / per_element
     inside = (unit >= least) & (unit <= most)
@@ -91,7 +91,8 @@ def test_training_the_scales_lowers_the_loss():
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_nan_is_not_hidden(bad: float):
     tree, rules = {"kernel": normal(64, 4).at[3, 2].set(bad)}, [Rule("kernel", "int8", {"axis": -2})]
-    found = finalize(tree, rules, scales={"kernel": jnp.ones((1, 4))})["kernel"].materialize()
+    final: Any = finalize(tree, rules, scales={"kernel": jnp.ones((1, 4))})
+    found = final["kernel"].materialize()
     assert np.array_equal(np.isnan(found), np.broadcast_to([False, False, True, False], (64, 4)))
 
 
