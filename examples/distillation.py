@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -300,6 +301,23 @@ def told_by(params: Params, model: Stories, count: int) -> str:
     return model.tokenizer.decode(story[: ends[0] if ends.size else None].tolist())
 
 
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What decides the result of a run."""
+    names = ("minutes", "steps", "batch", "rate", "stories", "at_once", "vocabulary", "seed")
+    return {name: getattr(args, name) for name in names}
+
+
+def _check_same(args: argparse.Namespace, path: Path) -> None:
+    before, now = json.loads(path.read_text("utf-8")), _settings(args)
+    other = [
+        f"--{name.replace('_', '-')} was {before[name]}, and is {now[name]}"
+        for name in now
+        if now[name] != before[name]
+    ]
+    if other:
+        raise SystemExit(f"the run in {path.parent} began with other settings: {'; '.join(other)}. Give another --out.")
+
+
 def main() -> None:
     args = _parsed()
     title = args.format + (f" + LoRA {args.lora}" if args.lora else "") + (", LoftQ" if args.loftq else "")
@@ -318,8 +336,11 @@ def main() -> None:
     rate = args.rate or (LORA_RATE if args.lora else RATES[args.format])
     run = Run(student_of(teacher, args.format, args.lora, args.loftq, args.seed), teacher, text, heads, rate)
     if checkpoint.exists():
+        _check_same(args, folder / "settings.json")
         run.resume(checkpoint)
+        print(f"continuing after step {run.step} of {run.steps}", flush=True)
     else:
+        (folder / "settings.json").write_text(json.dumps(_settings(args)), "utf-8")
         args.minutes -= (time.perf_counter() - began) / 60
     curve = Curve(folder / "curve.csv", run.step)
     train(run, curve, lambda params: judge(params, args.judged), checkpoint, args)
@@ -348,7 +369,7 @@ def _parsed() -> argparse.Namespace:
     add("--batch", type=int, default=4, help="stories a step (4)")
     add("--rate", type=float, help="Adam's, after warming up (2e-3 for ternary, 2e-4 for others, 1e-3 for LoRA)")
     add("--every", type=int, default=100, help="steps from one checkpoint and judgement to the next (100)")
-    add("--stories", type=int, default=2048, help="that the teacher tells, of 256 tokens each (2048)")
+    add("--stories", type=int, default=2048, help="that the teacher tells, 256 tokens and 0.9 MB each (2048)")
     add("--at-once", type=int, default=128, help="stories told in a batch (128)")
     add("--vocabulary", type=int, default=4096, help="tokens that the teacher may use (4096)")
     add("--told", type=int, default=120, help="tokens that each model tells at the end (120)")

@@ -224,6 +224,9 @@ def test_distillation_runs(stories_file, tmp_path, monkeypatch, capsys):
     assert load(folder / "model.safetensors")["gate.weight"].scale.shape == (2, 1, 1)
     assert (folder / "curve.csv").read_text().count("\n") == 4
     assert "float32, perplexity" in (folder / "stories.txt").read_text()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--batch=2"])
+    with pytest.raises(SystemExit, match=r"began with other settings: --batch was 1, and is 2\. Give another --out"):
+        distillation.main()
 
 
 @pytest.mark.usefixtures("as_outside")

@@ -25,7 +25,6 @@ from eformer.model import (
     quantize_model,
 )
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 STEPS = 5
 RULES = default_rules("int4", symmetric=True, min_size=0)
 

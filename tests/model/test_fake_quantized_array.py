@@ -15,7 +15,6 @@ from eformer.kernels import cpu
 from eformer.model import FakeQuantizedArray, Rule, default_rules, dequantize, fake_quantize, finalize, init_scales
 from eformer.ops.quantization import quantize
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 FORMATS = ("int8", "int4", "nf4", "ternary")
 
 

@@ -12,7 +12,6 @@ import pytest
 from eformer.model import Rule, default_rules, fake_quantize, finalize, init_scales
 from eformer.ops.quantization import initial_scale, straight_through_with_scale
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("int8", {"axis": -2}),
     "int2": ("int2", {"axis": -2, "symmetric": True}),

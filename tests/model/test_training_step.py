@@ -93,7 +93,6 @@ def collectives(program: str) -> Counter[str]:
     return Counter(re.findall(found, program))
 
 
-@pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize("adapters", ["replicated", "sharded"])
 @pytest.mark.parametrize("format", ["nf4", "int8"])
 def test_devices_exchange_what_those_of_a_dense_step_do(format: str, adapters: str):
