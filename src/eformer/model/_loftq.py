@@ -54,10 +54,11 @@ def quantized_like(q: QuantizedArray, array: jax.Array) -> QuantizedArray:
 def _options_of_leaves(q: Any) -> dict[str, Any]:
     """The options of formats that are told by which leaves an array has, and by their shapes."""
     scale = getattr(q, "scale", None)
+    one_a_matrix = scale is not None and scale.shape[-2:] == (1, 1)
     return {
         "symmetric": getattr(q, "zero", None) is None and getattr(q, "offset", None) is None,
-        "scale": None if scale is None else "tensor" if scale.size == 1 else "channel",
-        "double_quantization": getattr(q, "nested", None) is not None,
+        "scale": None if scale is None else "tensor" if scale.size == 1 else "absmean" if one_a_matrix else "channel",
+        "double_quantization": any(getattr(q, name, None) is not None for name in ("nested", "scale_scale")),
     }
 
 
