@@ -5,6 +5,7 @@ python benchmarks/grid.py --quick                # few sizes and row counts: a m
 python benchmarks/grid.py --small                # the small matrices of encoders and policies, weights in cache
 python benchmarks/grid.py --size 384 1536 --rows 1 4 128 --format int8 nf4
 python benchmarks/grid.py --ring 0.4             # weights from memory: each call takes another one, 0.4 GB in all
+taskset -c 0 python benchmarks/grid.py --cpu-time  # one core, and time that other programs take is not counted
 
 A cell is one call of the jitted matmul: the time of JAX float32 divided by the time of the format. Without `--ring` all
 calls multiply by the same weight, which stays in cache if it fits. Contenders take turns of a few milliseconds, and the
@@ -64,7 +65,11 @@ class Cell(NamedTuple):
 
 
 def measure_size(
-    size: tuple[int, int], rows: Sequence[int], formats: Sequence[str], ring_bytes: float, seconds: float
+    size: tuple[int, int],
+    rows: Sequence[int],
+    formats: Sequence[str],
+    ring_bytes: float,
+    shortest: Callable[[Mapping[str, Contender]], dict[str, float]],
 ) -> Iterator[list[Cell]]:
     """The cells of each row count."""
     weights = random_weights(size)
@@ -73,11 +78,11 @@ def measure_size(
     for m in rows:
         x = jax.random.normal(jax.random.key(1), (m, size[0]))
         contenders = {name: contender(x, ring, name.endswith(".T")) for name, ring in rings.items()}
-        times = shortest_calls(contenders, seconds)
+        times = shortest(contenders)
         yield [Cell(size, m, name, times[BASELINE] / times[name]) for name in formats]
 
 
-def shortest_calls(contenders: Mapping[str, Contender], seconds: float) -> dict[str, float]:
+def shortest_calls(contenders: Mapping[str, Contender], seconds: float, clock: Callable[[], float]) -> dict[str, float]:
     """Seconds of the shortest call of each, in turns that take `seconds` for each of them."""
     around = {name: itertools.cycle(contender.ring) for name, contender in contenders.items()}
     best, used = dict.fromkeys(contenders, math.inf), 0.0
@@ -85,11 +90,11 @@ def shortest_calls(contenders: Mapping[str, Contender], seconds: float) -> dict[
     while turns < LEAST_TURNS or used < seconds * len(contenders):
         for name, (call, _) in contenders.items():
             call(next(around[name]))  # the first compiles, and all bring x and the weight into cache
-            begin = now = time.perf_counter()
+            begin = now = clock()
             while now < begin + TURN_SECONDS:
-                start = time.perf_counter()
+                start = clock()
                 call(next(around[name]))
-                now = time.perf_counter()
+                now = clock()
                 best[name] = min(best[name], now - start)
             used += now - begin
         turns += 1
@@ -111,14 +116,17 @@ def main() -> None:
     parser.add_argument("--worst", type=int, default=10, help="how many of the slowest cells to print (10)")
     parser.add_argument("--quick", action="store_true", help="few sizes and row counts")
     parser.add_argument("--small", action="store_true", help="small matrices only")
+    parser.add_argument("--cpu-time", action="store_true", help="time of the processor, not of the clock on the wall")
     args = parser.parse_args()
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    shortest = functools.partial(shortest_calls, seconds=args.seconds, clock=clock)
     rows = args.rows or (QUICK_ROWS if args.quick else ROWS)
     sizes = [(k, n) for k, n in args.size or (QUICK_SIZES if args.quick else SIZES)]
     grid = SMALL if args.small else dict.fromkeys(sizes, tuple(rows))
     print(f"{headline()}\n\n{'K x N':>12} {'M':>5}", *(f"{name:>9}" for name in args.formats))
     found: list[Cell] = []
     for size, row_counts in grid.items():
-        for cells in measure_size(size, row_counts, args.formats, args.ring * 1e9, args.seconds):
+        for cells in measure_size(size, row_counts, args.formats, args.ring * 1e9, shortest):
             found += cells
             place = f"{size[0]} x {size[1]}"
             print(f"{place:>12} {cells[0].rows:>5}", *(f"{cell.speed:>8.2f}x" for cell in cells), flush=True)
