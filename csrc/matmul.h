@@ -104,7 +104,7 @@ struct PanelOrder {
 };
 
 // As InstructionSet::interleave says.
-static void Interleave(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to) {
+EFORMER_NOINLINE static void Interleave(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to) {
   int64_t k = 0;
   for (; k + 8 <= depth && rows >= 8; k += 8) {
     for (int64_t r = 0; r < rows; r += 8) {
