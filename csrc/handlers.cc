@@ -98,29 +98,41 @@ bool HasRowMatmul(const Kernels& kernels, const Matrix& m) {
          (kernels.format.scales == ScaleKind::kPerBlock || OuterScale::VariesAlongOneAxis(kernels.format, m));
 }
 
+// In how many tasks to cut work of so many multiplications, of which there are `others` alike: some for each thread,
+// but no smaller than kTaskValues, which take about 15 microseconds.
+int64_t TasksWorth(ffi::ThreadPool& pool, int64_t multiplications, int64_t others) {
+  return std::min(multiplications / kTaskValues, CeilDiv(4 * pool.num_threads(), others));
+}
+
 // Rows of x, as PackedRows, TiledRows or Int8Rows, in tasks of some columns, and in parts of the depth if those are
 // few.
 template <class Rows>
 void PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, const Rows& x, float* y) {
   const FormatInfo& format = stack.kernels->format;
   const Depth depth = {stack.first.Depth(), Rows::kStep};
-  const int64_t width = stack.first.Width(), task_columns = Rows::TaskColumns(stack.first, x.Size(0));
-  const int64_t slices = CeilDiv(width, task_columns), tasks = stack.count * x.chunks.count * slices;
+  const int64_t width = stack.first.Width(), rows = x.rows;
+  const TaskColumns columns = Rows::Columns(stack.first, rows);
+  const int64_t least = CeilDiv(width, columns.most), most = CeilDiv(width, columns.least);
   const int64_t parts =
-      depth.Parts(std::min(CeilDiv(kMinTasks, tasks), CeilDiv(depth.all * task_columns * x.Size(0), kTaskValues)));
+      depth.Parts(std::min(CeilDiv(kMinTasks, stack.count * CeilDiv(rows, kMinChunkRows) * most),
+                           CeilDiv(depth.all * columns.least * std::min(rows, kChunkRows), kTaskValues)));
+  const int64_t wanted =
+      TasksWorth(pool, depth.all * width * (x.Size(0) + kFewRows), stack.count * x.chunks.count * parts);
+  const int64_t task_columns = CeilDiv(most, std::clamp(wanted, least, most)) * columns.least;
+  const int64_t slices = CeilDiv(width, task_columns), tasks = stack.count * x.chunks.count * slices;
   const int64_t results = stack.count * x.rows * width;
   const std::unique_ptr<float[]> partial(parts > 1 ? new float[parts * results] : nullptr);
   ParallelFor(pool, parts * tasks, [&](int64_t task) {
     const int64_t part = task / tasks, matrix = task % tasks / (x.chunks.count * slices);
-    const int64_t chunk = task / slices % x.chunks.count, rows = x.Size(chunk);
+    const int64_t chunk = task / slices % x.chunks.count, count = x.Size(chunk);
     const int64_t n0 = task % slices * task_columns, n1 = std::min(width, n0 + task_columns);
     Matrix m = stack[matrix];
     const OuterScale scale(format, m);
     if (scale.of_width != nullptr || (Rows::kIsScaled && scale.of_depth != nullptr)) m.scale = nullptr;
     float* sums = (parts > 1 ? &partial[part * results] : y) + (matrix * x.rows + x.First(chunk)) * width;
-    (stack.kernels->*Rows::kMatmul)(m, x.Chunk(matrix, chunk), rows, depth.Start(part, parts),
+    (stack.kernels->*Rows::kMatmul)(m, x.Chunk(matrix, chunk), count, depth.Start(part, parts),
                                     depth.Start(part + 1, parts), n0, n1, sums);
-    for (int64_t row = 0; row < rows && parts == 1; ++row) scale.ScaleResult(n0, n1, sums + row * width);
+    for (int64_t row = 0; row < count && parts == 1; ++row) scale.ScaleResult(n0, n1, sums + row * width);
   });
   if (parts == 1) return;
   ParallelFor(pool, stack.count * x.rows, [&](int64_t row) {

@@ -88,6 +88,7 @@ constexpr int64_t kSliceColumns = 4096;  // columns of the result in a call of `
 constexpr int64_t kDepthStep = 64;       // the contracted axis is cut at multiples of this, and at whole blocks
 constexpr int64_t kPanelColumns = 64;    // columns of the result in a panel: the values that are decoded at a time
 constexpr int64_t kFewRows = 16;         // for fewer rows of x, decoding takes as long as multiplying
+constexpr int64_t kMaxTileRows = 16;     // rows of x whose sums fit into the registers of any instruction set
 constexpr int64_t kChunkRows = 240;      // rows of x in a call of `matmul`: their sums stay in L2
 
 // Splits rows of x into groups that share a register tile: as few as possible, of sizes as equal as possible. The
@@ -169,6 +170,9 @@ struct InstructionSet {
   const char* name;
   int64_t tile_rows;       // rows of x whose sums fit into registers
   int64_t int8_tile_rows;  // the same for rounded x
+
+  // Makes a group of RowGroups: to[k * rows + r] = x[r * stride + k] for r < rows and k < depth.
+  void (*interleave)(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to);
 
   // Rounds a row of x; false if it is not finite or beyond 2^100, or its steps are not. What follows the last block
   // stays as it is.

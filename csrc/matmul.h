@@ -9,14 +9,15 @@
 namespace eformer::EFORMER_ISA {
 
 constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;  // rows of x whose sums fit into registers
+static_assert(kTileRows <= kMaxTileRows);
 
 // The sums of kRows rows of x.
 template <int kRows>
 struct Tile {
   static constexpr int kVectors = 2 * kRows <= kTileRows ? 4 : 2;
 
-  // sums[r] += x[:, r] @ panel * scale; a scale of nullptr is 1.
-  static void Add(const float* panel, const float* x, int64_t depth, const float* scale, float* sums) {
+  // sums[r] += x[:, r] @ panel * scale, or = if this `starts` them; a scale of nullptr is 1.
+  static void Add(const float* panel, const float* x, int64_t depth, const float* scale, bool starts, float* sums) {
     Vec found[kRows][kVectors] = {};
     for (int64_t k = 0; k < depth; ++k, panel += kPanelStride, x += kRows) {
       Vec values[kVectors];
@@ -30,16 +31,16 @@ struct Tile {
       const Vec factor = scale != nullptr ? Load(scale + j * kLanes) : Spread(1);
       for (int r = 0; r < kRows; ++r) {
         float* sum = sums + r * kPanelColumns + j * kLanes;
-        Store(sum, Load(sum) + found[r][j] * factor);
+        Store(sum, starts ? found[r][j] * factor : Load(sum) + found[r][j] * factor);
       }
     }
   }
 
   // The same for `columns` of the panel.
   static void AddAll(const float* panel, int64_t columns, const float* x, int64_t depth, const float* scale,
-                     float* sums) {
+                     bool starts, float* sums) {
     for (int64_t i = 0; i < columns; i += kVectors * kLanes) {
-      Add(panel + i, x, depth, scale != nullptr ? scale + i : nullptr, sums + i);
+      Add(panel + i, x, depth, scale != nullptr ? scale + i : nullptr, starts, sums + i);
     }
   }
 };
@@ -61,6 +62,61 @@ constexpr decltype(Kernels::row_matmul_transposed) RowMatmulTransposedOf() {
   }
 }
 
+// Memory for floats that starts a cache line: no row of a panel is in more lines than it has to be.
+struct Lines {
+  float* values;
+
+  explicit Lines(int64_t count) : values(static_cast<float*>(std::aligned_alloc(64, CeilDiv(Max(count, 1), 16) * 64))) {
+    if (values == nullptr) OutOfMemory();
+  }
+  ~Lines() { std::free(values); }
+  Lines(const Lines&) = delete;
+  Lines& operator=(const Lines&) = delete;
+};
+
+// Writes sums of the columns of a panel in the order of the matrix.
+struct PanelOrder {
+  int32_t places[kPanelColumns];  // of each column in the panel
+  bool natural = true;
+
+  template <class Panels>
+  explicit PanelOrder(const Panels& panels) {
+    uint8_t columns[kPanelColumns];
+    panels.Order(columns);
+    for (int i = 0; i < kPanelColumns; ++i) {
+      places[columns[i] % kPanelColumns] = i;
+      natural = natural && columns[i] == i;
+    }
+  }
+
+  EFORMER_INLINE void Write(const float* sums, int64_t width, float* y) const {
+    float row[kPanelColumns];
+    if (!natural) {
+      for (int i = 0; i < kPanelColumns; ++i) row[i] = sums[places[i]];
+      sums = row;
+    }
+    if (width < kPanelColumns) {
+      std::memcpy(y, sums, width * sizeof(float));
+    } else {
+      for (int i = 0; i < kPanelColumns; i += kLanes) Store(y + i, Load(sums + i));
+    }
+  }
+};
+
+// As InstructionSet::interleave says.
+EFORMER_NOINLINE static void Interleave(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to) {
+  int64_t k = 0;
+  for (; k + 8 <= depth && rows >= 8; k += 8) {
+    for (int64_t r = 0; r < rows; r += 8) {
+      const int64_t first = Min(r, rows - 8);  // some rows twice, rather than one by one
+      Transpose8(x + first * stride + k, stride, to + k * rows + first, rows);
+    }
+  }
+  for (; k < depth; ++k) {
+    for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = x[r * stride + k];
+  }
+}
+
 // As Kernels::matmul says.
 template <class Format>
 static void Matmul(const Matrix& m, const float* x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
@@ -72,31 +128,29 @@ static void Matmul(const Matrix& m, const float* x, int64_t count, int64_t k0, i
   const int64_t at_once = few ? kPanelColumns : 2 * kLanes;  // for many, this part of it does
   const int64_t depth = m.Depth();
   const RowGroups groups(count, kTileRows);
-  const Floats panel((max_depth + 8) * kPanelStride), all_sums(CeilDiv(n1 - n0, kPanelColumns) * count * kPanelColumns);
+  alignas(64) float panel[(kMaxPanelDepth + 8) * kPanelStride];
+  const Lines all_sums(CeilDiv(n1 - n0, kPanelColumns) * count * kPanelColumns);
   for (int64_t k = k0, end; k < k1; k = end) {
     end = panels.End(k, Min(k + max_depth, k1));
     for (int64_t n = n0; n < n1; n += kPanelColumns) {
       const PrefetchDistances ahead(m, kValuesPerByte<Format>, end - k, n, n0, n1);
-      const float* scale = panels.Decode(k, end - k, n, Min(kPanelColumns, n1 - n), ahead, panel.values);
+      const float* scale = panels.Decode(k, end - k, n, Min(kPanelColumns, n1 - n), ahead, panel);
       float* sums = all_sums.values + (n - n0) * count;
       for (int64_t i = 0; i < kPanelColumns; i += at_once) {
         for (int64_t g = 0; g < groups.count; ++g) {
           const int64_t first = groups.First(g), rows = groups.Size(g);
           const auto add = TileFunctions<std::make_integer_sequence<int, kTileRows>>::kOf[rows];
-          add(panel.values + i, at_once, x + first * depth + k * rows, end - k, scale != nullptr ? scale + i : nullptr,
-              sums + first * kPanelColumns + i);
+          add(panel + i, at_once, x + first * depth + k * rows, end - k, scale != nullptr ? scale + i : nullptr,
+              k == k0, sums + first * kPanelColumns + i);
         }
       }
     }
   }
-  uint8_t columns[kPanelColumns];
-  panels.Order(columns);
+  const PanelOrder order(panels);
   for (int64_t n = n0; n < n1; n += kPanelColumns) {
     const float* sums = all_sums.values + (n - n0) * count;
     for (int64_t r = 0; r < count; ++r, sums += kPanelColumns) {
-      float row[kPanelColumns];
-      for (int i = 0; i < kPanelColumns; ++i) row[columns[i]] = sums[i];
-      std::memcpy(y + r * m.Width() + n, row, Min(kPanelColumns, n1 - n) * sizeof(float));
+      order.Write(sums, Min(kPanelColumns, n1 - n), y + r * m.Width() + n);
     }
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "decode.h"
+#include "transposed_codes.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -15,6 +16,8 @@ constexpr int64_t kMaxPanelDepth = 128;
 struct PrefetchDistances {
   static constexpr int kMinPanels = 2, kCount = 8;
   int64_t bytes[kCount] = {};
+
+  PrefetchDistances() = default;  // what is in cache already
 
   PrefetchDistances(const Matrix& m, int values_per_byte, int64_t depth, int64_t n, int64_t n0, int64_t n1) {
     const int64_t panel = m.packed_axis == 1 ? kPanelColumns / values_per_byte : kPanelColumns;
@@ -73,7 +76,14 @@ struct DecodedPanels {
   // columns by, or nullptr.
   const float* Decode(int64_t k0, int64_t depth, int64_t n, int64_t width, const PrefetchDistances& ahead,
                       float* panel) {
-    m.contracted_axis == 0 ? DecodeRows(k0, depth, n, ahead, panel) : DecodeColumns(k0, depth, n, width, panel);
+    if (m.contracted_axis == 0) {
+      DecodeRows(k0, depth, n, ahead, panel);
+    } else if (TransposedCodes<Format>::Fits(m, k0, depth)) {
+      const TransposedCodes<Format> codes(m, k0, depth, n, width);
+      DecodeRowsOf(codes.matrix, 0, depth, 0, kRunValues, PrefetchDistances(), panel);
+    } else {
+      DecodeColumns(k0, depth, n, width, panel);
+    }
     return nullptr;
   }
 
@@ -92,16 +102,31 @@ struct DecodedPanels {
 
   void DecodeRows(int64_t k0, int64_t depth, int64_t n, const PrefetchDistances& ahead, float* panel) const {
     if (n + kRunValues <= m.cols) {
-      DecodeRowsOf(k0, depth, n, kRunValues, ahead, panel);
+      DecodeRowsOf(m, k0, depth, n, kRunValues, ahead, panel);
     } else {
-      DecodeRowsOf(k0, depth, n, m.cols - n, ahead, panel);
+      DecodeRowsOf(m, k0, depth, n, m.cols - n, ahead, panel);
     }
   }
 
-  EFORMER_INLINE void DecodeRowsOf(int64_t k0, int64_t depth, int64_t n, int64_t present,
+  EFORMER_INLINE void DecodeRowsOf(const Matrix& matrix, int64_t k0, int64_t depth, int64_t n, int64_t present,
                                    const PrefetchDistances& ahead, float* panel) const {
-    const Matrix local = m;  // copies stay in registers: stores to the panel cannot change them
+    const Matrix local = matrix;  // copies stay in registers: stores to the panel cannot change them
     const LoadedTable local_table = table;
+    if (Format::kScales == ScaleKind::kPerBlock && Format::kFloatScales && local.packed_axis == 0) {
+      for (int64_t k = 0, end; k < depth; k = end) {  // the scales of a block stay in registers
+        end = Min(depth, ((k0 + k) / local.block + 1) * local.block - k0);
+        const Run scales = NumbersOfRun(local, local.scales, k0 + k, n, present);
+        for (int64_t row = k; row < end; ++row) {
+          ahead.Prefetch(CodesAt(local, k0 + row, n), row);
+          Strip values[2];
+          DecodeCodes<Format>(local, local_table, k0 + row, n, present, values);
+          for (int i = 0; i < 2; ++i) {
+            StoreStrip(panel + row * kPanelStride + i * kStripSize, Times(values[i], scales.half[i]));
+          }
+        }
+      }
+      return;
+    }
     for (int64_t k = 0; k < depth; ++k) {
       ahead.Prefetch(CodesAt(local, k0 + k, n), k);
       DecodeRun<Format>(local, local_table, k0 + k, n, present, panel + k * kPanelStride);

@@ -41,10 +41,19 @@ inline void ReadFloats(const ffi::AnyBuffer& x, int64_t start, int64_t count, fl
   for (int64_t i = 0; i < count; ++i) values[i] = wide_exponent ? FromBfloat16(from[i]) : FromFloat16(from[i]);
 }
 
-// Columns of the result in a task of Kernels::matmul or Kernels::bfloat_matmul.
-inline int64_t PanelTaskColumns(const Matrix& m, int64_t rows) {
-  if (rows > kFewRows) return 4 * kPanelColumns;
-  return m.contracted_axis == 0 ? 8 * kPanelColumns : 2 * kPanelColumns;
+constexpr int64_t kMinChunkRows = 48;  // rows of x in a call: for less, decoding again costs too much
+
+// Columns of the result in a task. The more, the longer the pieces of memory that are read; `most` is a multiple of
+// `least`.
+struct TaskColumns {
+  int64_t least;
+  int64_t most;
+};
+
+// For Kernels::matmul or Kernels::bfloat_matmul.
+inline TaskColumns PanelTaskColumns(const Matrix& m, int64_t rows) {
+  if (rows > kFewRows) return {kPanelColumns, 4 * kPanelColumns};
+  return {kPanelColumns, m.contracted_axis == 0 ? 8 * kPanelColumns : 2 * kPanelColumns};
 }
 
 // A broadcast scale that varies along one axis is applied to x if that is the contracted axis, else to the result.
@@ -66,11 +75,20 @@ struct OuterScale {
   }
 
   void ScaleInput(int64_t k0, int64_t k1, float* x) const {
-    for (int64_t k = k0; k < k1 && of_depth != nullptr; ++k) x[k - k0] *= of_depth[k * step];
+    if (of_depth != nullptr) Scale(of_depth + k0 * step, k1 - k0, x);
   }
 
   void ScaleResult(int64_t n0, int64_t n1, float* y) const {
-    for (int64_t n = n0; n < n1 && of_width != nullptr; ++n) y[n] *= of_width[n * step];
+    if (of_width != nullptr) Scale(of_width + n0 * step, n1 - n0, y + n0);
+  }
+
+ private:
+  void Scale(const float* scale, int64_t count, float* values) const {
+    if (step == 1) {  // a loop of its own, which the compiler makes one of vectors
+      for (int64_t i = 0; i < count; ++i) values[i] *= scale[i];
+    } else {
+      for (int64_t i = 0; i < count; ++i) values[i] *= scale[i * step];
+    }
   }
 };
 
@@ -100,7 +118,7 @@ struct PackedRows {
 
   static constexpr auto kMatmul = &Kernels::matmul;
   static constexpr int64_t kStep = kDepthStep;
-  static constexpr auto TaskColumns = PanelTaskColumns;
+  static constexpr auto Columns = PanelTaskColumns;
   static constexpr bool kIsScaled = true;
 
   int64_t First(int64_t chunk) const { return chunks.First(chunk); }
@@ -110,26 +128,48 @@ struct PackedRows {
   PackedRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
       : depth(stack.first.Depth()),
         rows(x.dimensions()[1]),
-        chunks(rows, kChunkRows),
+        chunks(rows, ChunkRows(pool, stack, rows)),
         values(new float[stack.count * rows * depth]) {
-    constexpr int64_t kPieceDepth = 1024;
-    const int64_t pieces = CeilDiv(depth, kPieceDepth);
+    constexpr int64_t kTaskValues = 1 << 15;
+    const int64_t piece = CeilDiv(kTaskValues, std::min(rows, kChunkRows)), pieces = CeilDiv(depth, piece);
     ParallelFor(pool, stack.count * chunks.count * pieces, [&](int64_t task) {
       const int64_t matrix = task / (chunks.count * pieces), chunk = task / pieces % chunks.count;
-      const int64_t k0 = task % pieces * kPieceDepth, k1 = std::min(depth, k0 + kPieceDepth);
+      const int64_t k0 = task % pieces * piece, k1 = std::min(depth, k0 + piece);
       const OuterScale scale(stack.kernels->format, stack[matrix]);
       const RowGroups groups(chunks.Size(chunk), stack.instructions->tile_rows);
       for (int64_t g = 0; g < groups.count; ++g) {
         const int64_t size = groups.Size(g), first = matrix * rows + chunks.First(chunk) + groups.First(g);
-        float* to = &values[first * depth + k0 * size];
-        for (int64_t r = 0; r < size; ++r) {
-          float row[kPieceDepth];
-          ReadFloats(x, (first + r) * depth + k0, k1 - k0, row);
-          scale.ScaleInput(k0, k1, row);
-          for (int64_t k = 0; k < k1 - k0; ++k) to[k * size + r] = row[k];
-        }
+        PackGroup(stack, x, scale, first, size, k0, k1);
       }
     });
+  }
+
+ private:
+  // Few enough that every thread has a task; more in a chunk are decoded for less often.
+  static int64_t ChunkRows(ffi::ThreadPool& pool, const Stack& stack, int64_t rows) {
+    const int64_t others = stack.count * CeilDiv(stack.first.Width(), kPanelColumns);
+    const int64_t wanted = CeilDiv(rows, CeilDiv(2 * pool.num_threads(), others));
+    return std::clamp(wanted, kMinChunkRows, kChunkRows);
+  }
+
+  void PackGroup(const Stack& stack, const ffi::AnyBuffer& x, const OuterScale& scale, int64_t first, int64_t size,
+                 int64_t k0, int64_t k1) {
+    constexpr int64_t kAtOnce = 256;
+    const auto interleave = stack.instructions->interleave;
+    float* to = &values[first * depth];
+    if (x.element_type() == ffi::F32 && scale.of_depth == nullptr) {
+      const float* from = static_cast<const float*>(x.untyped_data()) + first * depth + k0;
+      return interleave(from, depth, size, k1 - k0, to + k0 * size);
+    }
+    float buffer[kMaxTileRows * kAtOnce];
+    for (int64_t k = k0, end; k < k1; k = end) {
+      end = std::min(k1, k + kAtOnce);
+      for (int64_t r = 0; r < size; ++r) {
+        ReadFloats(x, (first + r) * depth + k, end - k, buffer + r * kAtOnce);
+        scale.ScaleInput(k, end, buffer + r * kAtOnce);
+      }
+      interleave(buffer, kAtOnce, size, end - k, to + k * size);
+    }
   }
 };
 
@@ -143,7 +183,7 @@ struct TiledRows {
   static constexpr int64_t kTileValues = kAmxRows * kAmxDepth;
   static constexpr auto kMatmul = &Kernels::bfloat_matmul;
   static constexpr int64_t kStep = kDepthStep;
-  static constexpr auto TaskColumns = PanelTaskColumns;
+  static constexpr auto Columns = PanelTaskColumns;
   static constexpr bool kIsScaled = false;  // x times the scale would have to be rounded
 
   int64_t First(int64_t chunk) const { return chunks.First(chunk) * kAmxRows; }
@@ -192,9 +232,10 @@ struct Int8Rows {
   static constexpr bool kIsScaled = true;
 
   // For few rows, codes are read along their rows.
-  static int64_t TaskColumns(const Matrix& m, int64_t rows) {
-    if (rows > kFewRows) return 4 * kPanelColumns;
-    return m.contracted_axis == 0 ? kSliceColumns : kPanelColumns;
+  static TaskColumns Columns(const Matrix& m, int64_t rows) {
+    if (rows > kFewRows) return {kPanelColumns, 4 * kPanelColumns};
+    const int64_t columns = m.contracted_axis == 0 ? kSliceColumns : kPanelColumns;
+    return {columns, columns};
   }
   int64_t First(int64_t chunk) const { return chunks.First(chunk); }
   int64_t Size(int64_t chunk) const { return chunks.Size(chunk); }

@@ -194,10 +194,10 @@ inline void Nf4::RowMatmulTransposed(const Matrix& m, const float* x, int64_t n0
   (m.packed_axis == 0 ? Nf4DotsOfPackedRows : Nf4DotsOfPackedColumns)(m, x, n0, n1, y);
 }
 
-// For few rows of x and contracted_axis 0, values stay in lane order, and scales of blocks of rows wait for the sums.
-// For more rows, nothing is gained by decoding faster.
+// For few rows of x, values stay in lane order, and scales of blocks of rows, or of those of the transpose, wait for
+// the sums. For more rows, nothing is gained by decoding faster.
 struct Nf4::Panels {
-  enum Kind { kPlain, kRows, kColumns };
+  enum Kind { kPlain, kRows, kTransposed, kColumns };
 
   DecodedPanels<Nf4> plain;
   const Matrix& m;
@@ -212,17 +212,24 @@ struct Nf4::Panels {
         places(m, n0 / 2, kind == kColumns ? CeilDiv(n1 - n0, 2) : 0) {}
 
   static Kind KindOf(const Matrix& m, int64_t count) {
-    if (m.contracted_axis == 1 || count > kFewRows) return kPlain;
-    if (m.packed_axis == 1) return kColumns;
-    return m.block >= 32 ? kRows : kPlain;
+    if (count > kFewRows) return kPlain;
+    if (m.contracted_axis == 0 && m.packed_axis == 1) return kColumns;
+    if (m.contracted_axis != m.packed_axis || m.block < 32 || m.block % 8 != 0) return kPlain;
+    return m.contracted_axis == 0 ? kRows : kTransposed;
   }
 
-  int64_t End(int64_t k, int64_t end) const { return kind == kRows ? Min(end, (k / m.block + 1) * m.block) : end; }
+  int64_t End(int64_t k, int64_t end) const {
+    return kind == kRows || kind == kTransposed ? Min(end, (k / m.block + 1) * m.block) : end;
+  }
 
   const float* Decode(int64_t k0, int64_t depth, int64_t n, int64_t width, const PrefetchDistances& ahead,
                       float* panel) {
     if (kind == kPlain) return plain.Decode(k0, depth, n, width, ahead, panel);
-    if (kind == kRows) return DecodeRows(k0, depth, n, ahead, panel);
+    if (kind == kRows) return DecodeRows(m, k0, depth, n, ahead, panel);
+    if (kind == kTransposed) {
+      const TransposedCodes<Nf4> codes(m, k0, depth, n, width);
+      return DecodeRows(codes.matrix, 0, depth, 0, PrefetchDistances(), panel);
+    }
     DecodeColumns(k0, depth, n, ahead, panel);
     return nullptr;
   }
@@ -239,7 +246,8 @@ struct Nf4::Panels {
   }
 
  private:
-  const float* DecodeRows(int64_t k0, int64_t depth, int64_t n, const PrefetchDistances& ahead, float* panel) {
+  const float* DecodeRows(const Matrix& m, int64_t k0, int64_t depth, int64_t n, const PrefetchDistances& ahead,
+                          float* panel) {
     const LoadedTable table = plain.table;
     const uint8_t* codes = m.planes[0] + k0 / 2 * m.cols + n;
     for (int64_t k = 0; k < depth; k += 2, codes += m.cols, panel += 2 * kPanelStride) {

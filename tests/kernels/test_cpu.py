@@ -91,6 +91,16 @@ def test_matmuls_and_values(name, shape, instructions):
         assert_matmul(results[axis], xs[axis], values, axis, magnitudes(matrix, values))
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_xla_multiplies_many_rows_by_a_small_matrix(axis):
+    matrix, values = example("nf4 64 along 1", (1, 70, 33))
+    x = normal((1, 512, values.shape[1 + axis]), seed=1)
+    run = jax.jit(lambda x, codes, scales: cpu.matmul(x, replace(matrix, codes=codes, scales=scales), axis))
+    assert_matmul(run(x, matrix.codes, matrix.scales), x, values, axis, magnitudes(matrix, values))
+    assert "eformer_matmul" not in run.lower(x, matrix.codes, matrix.scales).as_text()
+    assert "eformer_matmul" in run.lower(x[:, 1:], matrix.codes, matrix.scales).as_text()
+
+
 @every_set
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda d: d.__name__)
 def test_all_codes_of_float8(dtype, instructions):
