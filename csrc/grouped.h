@@ -1,20 +1,26 @@
-// Integers in blocks: what the formats uint2 to uint8 share. A code is its own value, before its block's scale.
+// Integers in blocks: what the formats uint2 to uint8 share. A code is its own
+// value, before its block's scale.
 //
-// A block's sum of x * (scale * code + offset) is scale * (sum of x * code) + offset * (sum of x), and a code is the
-// sum of its planes' fields times powers of two. So the loops for one row of x multiply fields where they lie
-// (fields.h), and scales and offsets are applied to whole blocks. Such a sum begins with -kCentre * (sum of x), which
-// keeps it near the sum of values, and ends after kMaxSummed rows: little of its precision is lost.
+// A block's sum of x * (scale * code + offset) is scale * (sum of x * code) +
+// offset * (sum of x), and a code is the sum of its planes' fields times powers
+// of two. So the loops for one row of x multiply fields where they lie
+// (fields.h), and scales and offsets are applied to whole blocks. Such a sum
+// begins with -kCentre * (sum of x), which keeps it near the sum of values, and
+// ends after kMaxSummed rows: little of its precision is lost.
 #pragma once
 
 #include "decoded_rows.h"
 #include "fields.h"
 #include "grouped_panels.h"
+#include "scales.h"
+#include "split_row.h"
 
 namespace eformer::EFORMER_ISA {
 
 constexpr int64_t kMaxSummed = 64;
 
-// Whether x times any code is finite, with room for sums. Else codes of 0 would turn infinities into NaN.
+// Whether x times any code is finite, with room for sums. Else codes of 0 would
+// turn infinities into NaN.
 static inline bool AreModerate(const float* x, int64_t count) {
   constexpr float kLargest = 0x1p100f;
   bool all = true;
@@ -28,7 +34,8 @@ static inline float SumOf(const float* x, int64_t count) {
   return sum;
 }
 
-// Adds a row of blocks: sums[n] += scale * block_sums[n] + offset * x_sum, where block_sums are of x * (code - centre).
+// Adds a row of blocks: sums[n] += scale * block_sums[n] + offset * x_sum,
+// where block_sums are of x * (code - centre).
 static inline void AddBlockRow(const Matrix& m, int64_t block_row, int64_t n0, int64_t count, float centre, float x_sum,
                                const float* block_sums, float* sums) {
   constexpr int64_t kAtOnce = 256;
@@ -45,10 +52,12 @@ static inline void AddBlockRow(const Matrix& m, int64_t block_row, int64_t n0, i
   }
 }
 
-// One row of x times rows of bytes: kPlaneBits rows of bytes hold eight rows of a plane.
+// One row of x times rows of bytes: kPlaneBits rows of bytes hold eight rows of
+// a plane.
 template <class Format>
 struct PackedRowsLoop {
-  // What x is multiplied by for the fields of eight rows in both bytes of half a word, in each plane.
+  // What x is multiplied by for the fields of eight rows in both bytes of half
+  // a word, in each plane.
   typedef float Factors[kPlanes<Format>][8][2];
 
   static void MakeFactors(const float* x, Factors& factors) {
@@ -82,8 +91,8 @@ struct PackedRowsLoop {
     }
   }
 
-  // Adds eight rows from `k` on, or those before `k1`, to sums in the order of StoreByBytes; they may start with
-  // `first`.
+  // Adds eight rows from `k` on, or those before `k1`, to sums in the order of
+  // StoreByBytes; they may start with `first`.
   static void AddRows(const Matrix& m, const float* x, int64_t k, int64_t k1, int64_t n0, int64_t n1, bool starts,
                       float first, float* block_sums) {
     const PlaneMasks<Format> masks;
@@ -131,7 +140,8 @@ struct PackedRowsLoop {
   }
 };
 
-// Dot products of x with rows whose codes lie side by side. A lane of a vector has the codes of kLaneValues neighbours.
+// Dot products of x with rows whose codes lie side by side. A lane of a vector
+// has the codes of kLaneValues neighbours.
 template <class Format>
 struct PackedColumnsLoop {
   static constexpr int kLaneValues = 32 / Format::kPlaneBits[0];
@@ -194,7 +204,8 @@ struct PackedColumnsLoop {
     }
   }
 
-  // The sum of x * (code - kCentre) in each lane of a group, whose codes are at the places of `codes`.
+  // The sum of x * (code - kCentre) in each lane of a group, whose codes are at
+  // the places of `codes`.
   EFORMER_INLINE Vec DotOf(const uint8_t* const (&codes)[kPlanes<Format>], int64_t group,
                            const PlaneMasks<Format>& masks) const {
     Vec sums[2] = {Load(first.values + group * kLanes), Vec{}};
@@ -207,7 +218,8 @@ struct PackedColumnsLoop {
     return sums[0] + sums[1];
   }
 
-  // The dot products of rows n0 to n1. `scale_of(scales, group)` are the scales of its lanes.
+  // The dot products of rows n0 to n1. `scale_of(scales, group)` are the scales
+  // of its lanes.
   template <class ScaleOf>
   EFORMER_INLINE void Run(int64_t n0, int64_t n1, float* y, const ScaleOf& scale_of) {
     const PlaneMasks<Format> masks;
@@ -262,7 +274,8 @@ struct PackedColumnsLoop {
     float lanes[kLanes], sum = 0;
     Store(lanes, DotOf(copied, group, PlaneMasks<Format>()));
     for (int64_t c = group * kGroup, lane = 0; c < m.cols; c += kLaneValues, ++lane) {
-      sum += lanes[lane] * of_row[c / m.block];  // lanes behind the end are left out: a scale may be infinite
+      sum += lanes[lane] * of_row[c / m.block];  // lanes behind the end are left
+                                                 // out: a scale may be infinite
     }
     return sum;
   }
@@ -287,8 +300,63 @@ struct PackedColumnsLoop {
   }
 };
 
-// One row of x times rows whose codes lie side by side, for blocks of whole parts of 16 columns: the scales of a row
-// are read at once.
+// One row of x times rows with two codes a byte, side by side. Even and odd
+// columns are summed apart, in lane order until the end; offsets, times x, are
+// summed for each block.
+template <class Format>
+static void RowByPairs(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums) {
+  alignas(64) float halves[2][kSliceColumns / 2 + kStripSize] = {};
+  const LoadedTable table = CentredTable<Format>();
+  const int64_t row_bytes = m.RowBytes(2), bytes = (n1 - n0 + 1) / 2;
+  const int64_t first = n0 / m.block, blocks = CeilDiv(n1, m.block) - first;
+  constexpr int64_t kRead = 8 * kByteRows;  // rows whose scales are read at once
+  const Floats added(blocks), factors(kRead * blocks), offsets(kRead * blocks);
+  Matrix some = m;  // with the scales of these rows, times x
+  some.rows = kRead;
+  some.cols = n1 - n0;
+  some.scale = factors.values;
+  const ScalePlaces places(some, 0, bytes);
+  for (int64_t start = k0, end; start < k1; start = end) {
+    end = Min(start + kRead, k1);
+    const bool has_offsets =
+        CopyScales(m, start, end - start, first, blocks, Format::kCentre, factors.values, offsets.values);
+    for (int64_t k = start; k < end; ++k) {
+      float *factor = factors.values + (k - start) * blocks, *offset = offsets.values + (k - start) * blocks;
+      for (int64_t b = 0; b < blocks; ++b) factor[b] *= x[k];
+      for (int64_t b = 0; b < blocks && has_offsets; ++b) added.values[b] += offset[b] * x[k];
+    }
+    WithScales(some, places, [&](const auto& scales) {
+      for (int64_t k = start; k < end; k += kByteRows) {
+        const int rows = static_cast<int>(Min(kByteRows, end - k));
+        const uint8_t* codes = m.planes[0] + k * row_bytes + n0 / 2;
+        ForEachStrip(codes, row_bytes, rows, bytes, [&](const uint8_t* from, int64_t stride, int64_t n) {
+          Strip low = LoadStrip(halves[0] + n), high = LoadStrip(halves[1] + n);
+          const auto of_strip = scales.Of(n);
+          for (int r = 0; r < rows; ++r, from += stride) {
+            PrefetchAfter(from, kByteRows * stride);
+            const Bytes pairs = LoadBytes(from);
+            const auto factor = of_strip.At(k - start + r);
+            AddProduct(low, LookUpLow(table, pairs), factor);
+            AddProduct(high, LookUpHigh(table, pairs), factor);
+          }
+          StoreStrip(halves[0] + n, low);
+          StoreStrip(halves[1] + n, high);
+        });
+      }
+    });
+  }
+  for (float* half : {halves[0], halves[1]}) {
+    for (int64_t n = 0; n < bytes; n += kStripSize) StoreStrip(half + n, ToNatural(LoadStrip(half + n)));
+  }
+  for (int64_t n = 0; n < n1 - n0; ++n) sums[n] = halves[n % 2][n / 2];
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t end = Min(n1, (first + b + 1) * m.block) - n0;
+    for (int64_t n = Max(0, (first + b) * m.block - n0); n < end; ++n) sums[n] += added.values[b];
+  }
+}
+
+// One row of x times rows whose codes lie side by side, for blocks of whole
+// parts of 16 columns: the scales of a row are read at once.
 template <class Format>
 static void RowByPackedColumns(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                                float* sums) {
@@ -321,6 +389,38 @@ static void RowByPackedColumns(const Matrix& m, const float* x, int64_t k0, int6
   }
 }
 
+#if defined(EFORMER_BYTE_DOTS)
+
+// One row of x by bytes; false if it does not fit.
+template <class Format>
+static bool SplitRowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                           float* sums) {
+  if (!Format::kSplitsX || m.packed_axis != 0 || m.block % 32 != 0) return false;
+  if constexpr (Format::kSplitsX) {
+    const SplitPackedRows<Format> split(m, x, k0, k1);
+    if (!split.fits) return false;
+    alignas(64) float block_sums[kSliceColumns + kIntBytes];
+    for (int64_t k = k0, block = 0; k < k1; k += split.length, ++block) {
+      split.SumBlock(block, n0, n1, block_sums);
+      AddBlockRow(m, k / m.block, n0, n1 - n0, Format::kCentre, split.x_sums.values[block], block_sums, sums);
+    }
+  }
+  return true;
+}
+
+template <class Format>
+static bool SplitRowMatmulTransposed(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y) {
+  if (!Format::kSplitsX || m.packed_axis != 1 || m.block % 32 != 0) return false;
+  if constexpr (Format::kSplitsX) {
+    const SplitPackedColumns<Format> split(m, x);
+    if (!split.fits) return false;
+    split.Run(n0, n1, y);
+  }
+  return true;
+}
+
+#endif
+
 template <class Format, int kBits>
 struct GroupedIntegers : FormatDefaults {
   static constexpr ScaleKind kScales = ScaleKind::kPerBlock;
@@ -333,14 +433,24 @@ struct GroupedIntegers : FormatDefaults {
   static Strip Values(const uint8_t* codes) { return FromUint8(codes); }
 
   static void RowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums) {
+#if defined(EFORMER_BYTE_DOTS)
+    if (SplitRowMatmul<Format>(m, x, k0, k1, n0, n1, sums)) return;
+#endif
     if (m.block % (m.packed_axis == 0 ? 8 : 16) != 0 || !AreModerate(x + k0, k1 - k0)) {
       return DecodedRowMatmul<Format>(m, x, k0, k1, n0, n1, sums);
     }
-    (m.packed_axis == 0 ? PackedRowsLoop<Format>::Run : RowByPackedColumns<Format>)(m, x, k0, k1, n0, n1, sums);
+    if (m.packed_axis == 0) return PackedRowsLoop<Format>::Run(m, x, k0, k1, n0, n1, sums);
+    if constexpr (kHasPairs<Format>) {
+      if (n0 % m.block == 0) return RowByPairs<Format>(m, x, k0, k1, n0, n1, sums);
+    }
+    RowByPackedColumns<Format>(m, x, k0, k1, n0, n1, sums);
   }
 
   static void RowMatmulTransposed(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y) {
     typedef PackedColumnsLoop<Format> Loop;
+#if defined(EFORMER_BYTE_DOTS)
+    if (SplitRowMatmulTransposed<Format>(m, x, n0, n1, y)) return;
+#endif
     if (m.packed_axis == 0 || !Loop::Fits(m) || !AreModerate(x, m.cols)) {
       return DecodedRowMatmulTransposed<Format>(m, x, n0, n1, y);
     }

@@ -7,6 +7,7 @@
 #include "int8_matmul.h"
 #include "int8_round.h"
 #include "matmul.h"
+#include "split_matmul.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -40,6 +41,8 @@ constexpr Kernels KernelsOf() {
           Int8OrderOf<Format>,
           Int8DotsOrNull<Format>(),
           Int8MatmulOrNull<Format>(),
+          SplitOrderOf<Format>,
+          SplitMatmulOrNull<Format>(),
           Decode<Format>};
 }
 
@@ -82,8 +85,9 @@ const InstructionSet kInstructionSet = WithKernels(kWithTiles);
 #define EFORMER_KERNELS_OF(Format, file_name) KernelsOf<Format>(),
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
-const InstructionSet kInstructionSet = {EFORMER_STRING(EFORMER_ISA),      kTileRows, kInt8TileRows, RoundRow, kAll,
-                                        kAll + sizeof kAll / sizeof *kAll};
+const InstructionSet kInstructionSet = {
+    EFORMER_STRING(EFORMER_ISA),      kTileRows, kInt8TileRows, kSplitTileRows, RoundRow, SplitRow, kAll,
+    kAll + sizeof kAll / sizeof *kAll};
 
 #endif
 
