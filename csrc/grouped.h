@@ -1,12 +1,9 @@
-// Integers in blocks: what the formats uint2 to uint8 share. A code is its own
-// value, before its block's scale.
+// Integers in blocks: what the formats uint2 to uint8 share. A code is its own value, before its block's scale.
 //
-// A block's sum of x * (scale * code + offset) is scale * (sum of x * code) +
-// offset * (sum of x), and a code is the sum of its planes' fields times powers
-// of two. So the loops for one row of x multiply fields where they lie
-// (fields.h), and scales and offsets are applied to whole blocks. Such a sum
-// begins with -kCentre * (sum of x), which keeps it near the sum of values, and
-// ends after kMaxSummed rows: little of its precision is lost.
+// A block's sum of x * (scale * code + offset) is scale * (sum of x * code) + offset * (sum of x), and a code is the
+// sum of its planes' fields times powers of two. So the loops for one row of x multiply fields where they lie
+// (fields.h), and scales and offsets are applied to whole blocks. Such a sum begins with -kCentre * (sum of x), which
+// keeps it near the sum of values, and ends after kMaxSummed rows: little of its precision is lost.
 #pragma once
 
 #include "decoded_rows.h"
@@ -19,8 +16,7 @@ namespace eformer::EFORMER_ISA {
 
 constexpr int64_t kMaxSummed = 64;
 
-// Whether x times any code is finite, with room for sums. Else codes of 0 would
-// turn infinities into NaN.
+// Whether x times any code is finite, with room for sums. Else codes of 0 would turn infinities into NaN.
 static inline bool AreModerate(const float* x, int64_t count) {
   constexpr float kLargest = 0x1p100f;
   bool all = true;
@@ -34,8 +30,7 @@ static inline float SumOf(const float* x, int64_t count) {
   return sum;
 }
 
-// Adds a row of blocks: sums[n] += scale * block_sums[n] + offset * x_sum,
-// where block_sums are of x * (code - centre).
+// Adds a row of blocks: sums[n] += scale * block_sums[n] + offset * x_sum, where block_sums are of x * (code - centre).
 static inline void AddBlockRow(const Matrix& m, int64_t block_row, int64_t n0, int64_t count, float centre, float x_sum,
                                const float* block_sums, float* sums) {
   constexpr int64_t kAtOnce = 256;
@@ -52,12 +47,10 @@ static inline void AddBlockRow(const Matrix& m, int64_t block_row, int64_t n0, i
   }
 }
 
-// One row of x times rows of bytes: kPlaneBits rows of bytes hold eight rows of
-// a plane.
+// One row of x times rows of bytes: kPlaneBits rows of bytes hold eight rows of a plane.
 template <class Format>
 struct PackedRowsLoop {
-  // What x is multiplied by for the fields of eight rows in both bytes of half
-  // a word, in each plane.
+  // What x is multiplied by for the fields of eight rows in both bytes of half a word, in each plane.
   typedef float Factors[kPlanes<Format>][8][2];
 
   static void MakeFactors(const float* x, Factors& factors) {
@@ -91,8 +84,8 @@ struct PackedRowsLoop {
     }
   }
 
-  // Adds eight rows from `k` on, or those before `k1`, to sums in the order of
-  // StoreByBytes; they may start with `first`.
+  // Adds eight rows from `k` on, or those before `k1`, to sums in the order of StoreByBytes; they may start with
+  // `first`.
   static void AddRows(const Matrix& m, const float* x, int64_t k, int64_t k1, int64_t n0, int64_t n1, bool starts,
                       float first, float* block_sums) {
     const PlaneMasks<Format> masks;
@@ -140,8 +133,7 @@ struct PackedRowsLoop {
   }
 };
 
-// Dot products of x with rows whose codes lie side by side. A lane of a vector
-// has the codes of kLaneValues neighbours.
+// Dot products of x with rows whose codes lie side by side. A lane of a vector has the codes of kLaneValues neighbours.
 template <class Format>
 struct PackedColumnsLoop {
   static constexpr int kLaneValues = 32 / Format::kPlaneBits[0];
@@ -204,8 +196,7 @@ struct PackedColumnsLoop {
     }
   }
 
-  // The sum of x * (code - kCentre) in each lane of a group, whose codes are at
-  // the places of `codes`.
+  // The sum of x * (code - kCentre) in each lane of a group, whose codes are at the places of `codes`.
   EFORMER_INLINE Vec DotOf(const uint8_t* const (&codes)[kPlanes<Format>], int64_t group,
                            const PlaneMasks<Format>& masks) const {
     Vec sums[2] = {Load(first.values + group * kLanes), Vec{}};
@@ -218,8 +209,7 @@ struct PackedColumnsLoop {
     return sums[0] + sums[1];
   }
 
-  // The dot products of rows n0 to n1. `scale_of(scales, group)` are the scales
-  // of its lanes.
+  // The dot products of rows n0 to n1. `scale_of(scales, group)` are the scales of its lanes.
   template <class ScaleOf>
   EFORMER_INLINE void Run(int64_t n0, int64_t n1, float* y, const ScaleOf& scale_of) {
     const PlaneMasks<Format> masks;
@@ -300,9 +290,8 @@ struct PackedColumnsLoop {
   }
 };
 
-// One row of x times rows with two codes a byte, side by side. Even and odd
-// columns are summed apart, in lane order until the end; offsets, times x, are
-// summed for each block.
+// One row of x times rows with two codes a byte, side by side. Even and odd columns are summed apart, in lane order
+// until the end; offsets, times x, are summed for each block.
 template <class Format>
 static void RowByPairs(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums) {
   alignas(64) float halves[2][kSliceColumns / 2 + kStripSize] = {};
@@ -355,8 +344,8 @@ static void RowByPairs(const Matrix& m, const float* x, int64_t k0, int64_t k1, 
   }
 }
 
-// One row of x times rows whose codes lie side by side, for blocks of whole
-// parts of 16 columns: the scales of a row are read at once.
+// One row of x times rows whose codes lie side by side, for blocks of whole parts of 16 columns: the scales of a row
+// are read at once.
 template <class Format>
 static void RowByPackedColumns(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                                float* sums) {

@@ -1,5 +1,4 @@
-// Panels of integers in blocks. Scales and offsets are read once for many
-// values, as DecodedPanels does not.
+// Panels of integers in blocks. Scales and offsets are read once for many values, as DecodedPanels does not.
 #pragma once
 
 #include "fields.h"
@@ -43,12 +42,10 @@ struct GroupedPanels {
   DecodedPanels<Format> plain;
   const Matrix& m;
   Kind kind;
-  // kColumns: all blocks of the rows n0 to n1; kAcross: those of the columns n0
-  // to n1, in the rows of a panel.
+  // kColumns: all blocks of the rows n0 to n1; kAcross: those of the columns n0 to n1, in the rows of a panel.
   int64_t n0, first_block, blocks, first_row;
   Floats scale_buffer, offset_buffer;
   const float *scales = nullptr, *offsets = nullptr;
-  LoadedTable pairs_table = plain.table;
 
   GroupedPanels(const Matrix& m, int64_t count, int64_t n0, int64_t n1)
       : plain(m, count, n0, n1),
@@ -106,24 +103,27 @@ struct GroupedPanels {
   }
 
  private:
-  // What the fields of words are multiplied by, for the places of a code in a
-  // byte of each plane, and what is added.
+  // What the fields of words are multiplied by, for the places of a code in a byte of each plane, and what is added.
   struct Factors {
     alignas(64) float scale[kPlanes<Format>][8][kPanelColumns];
     alignas(64) float offset[kPanelColumns];
   };
 
-  void ReadFactors(int64_t block_row, int64_t n, int64_t present, const uint8_t (&columns)[kPanelColumns],
-                   Factors& factors) const {
+  void ReadFactors(int64_t block_row, int64_t n, int64_t present, Factors& factors) const {
     float buffers[2][kPanelColumns] = {};
     const float* found = ScalesAt(m, block_row, n, present, buffers[0]);
     const float* added = OffsetsAt(m, block_row, n, present, 0, found, buffers[1]);
     if (found != buffers[0]) std::memcpy(buffers[0], found, present * sizeof(float));
     if (added != nullptr && added != buffers[1]) std::memcpy(buffers[1], added, present * sizeof(float));
     float scale[kPanelColumns];
-    for (int i = 0; i < kPanelColumns; ++i) {
-      scale[i] = buffers[0][columns[i]];
-      factors.offset[i] = buffers[1][columns[i]];
+    for (int i = 0; i < kPanelColumns; i += kWordBytes) {
+      Vec scales_of_bytes[4], offsets_of_bytes[4];
+      LoadByBytes(buffers[0] + i, scales_of_bytes);
+      LoadByBytes(buffers[1] + i, offsets_of_bytes);
+      for (int byte = 0; byte < 4; ++byte) {
+        Store(scale + i + byte * kLanes, scales_of_bytes[byte]);
+        Store(factors.offset + i + byte * kLanes, offsets_of_bytes[byte]);
+      }
     }
     for (int plane = 0, below = 0; plane < kPlanes<Format>; below += Format::kPlaneBits[plane], ++plane) {
       const int bits = Format::kPlaneBits[plane];
@@ -137,13 +137,11 @@ struct GroupedPanels {
   }
 
   void DecodeRows(int64_t k0, int64_t depth, int64_t n, const PrefetchDistances& ahead, float* panel) const {
-    uint8_t columns[kPanelColumns];
-    Order(columns);
     const int64_t present = Min(kPanelColumns, m.cols - n);
     Factors factors;
     for (int64_t k = k0, end; k < k0 + depth; k = end) {
       end = Min(k0 + depth, (k / m.block + 1) * m.block);
-      ReadFactors(k / m.block, n, present, columns, factors);
+      ReadFactors(k / m.block, n, present, factors);
       for (int64_t row = k; row < end; row += 8) {
         DecodeEight(row, n, present, factors, ahead, panel + (row - k0) * kPanelStride);
       }
@@ -213,7 +211,7 @@ struct GroupedPanels {
   // Even columns, then odd ones, in lane order.
   void DecodePairsAcross(int64_t k0, int64_t depth, int64_t n, const PrefetchDistances& ahead, float* panel) {
     ReadAcross(k0, depth);
-    const LoadedTable table = pairs_table;
+    const LoadedTable table = plain.table;
     const int64_t row_bytes = m.RowBytes(2), block = n / m.block - first_block;
     const uint8_t* codes = m.planes[0] + k0 * row_bytes + n / 2;
     for (int64_t k = 0; k < depth; ++k, codes += row_bytes, panel += kPanelStride) {
