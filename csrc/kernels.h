@@ -131,8 +131,8 @@ struct Int8X {
   int64_t block;
 };
 
-// Rows of x split into bytes, as split_x.h says. Rows are in groups; in a group, four bytes of each part of each row
-// are adjacent, and so are what blocks of them have.
+// Rows of x split into bytes, as split_x.h says. In a group of rows, four bytes of each part of each row are adjacent,
+// and so are the steps and the sums of a block.
 constexpr int kXParts = 3;
 
 struct SplitX {

@@ -83,17 +83,19 @@ constexpr decltype(Kernels::split_matmul) SplitMatmulOrNull() {
   }
 }
 
-// As Kernels::split_order says. Without instructions that sum four products, that is so only where floats would have to
-// be transposed.
+// As Kernels::split_order says. Where no instruction sums four products, floats are as fast unless they have to be
+// transposed.
 template <class Format>
 static Int8Order SplitOrderOf(const Matrix& m) {
 #if defined(EFORMER_BYTE_DOTS)
-  constexpr bool kAlways = true;
+  constexpr bool kByRows = true, kByColumns = true;
+#elif defined(__AVX2__)
+  constexpr bool kByRows = false, kByColumns = true;
 #else
-  constexpr bool kAlways = false;
+  constexpr bool kByRows = false, kByColumns = false;
 #endif
-  if (!Format::kSplitsX || (!kAlways && m.contracted_axis == 0) || m.block % 32 != 0) return {};
-  return Int8OrderOf<Format>(m, false);
+  const bool is_faster = m.contracted_axis == 0 ? kByRows : kByColumns;
+  return Format::kSplitsX && is_faster && m.block % 32 == 0 ? Int8OrderOf<Format>(m, false) : Int8Order{};
 }
 
 }  // namespace eformer::EFORMER_ISA

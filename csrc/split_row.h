@@ -50,7 +50,6 @@ EFORMER_INLINE void StoreLine(float* to, const Reals (&v)[4]) {
 template <class Format>
 struct SplitPackedRows {
   static constexpr int kPlaces = kValuesPerByte<Format>;
-  static constexpr int64_t kQuadDepth = 4 * kPlaces;
   static constexpr int64_t kLine = kIntBytes;  // columns at a time
 
   const Matrix& m;
@@ -200,7 +199,11 @@ struct SplitPackedColumns {
         if (each == 1) {
           for (int64_t b = 0; b < blocks; ++b) factor[b] = scale[i * count + b] * steps.values[b];
         } else {
-          for (int64_t b = 0; b < blocks; ++b) factor[b] = scale[i * count + b / each] * steps.values[b];
+          for (int64_t c = 0, b = 0; c < count; ++c) {
+            for (const int64_t end = Min(b + each, blocks); b < end; ++b) {
+              factor[b] = scale[i * count + c] * steps.values[b];
+            }
+          }
         }
       }
       for (int64_t i = 0; i < rows; ++i) {
