@@ -72,11 +72,11 @@ struct ReadInt8 {
 template <class Read>
 EFORMER_INLINE void ReadNumbers(const void* numbers, int64_t start, int64_t count, float* floats) {
   const typename Read::Stored* from = static_cast<const typename Read::Stored*>(numbers) + start;
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
+  const int64_t whole = count / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
     for (int j = 0; j < kLanes; ++j) floats[i + j] = Read::Of(from[i + j]);
   }
-  for (; i < count; ++i) floats[i] = Read::Of(from[i]);
+  for (int64_t i = whole; i < count; ++i) floats[i] = Read::Of(from[i]);
 }
 
 // The same for `rows` times `count` numbers, `stride` apart.
