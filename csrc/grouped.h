@@ -264,8 +264,7 @@ struct PackedColumnsLoop {
     float lanes[kLanes], sum = 0;
     Store(lanes, DotOf(copied, group, PlaneMasks<Format>()));
     for (int64_t c = group * kGroup, lane = 0; c < m.cols; c += kLaneValues, ++lane) {
-      sum += lanes[lane] * of_row[c / m.block];  // lanes behind the end are left
-                                                 // out: a scale may be infinite
+      sum += lanes[lane] * of_row[c / m.block];  // lanes behind the end are left out: a scale may be infinite
     }
     return sum;
   }
@@ -299,7 +298,7 @@ static void RowByPairs(const Matrix& m, const float* x, int64_t k0, int64_t k1, 
   const int64_t row_bytes = m.RowBytes(2), bytes = (n1 - n0 + 1) / 2;
   const int64_t first = n0 / m.block, blocks = CeilDiv(n1, m.block) - first;
   constexpr int64_t kRead = 8 * kByteRows;  // rows whose scales are read at once
-  const Floats added(blocks), factors(kRead * blocks), offsets(kRead * blocks);
+  const Floats added(blocks + kLanes), factors(kRead * blocks), offsets(kRead * blocks + kLanes);
   Matrix some = m;  // with the scales of these rows, times x
   some.rows = kRead;
   some.cols = n1 - n0;
@@ -310,9 +309,12 @@ static void RowByPairs(const Matrix& m, const float* x, int64_t k0, int64_t k1, 
     const bool has_offsets =
         CopyScales(m, start, end - start, first, blocks, Format::kCentre, factors.values, offsets.values);
     for (int64_t k = start; k < end; ++k) {
-      float *factor = factors.values + (k - start) * blocks, *offset = offsets.values + (k - start) * blocks;
-      for (int64_t b = 0; b < blocks; ++b) factor[b] *= x[k];
-      for (int64_t b = 0; b < blocks && has_offsets; ++b) added.values[b] += offset[b] * x[k];
+      for (int64_t b = 0; b < blocks; ++b) factors.values[(k - start) * blocks + b] *= x[k];
+    }
+    for (int64_t b = 0; b < blocks && has_offsets; b += kLanes) {
+      Vec sum = Load(added.values + b);
+      for (int64_t k = start; k < end; ++k) sum += Load(offsets.values + (k - start) * blocks + b) * Spread(x[k]);
+      Store(added.values + b, sum);
     }
     WithScales(some, places, [&](const auto& scales) {
       for (int64_t k = start; k < end; k += kByteRows) {

@@ -160,7 +160,7 @@ bool SplitMatmul(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer
   if (order.block == 0 || x.dimensions()[1] > kFewRows) return false;
   const SplitRows split(pool, stack, x, order);
   PanelMatmul(pool, stack, split, y);
-  if (std::all_of(&split.fit[0], &split.fit[rows], [](bool fits) { return fits; })) return true;
+  if (std::all_of(split.fit.get(), split.fit.get() + rows, [](bool fits) { return fits; })) return true;
   const std::unique_ptr<float[]> others(new float[rows * width]);
   PanelMatmul(pool, stack, PackedRows(pool, stack, x), others.get());
   for (int64_t row = 0; row < rows; ++row) {
