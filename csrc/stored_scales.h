@@ -68,13 +68,26 @@ struct ReadInt8 {
   EFORMER_INLINE static float Of(int32_t x) { return static_cast<float>(x); }
 };
 
+// Converts kLanes numbers.
+template <class Read>
+EFORMER_INLINE void ReadLanes(const typename Read::Stored* from, float* floats) {
+  for (int i = 0; i < kLanes; ++i) floats[i] = Read::Of(from[i]);
+}
+
+#if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
+template <>  // GCC 12 makes no vectors of the loop
+EFORMER_INLINE void ReadLanes<ReadFloat16>(const uint16_t* from, float* floats) {
+  _mm512_storeu_ps(floats, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+#endif
+
 // Converts `count` numbers, from the one at `start` on.
 template <class Read>
 EFORMER_INLINE void ReadNumbers(const void* numbers, int64_t start, int64_t count, float* floats) {
   const typename Read::Stored* from = static_cast<const typename Read::Stored*>(numbers) + start;
   const int64_t whole = count / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) floats[i + j] = Read::Of(from[i + j]);
+    ReadLanes<Read>(from + i, floats + i);
   }
   for (int64_t i = whole; i < count; ++i) floats[i] = Read::Of(from[i]);
 }
