@@ -4,6 +4,8 @@ python benchmarks/matmul.py                      # the three shapes, all formats
 python benchmarks/matmul.py --quick              # one shape, a small ring: a quick check
 python benchmarks/matmul.py --threads 1 2        # the gain of a second core
 python benchmarks/matmul.py --linear             # GB/s over weights of 1 MB to 1 GB
+python benchmarks/matmul.py --int4 --rows 1 8    # int4 beside nf4: microseconds, ratio and GB/s
+python benchmarks/matmul.py --int4 --instructions avx2 --rows 1 8
 python benchmarks/matmul.py --layouts            # other lengths of blocks, other widths, codes along the other axis
 
 rings.py says how it measures. `--docs` writes the table into docs/benchmarks.md.
@@ -12,6 +14,7 @@ rings.py says how it measures. `--docs` writes the table into docs/benchmarks.md
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import multiprocessing
@@ -36,6 +39,7 @@ from rings import (
     stored_bytes,
 )
 
+from eformer.kernels import cpu
 from eformer.ops.quantization import RSROperatorTernary, quantize
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
@@ -193,6 +197,34 @@ def compare_layouts(shape: tuple[int, int], rows: Sequence[int], settings: Setti
     print(f"\nW of shape {shape}, in multiples of the speed of JAX float32\n\n{markdown(['speed', *LAYOUTS], lines)}")
 
 
+CACHED = (1024, 1024)  # one such weight stays in cache
+INT4_LAYOUTS = {  # the blocks of stored weights, and whether those are (N, K)
+    "x @ W, blocks along K": ("along K", False),
+    "x @ W.T, blocks along K": ("along N", True),
+    "x @ W, blocks along N": ("along N", False),
+}
+
+
+def compare_int4(shapes: Sequence[tuple[int, int]], rows: Sequence[int], settings: Settings) -> None:
+    lines = []
+    for shape in [CACHED, *shapes]:
+        ring_bytes = 0 if shape == CACHED else settings.ring_bytes
+        for layout, (blocks, transposed) in INT4_LAYOUTS.items():
+            weights = [w.T if transposed else w for w in random_weights(shape)]
+            names = {kind: f"{kind} {blocks}" for kind in ("int4", "nf4")}
+            rings = {kind: ring_of([MAKE[name](w) for w in weights], ring_bytes) for kind, name in names.items()}
+            for case in (Case(m, transposed=transposed) for m in rows):
+                playing = {kind: contender(case, name, rings[kind]) for kind, name in names.items()}
+                times = measure(playing, settings.bursts, SECONDS[case.rows >= MANY_ROWS] * settings.seconds)
+                rates = [f"{stored_bytes(rings[kind][0]) / times[kind] / 1e9:.1f}" for kind in names]
+                us = [f"{times[kind] * 1e6:.0f}" for kind in names]
+                ratio = f"{times['nf4'] / times['int4']:.2f}x"
+                lines.append([f"{layout}, {shape}", str(case.rows), *us, ratio, *rates])
+    print(
+        markdown(["float32 x", "M", "int4 us", "nf4 us", "as fast as nf4", "int4 GB/s", "nf4 GB/s"], lines), flush=True
+    )
+
+
 def compare_threads(threads: Sequence[int], shape: tuple[int, int], rows: Sequence[int], settings: Settings) -> None:
     """Measure each number of threads in a process of its own: XLA sizes its pool by the cores of the process."""
     cores, found = sorted(os.sched_getaffinity(0)), {}
@@ -288,6 +320,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", metavar="COUNT", help="compare numbers of threads")
     parser.add_argument("--linear", action="store_true", help="compare sizes of weights")
     parser.add_argument("--layouts", action="store_true", help="compare lengths and directions of blocks")
+    parser.add_argument("--int4", action="store_true", help="compare int4 with nf4, in cache and from memory")
+    parser.add_argument("--instructions", choices=cpu.instruction_sets(), help="the instruction set of our kernels")
     parser.add_argument("--docs", "--readme", action="store_true", help="write the table into docs/benchmarks.md")
     args = parser.parse_args()
     shapes = [(k, n) for k, n in args.shape or SHAPES]
@@ -297,7 +331,14 @@ def main() -> None:
     if max(args.threads or [1]) > core_count():
         parser.error(f"--threads {max(args.threads)}: this process may use {core_count()} cores")
     print(headline())
-    if args.threads:
+    with cpu.instruction_set(args.instructions) if args.instructions else contextlib.nullcontext():
+        compare(args, shapes, settings)
+
+
+def compare(args: argparse.Namespace, shapes: Sequence[tuple[int, int]], settings: Settings) -> None:
+    if args.int4:
+        compare_int4(shapes, args.rows, settings)
+    elif args.threads:
         compare_threads(args.threads, shapes[0], args.rows, settings)
     elif args.linear:
         compare_sizes(settings)

@@ -116,4 +116,33 @@ EFORMER_INLINE void StoreByBytes(float* to, const Vec (&v)[4]) {
 #endif
 }
 
+// The inverse: vector i gets every fourth number from number i on.
+EFORMER_INLINE void LoadByBytes(const float* from, Vec (&v)[4]) {
+#if defined(EFORMER_AVX512)
+  typedef int32_t Index __attribute__((vector_size(64)));
+  constexpr Index kEighths = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
+  const __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + 16);
+  const __m512 c = _mm512_loadu_ps(from + 32), d = _mm512_loadu_ps(from + 48);
+  for (int i = 0; i < 4; ++i) {
+    const __m512i places = (__m512i)(kEighths + i);
+    const __m512 low = _mm512_permutex2var_ps(a, places, b), high = _mm512_permutex2var_ps(c, places, d);
+    v[i] = (Vec)_mm512_shuffle_f32x4(low, high, 0x44);
+  }
+#elif defined(__AVX2__)
+  const Strip strip = FromNatural(LoadStrip(from));
+  const __m256 low01 = _mm256_unpacklo_ps((__m256)strip.v[0], (__m256)strip.v[1]);
+  const __m256 high01 = _mm256_unpackhi_ps((__m256)strip.v[0], (__m256)strip.v[1]);
+  const __m256 low23 = _mm256_unpacklo_ps((__m256)strip.v[2], (__m256)strip.v[3]);
+  const __m256 high23 = _mm256_unpackhi_ps((__m256)strip.v[2], (__m256)strip.v[3]);
+  v[0] = (Vec)_mm256_shuffle_ps(low01, low23, 0x44);
+  v[1] = (Vec)_mm256_shuffle_ps(low01, low23, 0xEE);
+  v[2] = (Vec)_mm256_shuffle_ps(high01, high23, 0x44);
+  v[3] = (Vec)_mm256_shuffle_ps(high01, high23, 0xEE);
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    for (int j = 0; j < 4; ++j) v[j][i] = from[4 * i + j];
+  }
+#endif
+}
+
 }  // namespace eformer::EFORMER_ISA

@@ -32,6 +32,9 @@ struct FormatDefaults {
   // For x rounded to int8: an integer stands for each code, its value times this, rounded. 0: x is never rounded.
   static constexpr float kInt8Steps = 0;
 
+  // Whether few rows of x may be split into bytes (split_x.h), which takes values that are small integers.
+  static constexpr bool kSplitsX = false;
+
   // Faster loops, which a format may declare as functions:
   //   void RowMatmul(const Matrix&, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums)
   //   void RowMatmulTransposed(const Matrix&, const float* x, int64_t n0, int64_t n1, float* y)

@@ -9,6 +9,8 @@
 #include "decoded_rows.h"
 #include "fields.h"
 #include "grouped_panels.h"
+#include "scales.h"
+#include "split_row.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -287,6 +289,63 @@ struct PackedColumnsLoop {
   }
 };
 
+// One row of x times rows with two codes a byte, side by side. Even and odd columns are summed apart, in lane order
+// until the end; offsets, times x, are summed for each block.
+template <class Format>
+static void RowByPairs(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums) {
+  alignas(64) float halves[2][kSliceColumns / 2 + kStripSize] = {};
+  const LoadedTable table = CentredTable<Format>();
+  const int64_t row_bytes = m.RowBytes(2), bytes = (n1 - n0 + 1) / 2;
+  const int64_t first = n0 / m.block, blocks = CeilDiv(n1, m.block) - first;
+  constexpr int64_t kRead = 8 * kByteRows;  // rows whose scales are read at once
+  const Floats added(blocks + kLanes), factors(kRead * blocks), offsets(kRead * blocks + kLanes);
+  Matrix some = m;  // with the scales of these rows, times x
+  some.rows = kRead;
+  some.cols = n1 - n0;
+  some.scale = factors.values;
+  const ScalePlaces places(some, 0, bytes);
+  for (int64_t start = k0, end; start < k1; start = end) {
+    end = Min(start + kRead, k1);
+    const bool has_offsets =
+        CopyScales(m, start, end - start, first, blocks, Format::kCentre, factors.values, offsets.values);
+    for (int64_t k = start; k < end; ++k) {
+      for (int64_t b = 0; b < blocks; ++b) factors.values[(k - start) * blocks + b] *= x[k];
+    }
+    for (int64_t b = 0; b < blocks && has_offsets; b += kLanes) {
+      Vec sum = Load(added.values + b);
+      for (int64_t k = start; k < end; ++k) sum += Load(offsets.values + (k - start) * blocks + b) * Spread(x[k]);
+      Store(added.values + b, sum);
+    }
+    WithScales(some, places, [&](const auto& scales) {
+      for (int64_t k = start; k < end; k += kByteRows) {
+        const int rows = static_cast<int>(Min(kByteRows, end - k));
+        const uint8_t* codes = m.planes[0] + k * row_bytes + n0 / 2;
+        ForEachStrip(codes, row_bytes, rows, bytes, [&](const uint8_t* from, int64_t stride, int64_t n) {
+          Strip low = LoadStrip(halves[0] + n), high = LoadStrip(halves[1] + n);
+          const auto of_strip = scales.Of(n);
+          for (int r = 0; r < rows; ++r, from += stride) {
+            PrefetchAfter(from, kByteRows * stride);
+            const Bytes pairs = LoadBytes(from);
+            const auto factor = of_strip.At(k - start + r);
+            AddProduct(low, LookUpLow(table, pairs), factor);
+            AddProduct(high, LookUpHigh(table, pairs), factor);
+          }
+          StoreStrip(halves[0] + n, low);
+          StoreStrip(halves[1] + n, high);
+        });
+      }
+    });
+  }
+  for (float* half : {halves[0], halves[1]}) {
+    for (int64_t n = 0; n < bytes; n += kStripSize) StoreStrip(half + n, ToNatural(LoadStrip(half + n)));
+  }
+  for (int64_t n = 0; n < n1 - n0; ++n) sums[n] = halves[n % 2][n / 2];
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t end = Min(n1, (first + b + 1) * m.block) - n0;
+    for (int64_t n = Max(0, (first + b) * m.block - n0); n < end; ++n) sums[n] += added.values[b];
+  }
+}
+
 // One row of x times rows whose codes lie side by side, for blocks of whole parts of 16 columns: the scales of a row
 // are read at once.
 template <class Format>
@@ -321,6 +380,38 @@ static void RowByPackedColumns(const Matrix& m, const float* x, int64_t k0, int6
   }
 }
 
+#if defined(EFORMER_BYTE_DOTS)
+
+// One row of x by bytes; false if it does not fit.
+template <class Format>
+static bool SplitRowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                           float* sums) {
+  if (!Format::kSplitsX || m.packed_axis != 0 || m.block % 32 != 0) return false;
+  if constexpr (Format::kSplitsX) {
+    const SplitPackedRows<Format> split(m, x, k0, k1);
+    if (!split.fits) return false;
+    alignas(64) float block_sums[kSliceColumns + kIntBytes];
+    for (int64_t k = k0, block = 0; k < k1; k += split.length, ++block) {
+      split.SumBlock(block, n0, n1, block_sums);
+      AddBlockRow(m, k / m.block, n0, n1 - n0, Format::kCentre, split.x_sums.values[block], block_sums, sums);
+    }
+  }
+  return true;
+}
+
+template <class Format>
+static bool SplitRowMatmulTransposed(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y) {
+  if (!Format::kSplitsX || m.packed_axis != 1 || m.block % 32 != 0) return false;
+  if constexpr (Format::kSplitsX) {
+    const SplitPackedColumns<Format> split(m, x);
+    if (!split.fits) return false;
+    split.Run(n0, n1, y);
+  }
+  return true;
+}
+
+#endif
+
 template <class Format, int kBits>
 struct GroupedIntegers : FormatDefaults {
   static constexpr ScaleKind kScales = ScaleKind::kPerBlock;
@@ -333,14 +424,24 @@ struct GroupedIntegers : FormatDefaults {
   static Strip Values(const uint8_t* codes) { return FromUint8(codes); }
 
   static void RowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums) {
+#if defined(EFORMER_BYTE_DOTS)
+    if (SplitRowMatmul<Format>(m, x, k0, k1, n0, n1, sums)) return;
+#endif
     if (m.block % (m.packed_axis == 0 ? 8 : 16) != 0 || !AreModerate(x + k0, k1 - k0)) {
       return DecodedRowMatmul<Format>(m, x, k0, k1, n0, n1, sums);
     }
-    (m.packed_axis == 0 ? PackedRowsLoop<Format>::Run : RowByPackedColumns<Format>)(m, x, k0, k1, n0, n1, sums);
+    if (m.packed_axis == 0) return PackedRowsLoop<Format>::Run(m, x, k0, k1, n0, n1, sums);
+    if constexpr (kHasPairs<Format>) {
+      if (n0 % m.block == 0) return RowByPairs<Format>(m, x, k0, k1, n0, n1, sums);
+    }
+    RowByPackedColumns<Format>(m, x, k0, k1, n0, n1, sums);
   }
 
   static void RowMatmulTransposed(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y) {
     typedef PackedColumnsLoop<Format> Loop;
+#if defined(EFORMER_BYTE_DOTS)
+    if (SplitRowMatmulTransposed<Format>(m, x, n0, n1, y)) return;
+#endif
     if (m.packed_axis == 0 || !Loop::Fits(m) || !AreModerate(x, m.cols)) {
       return DecodedRowMatmulTransposed<Format>(m, x, n0, n1, y);
     }

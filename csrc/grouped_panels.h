@@ -23,9 +23,21 @@ struct PlaneMasks {
   }
 };
 
+// Whether all codes are pairs in a byte, which lookups take as they are.
+template <class Format>
+constexpr bool kHasPairs = kPlanes<Format> == 1 && Format::kPlaneBits[0] == 4;
+
+// The values of four bits, less kCentre.
+template <class Format>
+EFORMER_INLINE LoadedTable CentredTable() {
+  float values[16];
+  for (int i = 0; i < 16; ++i) values[i] = Format::Value(i) - Format::kCentre;
+  return LoadTable(MakeTable(values));
+}
+
 template <class Format>
 struct GroupedPanels {
-  enum Kind { kPlain, kRows, kColumns, kAcross };
+  enum Kind { kPlain, kRows, kColumns, kAcross, kPairsAcross };
 
   DecodedPanels<Format> plain;
   const Matrix& m;
@@ -40,8 +52,8 @@ struct GroupedPanels {
         m(m),
         kind(KindOf(m)),
         n0(n0),
-        first_block(kind == kAcross ? n0 / m.block : 0),
-        blocks(kind == kAcross ? CeilDiv(n1, m.block) - first_block : m.BlockScaleStride()),
+        first_block(IsAcross(kind) ? n0 / m.block : 0),
+        blocks(IsAcross(kind) ? CeilDiv(n1, m.block) - first_block : m.BlockScaleStride()),
         first_row(kind == kColumns ? n0 : -1),
         scale_buffer(RowsRead(n1) * blocks),
         offset_buffer(RowsRead(n1) * blocks) {
@@ -50,12 +62,15 @@ struct GroupedPanels {
     offsets = OffsetsAt(m, n0, 0, (n1 - n0) * blocks, 0, scales, offset_buffer.values);
   }
 
-  int64_t RowsRead(int64_t n1) const { return kind == kColumns ? n1 - n0 : kind == kAcross ? kMaxPanelDepth : 0; }
+  int64_t RowsRead(int64_t n1) const { return kind == kColumns ? n1 - n0 : IsAcross(kind) ? kMaxPanelDepth : 0; }
+
+  static bool IsAcross(Kind kind) { return kind == kAcross || kind == kPairsAcross; }
 
   static Kind KindOf(const Matrix& m) {
     if (m.contracted_axis == 0 && m.packed_axis == 0 && m.block % 8 == 0) return kRows;
     if (m.packed_axis == 0 || m.block % 16 != 0) return kPlain;
-    return m.contracted_axis == 1 ? kColumns : kAcross;
+    if (m.contracted_axis == 1) return kColumns;
+    return kHasPairs<Format> && m.block % kPanelColumns == 0 ? kPairsAcross : kAcross;
   }
 
   int64_t End(int64_t /*k*/, int64_t end) const { return end; }
@@ -66,10 +81,20 @@ struct GroupedPanels {
     if (kind == kRows) DecodeRows(k0, depth, n, ahead, panel);
     if (kind == kColumns) DecodeColumns(k0, depth, n, width, panel);
     if (kind == kAcross) DecodeAcross(k0, depth, n, ahead, panel);
+    if (kind == kPairsAcross) DecodePairsAcross(k0, depth, n, ahead, panel);
     return nullptr;
   }
 
   void Order(uint8_t (&columns)[kPanelColumns]) const {
+    if (kind == kPairsAcross) {
+      float lanes[kStripSize];
+      for (int i = 0; i < kStripSize; ++i) lanes[i] = static_cast<float>(i);
+      StoreStrip(lanes, FromNatural(LoadStrip(lanes)));
+      for (int i = 0; i < kPanelColumns; ++i) {
+        columns[i] = static_cast<uint8_t>(2 * static_cast<int>(lanes[i % kStripSize]) + i / kStripSize);
+      }
+      return;
+    }
     if (kind != kRows) return plain.Order(columns);
     for (int i = 0; i < kPanelColumns; ++i) {  // as words are: a vector for each of their four bytes
       const int group = i / kWordBytes * kWordBytes, byte = i % kWordBytes / kLanes;
@@ -84,17 +109,21 @@ struct GroupedPanels {
     alignas(64) float offset[kPanelColumns];
   };
 
-  void ReadFactors(int64_t block_row, int64_t n, int64_t present, const uint8_t (&columns)[kPanelColumns],
-                   Factors& factors) const {
+  void ReadFactors(int64_t block_row, int64_t n, int64_t present, Factors& factors) const {
     float buffers[2][kPanelColumns] = {};
     const float* found = ScalesAt(m, block_row, n, present, buffers[0]);
     const float* added = OffsetsAt(m, block_row, n, present, 0, found, buffers[1]);
     if (found != buffers[0]) std::memcpy(buffers[0], found, present * sizeof(float));
     if (added != nullptr && added != buffers[1]) std::memcpy(buffers[1], added, present * sizeof(float));
     float scale[kPanelColumns];
-    for (int i = 0; i < kPanelColumns; ++i) {
-      scale[i] = buffers[0][columns[i]];
-      factors.offset[i] = buffers[1][columns[i]];
+    for (int i = 0; i < kPanelColumns; i += kWordBytes) {
+      Vec scales_of_bytes[4], offsets_of_bytes[4];
+      LoadByBytes(buffers[0] + i, scales_of_bytes);
+      LoadByBytes(buffers[1] + i, offsets_of_bytes);
+      for (int byte = 0; byte < 4; ++byte) {
+        Store(scale + i + byte * kLanes, scales_of_bytes[byte]);
+        Store(factors.offset + i + byte * kLanes, offsets_of_bytes[byte]);
+      }
     }
     for (int plane = 0, below = 0; plane < kPlanes<Format>; below += Format::kPlaneBits[plane], ++plane) {
       const int bits = Format::kPlaneBits[plane];
@@ -108,13 +137,11 @@ struct GroupedPanels {
   }
 
   void DecodeRows(int64_t k0, int64_t depth, int64_t n, const PrefetchDistances& ahead, float* panel) const {
-    uint8_t columns[kPanelColumns];
-    Order(columns);
     const int64_t present = Min(kPanelColumns, m.cols - n);
     Factors factors;
     for (int64_t k = k0, end; k < k0 + depth; k = end) {
       end = Min(k0 + depth, (k / m.block + 1) * m.block);
-      ReadFactors(k / m.block, n, present, columns, factors);
+      ReadFactors(k / m.block, n, present, factors);
       for (int64_t row = k; row < end; row += 8) {
         DecodeEight(row, n, present, factors, ahead, panel + (row - k0) * kPanelStride);
       }
@@ -172,19 +199,36 @@ struct GroupedPanels {
     }
   }
 
-  void DecodeAcross(int64_t k0, int64_t depth, int64_t n, const PrefetchDistances& ahead, float* panel) {
-    if (k0 != first_row) {
-      first_row = k0;
-      scales = scale_buffer.values;
-      for (int64_t k = 0; k < depth; ++k) {
-        float *to = scale_buffer.values + k * blocks, *added_to = offset_buffer.values + k * blocks;
-        const float* found = ScalesAt(m, k0 + k, first_block, blocks, to);
-        const float* added = OffsetsAt(m, k0 + k, first_block, blocks, 0, found, added_to);
-        if (found != to) std::memcpy(to, found, blocks * sizeof(float));
-        if (added != nullptr && added != added_to) std::memcpy(added_to, added, blocks * sizeof(float));
-        offsets = added != nullptr ? offset_buffer.values : nullptr;
-      }
+  // Reads the scales of the rows of a panel, once for all panels of these rows.
+  void ReadAcross(int64_t k0, int64_t depth) {
+    if (k0 == first_row) return;
+    first_row = k0;
+    scales = scale_buffer.values;
+    const bool has = CopyScales(m, k0, depth, first_block, blocks, 0, scale_buffer.values, offset_buffer.values);
+    offsets = has ? offset_buffer.values : nullptr;
+  }
+
+  // Even columns, then odd ones, in lane order.
+  void DecodePairsAcross(int64_t k0, int64_t depth, int64_t n, const PrefetchDistances& ahead, float* panel) {
+    ReadAcross(k0, depth);
+    const LoadedTable table = plain.table;
+    const int64_t row_bytes = m.RowBytes(2), block = n / m.block - first_block;
+    const uint8_t* codes = m.planes[0] + k0 * row_bytes + n / 2;
+    for (int64_t k = 0; k < depth; ++k, codes += row_bytes, panel += kPanelStride) {
+      ahead.Prefetch(codes, k);
+      const Bytes pairs = LoadSome(codes, row_bytes - n / 2);
+      const Vec factor = Spread(scales[k * blocks + block]);
+      const Strip added = SpreadStrip(offsets != nullptr ? offsets[k * blocks + block] : 0);
+      Strip low = added, high = added;
+      AddProduct(low, LookUpLow(table, pairs), factor);
+      AddProduct(high, LookUpHigh(table, pairs), factor);
+      StoreStrip(panel, low);
+      StoreStrip(panel + kStripSize, high);
     }
+  }
+
+  void DecodeAcross(int64_t k0, int64_t depth, int64_t n, const PrefetchDistances& ahead, float* panel) {
+    ReadAcross(k0, depth);
     for (int64_t k = 0; k < depth; ++k) {
       const int64_t row_bytes = m.RowBytes(kValuesPerByte<Format>);
       ahead.Prefetch(m.planes[0] + (k0 + k) * row_bytes + n / kValuesPerByte<Format>, k);

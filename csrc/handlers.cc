@@ -8,6 +8,7 @@
 #include "parallel.h"
 #include "problem.h"
 #include "rows.h"
+#include "split_rows.h"
 
 namespace eformer {
 namespace {
@@ -163,6 +164,23 @@ bool Int8Matmul(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer&
   return true;
 }
 
+// Splits few rows of x into bytes, and multiplies; false if another way is faster. Rows that can't be split are
+// multiplied as floats.
+bool SplitMatmul(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, float* y) {
+  const Int8Order order = stack.kernels->split_order(stack.first);
+  const int64_t rows = stack.count * x.dimensions()[1], width = stack.first.Width();
+  if (order.block == 0 || x.dimensions()[1] > kFewRows) return false;
+  const SplitRows split(pool, stack, x, order);
+  PanelMatmul(pool, stack, split, y);
+  if (std::all_of(split.fit.get(), split.fit.get() + rows, [](bool fits) { return fits; })) return true;
+  const std::unique_ptr<float[]> others(new float[rows * width]);
+  PanelMatmul(pool, stack, PackedRows(pool, stack, x), others.get());
+  for (int64_t row = 0; row < rows; ++row) {
+    if (!split.fit[row]) std::memcpy(y + row * width, &others[row * width], width * sizeof(float));
+  }
+  return true;
+}
+
 ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs buffers, ffi::Result<ffi::AnyBuffer> y,
                       std::string_view format, std::string_view instruction_set, int64_t rows, int64_t cols,
                       int64_t packed_axis, int64_t contracted_axis, int64_t block_size, int64_t superblock_size,
@@ -193,6 +211,8 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs
   if (round_x && Int8Matmul(pool, stack, x, sums)) return ffi::Error::Success();
   if (count > 1 && round_values && type == ffi::BF16 && stack.kernels->bfloat_matmul != nullptr) {
     PanelMatmul(pool, stack, TiledRows(pool, stack, x), sums);
+  } else if (count > 1 && SplitMatmul(pool, stack, x, sums)) {
+    return ffi::Error::Success();
   } else if (count > 1 || !HasRowMatmul(*stack.kernels, stack.first)) {
     PanelMatmul(pool, stack, PackedRows(pool, stack, x), sums);
   } else {

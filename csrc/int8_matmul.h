@@ -34,6 +34,41 @@ struct Int8Part {
   const float* offsets[kMaxPanelBlocks + 1];
 };
 
+// found[r][v] += four bytes of row r of x times quads of vector v, for each of `quads` rows of the panel.
+template <class Dots, class Sum, int kRows, int kVectors>
+EFORMER_INLINE void AddQuads(const uint8_t* panel, int64_t quads, const int8_t* x, Sum (&found)[kRows][kVectors]) {
+  Sum sums[kRows][kVectors];
+  std::memcpy(sums, found, sizeof sums);
+  for (int64_t q = 0; q < quads; ++q, panel += kQuadRowBytes, x += 4 * kRows) {
+    typename Dots::Codes codes[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) codes[v] = Dots::Prepare(LoadVector<IntBytes>(panel + v * kIntBytes));
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const Ints four = SpreadFour(x + 4 * r);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = Dots::Add(sums[r][v], codes[v], four);
+    }
+  }
+  std::memcpy(found, sums, sizeof sums);
+}
+
+// The same for sums of 32 bits, whatever those of `Dots` are.
+template <class Dots, int kRows, int kVectors>
+EFORMER_INLINE void AddAllQuads(const uint8_t* panel, int64_t quads, const int8_t* x, Ints (&dots)[kRows][kVectors]) {
+  if constexpr (std::is_same_v<typename Dots::Sum, Ints>) {
+    AddQuads<Dots>(panel, quads, x, dots);
+  } else {
+    for (int64_t q = 0; q < quads; q += Dots::kMaxTerms) {
+      typename Dots::Sum some[kRows][kVectors] = {};
+      AddQuads<Dots>(panel + q * kQuadRowBytes, Min(Dots::kMaxTerms, quads - q), x + q * 4 * kRows, some);
+      for (int r = 0; r < kRows; ++r) {
+        for (int v = 0; v < kVectors; ++v) dots[r][v] += Dots::Widen(some[r][v]);
+      }
+    }
+  }
+}
+
 template <class Dots, int kRows>
 struct Int8Tile {
   static constexpr int kVectors = TileVectors<Dots>(kRows);
@@ -53,17 +88,7 @@ struct Int8Tile {
       for (int r = 0; r < kRows; ++r) {
         for (int v = 0; v < kVectors; ++v) dots[r][v] = -part.bias * sums[r] - Ints{};
       }
-      if constexpr (std::is_same_v<typename Dots::Sum, Ints>) {
-        AddQuads(panel, quads, x, dots);
-      } else {
-        for (int64_t q = 0; q < quads; q += Dots::kMaxTerms) {
-          typename Dots::Sum some[kRows][kVectors] = {};
-          AddQuads(panel + q * kQuadRowBytes, Min(Dots::kMaxTerms, quads - q), x + q * 4 * kRows, some);
-          for (int r = 0; r < kRows; ++r) {
-            for (int v = 0; v < kVectors; ++v) dots[r][v] += Dots::Widen(some[r][v]);
-          }
-        }
-      }
+      AddAllQuads<Dots>(panel, quads, x, dots);
       panel += quads * kQuadRowBytes;
       x += quads * 4 * kRows;
       for (int v = 0; v < kVectors; ++v) {
@@ -79,25 +104,6 @@ struct Int8Tile {
       }
     }
   }
-
-  template <class Sum>
-  EFORMER_INLINE static void AddQuads(const uint8_t* panel, int64_t quads, const int8_t* x,
-                                      Sum (&found)[kRows][kVectors]) {
-    Sum sums[kRows][kVectors];
-    std::memcpy(sums, found, sizeof sums);
-    for (int64_t q = 0; q < quads; ++q, panel += kQuadRowBytes, x += 4 * kRows) {
-      typename Dots::Codes codes[kVectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) codes[v] = Dots::Prepare(LoadVector<IntBytes>(panel + v * kIntBytes));
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
-        const Ints four = SpreadFour(x + 4 * r);
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sums[r][v] = Dots::Add(sums[r][v], codes[v], four);
-      }
-    }
-    std::memcpy(found, sums, sizeof sums);
-  }
 };
 
 template <class Dots, class Rows>
@@ -108,49 +114,45 @@ struct Int8TileFunctions<Dots, std::integer_sequence<int, kRowsLessOne...>> {
   static constexpr decltype(&Int8Tile<Dots, 1>::Add) kOf[] = {nullptr, Int8Tile<Dots, kRowsLessOne + 1>::Add...};
 };
 
-template <class Format, bool kPacked>
-static void Int8MatmulOf(const Matrix& m, const Int8X& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
-                         float* y) {
+// Calls multiply(part, k, totals) for each panel, from depth k on, to add `count` rows of x times it to `totals`, and
+// writes those to y. Blocks of x are `length` long.
+template <class Format, bool kPacked, class Multiply>
+EFORMER_INLINE void PanelsByBlock(const Matrix& m, int64_t length, int64_t count, int64_t k0, int64_t k1, int64_t n0,
+                                  int64_t n1, float* y, const Multiply& multiply_all) {
   constexpr bool kInBlocks = Format::kScales == ScaleKind::kPerBlock;
   Int8Panels<Format, kPacked> panels(m);
   const bool by_rows = m.contracted_axis == 0;
   const int64_t columns = CeilDiv(n1 - n0, kPanelColumns) * kPanelColumns;
   // For few rows of x, codes are read along their rows.
-  const int64_t max_depth = by_rows && count <= kFewRows ? Max(x.block, 32 * panels.kPlaces) : kInt8PanelDepth;
+  const int64_t max_depth = by_rows && count <= kFewRows ? Max(length, 32 * panels.kPlaces) : kInt8PanelDepth;
   const int64_t next_rows = max_depth / panels.kPlaces * m.cols - columns;
-  const int64_t all_blocks = x.depth / x.block, first_scale = k0 / m.block;
-  const RowGroups groups(count, kInt8TileRows);
+  const int64_t first_scale = k0 / m.block;
   const Floats all_totals(columns * count);
   const Zeros<uint32_t> nan(Int8Codes<Format>::kHasNaN ? columns : 0);  // bits of each column
   const int64_t scale_rows = by_rows ? kMaxPanelBlocks + 1 : CeilDiv(k1, m.block) - first_scale;
   Int8PanelScales<Format> scales(m, kInBlocks ? scale_rows : 0);
-  Int8Part part = {panels.bytes, 0, x.block / 4, BiasOf<Format>(m), kInBlocks, false, {}, {}};
+  Int8Part part = {panels.bytes, 0, length / 4, BiasOf<Format>(m), kInBlocks, false, {}, {}};
   const auto multiply = [&](int64_t k, int64_t end, int64_t n) {
-    part.blocks = CeilDiv(end - k, x.block);
+    part.blocks = CeilDiv(end - k, length);
     if constexpr (kInBlocks) {
       const int64_t first = by_rows ? k / m.block : first_scale;
       if (by_rows) scales.Take(first, CeilDiv(end, m.block) - first, n);
       part.has_offsets = scales.has_offsets;
       for (int64_t b = 0; b < part.blocks; ++b) {
-        const int64_t at = ((k + b * x.block) / m.block - first) * kPanelColumns;
+        const int64_t at = ((k + b * length) / m.block - first) * kPanelColumns;
         part.scales[b] = scales.scales.values + at;
         part.offsets[b] = scales.offsets.values + at;
       }
     }
     Bytes found[8] = {};
-    panels.Unpack(k, part.blocks * x.block, n, PanelsAhead(n, n1, next_rows), found);
+    panels.Unpack(k, part.blocks * length, n, PanelsAhead(n, n1, next_rows), found);
     if constexpr (Int8Codes<Format>::kHasNaN) {
       for (int i = 0; i < 8; ++i) {
         uint32_t* to = nan.values + (n - n0) + 8 * i;
         StoreVector(to, LoadVector<Bytes>(to) | found[i]);
       }
     }
-    float* totals = all_totals.values + (n - n0) * count;
-    for (int64_t g = 0; g < groups.count; ++g) {
-      const int64_t first = groups.First(g), rows = groups.Size(g), at = first * all_blocks + k / x.block * rows;
-      Int8TileFunctions<DotsOf<Format>, std::make_integer_sequence<int, kInt8TileRows>>::kOf[rows](
-          part, x.values + first * x.depth + k * rows, x.steps + at, x.sums + at, totals + first * kPanelColumns);
-    }
+    multiply_all(part, k, all_totals.values + (n - n0) * count);
   };
   if (by_rows) {
     for (int64_t k = k0; k < k1; k += max_depth) {
@@ -175,6 +177,21 @@ static void Int8MatmulOf(const Matrix& m, const Int8X& x, int64_t count, int64_t
       std::memcpy(y + r * m.Width() + n, row, Min(kPanelColumns, n1 - n) * sizeof(float));
     }
   }
+}
+
+template <class Format, bool kPacked>
+static void Int8MatmulOf(const Matrix& m, const Int8X& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                         float* y) {
+  const RowGroups groups(count, kInt8TileRows);
+  const int64_t all_blocks = x.depth / x.block;
+  PanelsByBlock<Format, kPacked>(
+      m, x.block, count, k0, k1, n0, n1, y, [&](const Int8Part& part, int64_t k, float* totals) {
+        for (int64_t g = 0; g < groups.count; ++g) {
+          const int64_t first = groups.First(g), rows = groups.Size(g), at = first * all_blocks + k / x.block * rows;
+          Int8TileFunctions<DotsOf<Format>, std::make_integer_sequence<int, kInt8TileRows>>::kOf[rows](
+              part, x.values + first * x.depth + k * rows, x.steps + at, x.sums + at, totals + first * kPanelColumns);
+        }
+      });
 }
 
 template <class Format>

@@ -7,6 +7,7 @@
 #include "int8_matmul.h"
 #include "int8_round.h"
 #include "matmul.h"
+#include "split_matmul.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -40,6 +41,8 @@ constexpr Kernels KernelsOf() {
           Int8OrderOf<Format>,
           Int8DotsOrNull<Format>(),
           Int8MatmulOrNull<Format>(),
+          SplitOrderOf<Format>,
+          SplitMatmulOrNull<Format>(),
           Decode<Format>};
 }
 
@@ -83,7 +86,7 @@ const InstructionSet kInstructionSet = WithKernels(kWithTiles);
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
 const InstructionSet kInstructionSet = {
-    EFORMER_STRING(EFORMER_ISA),      kTileRows, kInt8TileRows, Interleave, RoundRow, kAll,
+    EFORMER_STRING(EFORMER_ISA),      kTileRows, kInt8TileRows, kSplitTileRows, Interleave, RoundRow, SplitRow, kAll,
     kAll + sizeof kAll / sizeof *kAll};
 
 #endif

@@ -132,6 +132,19 @@ struct Int8X {
   int64_t block;
 };
 
+// Rows of x split into bytes, as split_x.h says. In a group of rows, four bytes of each part of each row are adjacent,
+// and so are the steps and the sums of a block.
+constexpr int kXParts = 3;
+
+struct SplitX {
+  const int8_t* values;
+  const float* steps;       // of each block
+  const float* sums;        // of x in each block
+  const int32_t* of_parts;  // sums of the bytes of each part, in each block
+  int64_t depth;            // of a row, with the zeros behind it
+  int64_t block;
+};
+
 // The functions for one format on one instruction set. Without `row_matmul`, `matmul` serves for one row of x too.
 struct Kernels {
   FormatInfo format;
@@ -162,14 +175,22 @@ struct Kernels {
   void (*int8_matmul)(const Matrix& matrix, const Int8X& x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
                       int64_t n1, float* y);
 
+  // The order that x must have for `split_matmul`, if that is the fastest way to multiply few rows of x.
+  Int8Order (*split_order)(const Matrix& matrix);
+
+  // As `int8_matmul` for rows of split x in RowGroups(count, split_tile_rows).
+  void (*split_matmul)(const Matrix& matrix, const SplitX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
+                       int64_t n1, float* y);
+
   // All values of a row.
   void (*decode)(const Matrix& matrix, int64_t row, float* values);
 };
 
 struct InstructionSet {
   const char* name;
-  int64_t tile_rows;       // rows of x whose sums fit into registers
-  int64_t int8_tile_rows;  // the same for rounded x
+  int64_t tile_rows;        // rows of x whose sums fit into registers
+  int64_t int8_tile_rows;   // the same for rounded x
+  int64_t split_tile_rows;  // and for split x
 
   // Makes a group of RowGroups: to[k * rows + r] = x[r * stride + k] for r < rows and k < depth.
   void (*interleave)(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to);
@@ -177,6 +198,11 @@ struct InstructionSet {
   // Rounds a row of x; false if it is not finite or beyond 2^100, or its steps are not. What follows the last block
   // stays as it is.
   bool (*round)(const float* x, int64_t depth, const Int8Order& order, int8_t* values, float* steps, int32_t* sums);
+
+  // Splits a row of x, whose depth is a multiple of kInt8Padding, one part behind the other; false if it is not finite,
+  // or has blocks that are beyond 2^100 or below 2^-100.
+  bool (*split)(const float* x, int64_t depth, const Int8Order& order, int8_t* values, float* steps, float* sums,
+                int32_t* of_parts);
 
   const Kernels* begin;
   const Kernels* end;

@@ -68,34 +68,56 @@ struct ReadInt8 {
   EFORMER_INLINE static float Of(int32_t x) { return static_cast<float>(x); }
 };
 
+// Converts kLanes numbers.
+template <class Read>
+EFORMER_INLINE void ReadLanes(const typename Read::Stored* from, float* floats) {
+  for (int i = 0; i < kLanes; ++i) floats[i] = Read::Of(from[i]);
+}
+
+#if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
+template <>  // GCC 12 makes no vectors of the loop
+EFORMER_INLINE void ReadLanes<ReadFloat16>(const uint16_t* from, float* floats) {
+  _mm512_storeu_ps(floats, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+#endif
+
 // Converts `count` numbers, from the one at `start` on.
 template <class Read>
 EFORMER_INLINE void ReadNumbers(const void* numbers, int64_t start, int64_t count, float* floats) {
   const typename Read::Stored* from = static_cast<const typename Read::Stored*>(numbers) + start;
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) floats[i + j] = Read::Of(from[i + j]);
+  const int64_t whole = count / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    ReadLanes<Read>(from + i, floats + i);
   }
-  for (; i < count; ++i) floats[i] = Read::Of(from[i]);
+  for (int64_t i = whole; i < count; ++i) floats[i] = Read::Of(from[i]);
 }
 
-EFORMER_NOINLINE static void ReadNumbers(Number type, const void* numbers, int64_t start, int64_t count,
-                                         float* floats) {
+// The same for `rows` times `count` numbers, `stride` apart.
+template <class Read>
+EFORMER_INLINE void ReadNumbers(const void* numbers, int64_t start, int64_t stride, int64_t rows, int64_t count,
+                                float* floats) {
+  for (int64_t row = 0; row < rows; ++row) {
+    ReadNumbers<Read>(numbers, start + row * stride, count, floats + row * count);
+  }
+}
+
+EFORMER_NOINLINE static void ReadNumbers(Number type, const void* numbers, int64_t start, int64_t stride, int64_t rows,
+                                         int64_t count, float* floats) {
   switch (type) {
     case Number::kFloat32:
-      return ReadNumbers<ReadFloat32>(numbers, start, count, floats);
+      return ReadNumbers<ReadFloat32>(numbers, start, stride, rows, count, floats);
     case Number::kBfloat16:
-      return ReadNumbers<ReadBfloat16>(numbers, start, count, floats);
+      return ReadNumbers<ReadBfloat16>(numbers, start, stride, rows, count, floats);
     case Number::kFloat16:
-      return ReadNumbers<ReadFloat16>(numbers, start, count, floats);
+      return ReadNumbers<ReadFloat16>(numbers, start, stride, rows, count, floats);
     case Number::kE8m0:
-      return ReadNumbers<ReadE8m0>(numbers, start, count, floats);
+      return ReadNumbers<ReadE8m0>(numbers, start, stride, rows, count, floats);
     case Number::kE4m3:
-      return ReadNumbers<ReadE4m3>(numbers, start, count, floats);
+      return ReadNumbers<ReadE4m3>(numbers, start, stride, rows, count, floats);
     case Number::kUint8:
-      return ReadNumbers<ReadUint8>(numbers, start, count, floats);
+      return ReadNumbers<ReadUint8>(numbers, start, stride, rows, count, floats);
     case Number::kInt8:
-      return ReadNumbers<ReadInt8>(numbers, start, count, floats);
+      return ReadNumbers<ReadInt8>(numbers, start, stride, rows, count, floats);
   }
 }
 
@@ -110,7 +132,7 @@ static inline void ScaleEntries(const Matrix& m, const BlockNumbers& all, int64_
     const int64_t start = (col + i) / shared * all.factor_col_step;
     const int64_t left = all.factor_col_step == 0 ? count - i : CeilDiv(count - i + (col + i) % shared, shared);
     const int64_t some = all.factor_col_step == 0 ? 1 : Min(kAtOnce, left);
-    ReadNumbers(all.factor_type, all.factors, first + start, some, factors);
+    ReadNumbers(all.factor_type, all.factors, first + start, 0, 1, some, factors);
     if (all.factor_col_step == 0) {
       for (; i < count; ++i) entries[i] *= factors[0];
     } else if (shared == 1) {
@@ -143,7 +165,7 @@ static inline const float* NumbersAt(const Matrix& m, const BlockNumbers& all, i
                                      float* buffer) {
   const int64_t start = row * m.BlockScaleStride() + col;
   if (all.type == Number::kFloat32 && all.factors == nullptr) return static_cast<const float*>(all.entries) + start;
-  ReadNumbers(all.type, all.entries, start, count, buffer);
+  ReadNumbers(all.type, all.entries, start, 0, 1, count, buffer);
   if (all.factors != nullptr) ScaleAllEntries(m, all, row, col, count, buffer);
   return buffer;
 }
@@ -155,6 +177,18 @@ static inline const float* ScalesAt(const Matrix& m, int64_t row, int64_t col, i
   return NumbersAt(m, m.scales, row, col, count, buffer);
 }
 
+// What to add to scale * (value - centre), given `found`, the offsets or zeros of these blocks as they are stored.
+static inline const float* OffsetsOf(const Matrix& m, int64_t count, float centre, const float* scales,
+                                     const float* found, float* buffer) {
+  if (m.offsets_are_zeros) {
+    for (int64_t i = 0; i < count; ++i) buffer[i] = scales[i] * (centre - found[i]);
+    return buffer;
+  }
+  if (centre == 0) return found;
+  for (int64_t i = 0; i < count; ++i) buffer[i] = found[i] + scales[i] * centre;
+  return buffer;
+}
+
 // What to add to scale * (value - centre) for the same blocks, where `value` is that of the format's header and
 // `scales` are from ScalesAt; nullptr if nothing.
 static inline const float* OffsetsAt(const Matrix& m, int64_t row, int64_t col, int64_t count, float centre,
@@ -164,14 +198,31 @@ static inline const float* OffsetsAt(const Matrix& m, int64_t row, int64_t col, 
     for (int64_t i = 0; i < count; ++i) buffer[i] = scales[i] * (centre - m.centre);
     return buffer;
   }
-  const float* found = NumbersAt(m, m.offsets, row, col, count, buffer);
-  if (m.offsets_are_zeros) {
-    for (int64_t i = 0; i < count; ++i) buffer[i] = scales[i] * (centre - found[i]);
-    return buffer;
+  return OffsetsOf(m, count, centre, scales, NumbersAt(m, m.offsets, row, col, count, buffer), buffer);
+}
+
+// Copies numbers of `count` neighbouring blocks in each of several rows, one row behind the other.
+static inline void CopyNumbers(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t rows, int64_t col,
+                               int64_t count, float* to) {
+  const int64_t stride = m.BlockScaleStride();
+  ReadNumbers(all.type, all.entries, row * stride + col, stride, rows, count, to);
+  for (int64_t i = 0; i < rows && all.factors != nullptr; ++i) {
+    ScaleAllEntries(m, all, row + i, col, count, to + i * count);
   }
-  if (centre == 0) return found;
-  for (int64_t i = 0; i < count; ++i) buffer[i] = found[i] + scales[i] * centre;
-  return buffer;
+}
+
+// The scales of `count` neighbouring blocks in each of several rows, one row behind the other, and what to add to
+// scale * (value - centre); false if nothing.
+static inline bool CopyScales(const Matrix& m, int64_t row, int64_t rows, int64_t col, int64_t count, float centre,
+                              float* scales, float* offsets) {
+  CopyNumbers(m, m.scales, row, rows, col, count, scales);
+  if (m.offsets.entries != nullptr) {
+    CopyNumbers(m, m.offsets, row, rows, col, count, offsets);
+    OffsetsOf(m, rows * count, centre, scales, offsets, offsets);
+    return true;
+  }
+  for (int64_t i = 0; i < rows * count; ++i) offsets[i] = scales[i] * (centre - m.centre);
+  return centre != m.centre;
 }
 
 }  // namespace eformer::EFORMER_ISA

@@ -16,10 +16,14 @@ import numpy as np
 from eformer.kernels import grouped, reference
 
 INTEGERS = {f"uint{bits}": bits for bits in grouped.PLANES}
-PLANES = {"int8": (8,), "nf4": (4,), "ternary": (2,)}  # bits in each plane
+FLOAT8 = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_dtypes.float8_e5m2)}
+FLOAT8 |= {f"{name}_blocks": dtype for name, dtype in FLOAT8.items()}
+FLOAT_SCALES = ("nf4", "e4m3_blocks", "e5m2_blocks")  # in blocks that have one each, and no offset
+CODES = {"int8": np.dtype(np.int8), **FLOAT8}  # dtypes of codes that are their own values; others are uint8
+PLANES = {"int8": (8,), "nf4": (4,), "ternary": (2,)} | dict.fromkeys(FLOAT8, (8,))  # bits in each plane
 PLANES |= {name: grouped.PLANES[bits] for name, bits in INTEGERS.items()} | dict.fromkeys(grouped.CODEBOOKS, (4,))
 GROUPED = (*INTEGERS, *grouped.CODEBOOKS)
-# What the codes stand for; those of int8 are their own values.
+# What the other codes stand for.
 VALUES = {"nf4": np.asarray(reference.NF4_CODES), "ternary": np.asarray(reference.TERNARY_CODES), **grouped.CODEBOOKS}
 VALUES |= {name: np.arange(2**bits, dtype=np.float32) for name, bits in INTEGERS.items()}
 WIDE = ("float32", "bfloat16", "float16")  # dtypes of scales
@@ -94,16 +98,16 @@ def _segments(rng: np.random.Generator) -> Call:
 
 
 def _matrix(rng: np.random.Generator, instruction_sets: tuple[str, ...]) -> Call:
-    form = str(rng.choice(["int8", "nf4", "ternary"] if rng.integers(3) == 0 else GROUPED))
+    form = str(rng.choice(["int8", "nf4", "ternary", *FLOAT8] if rng.integers(3) == 0 else GROUPED))
     count, rows, cols = int(rng.choice([0, 1, 1, 1, 2, 3])), _size(rng), _size(rng)
     if rng.integers(40) == 0:
         rows, cols = (int(rng.integers(1, 40)), 4096 + int(rng.integers(-2, 40)))[:: rng.choice([1, -1])]
     packed_axis, contracted_axis = int(rng.integers(2)), int(rng.integers(2))
     block = _blocks(rng) if form not in GROUPED else int(rng.choice([1, 5, 8, 16, 24, 32, 64, 128, 2**40]))
-    codes = [
-        _bytes(rng, (count, *_extents(rows, cols, packed_axis, 8 // bits)), "int8" if form == "int8" else "uint8")
-        for bits in PLANES[form]
-    ]
+    shapes = [(count, *_extents(rows, cols, packed_axis, 8 // bits)) for bits in PLANES[form]]
+    codes = [_bytes(rng, shape, "uint8").view(CODES.get(form, np.uint8)) for shape in shapes]
+    if form in FLOAT8 and rng.integers(2):
+        codes = [np.where(np.isfinite(each.astype(np.float32)), each, np.zeros((), each.dtype)) for each in codes]
     sets = ("", *instruction_sets)
     attributes = {
         "format": form,
@@ -140,7 +144,7 @@ def _scales(
     rng: np.random.Generator, form: str, count: int, extents: tuple[int, int], axis: int, attributes: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     specials = bool(rng.integers(4) == 0)
-    if form != "nf4":
+    if form not in FLOAT_SCALES:
         shape = (count, *(1 if rng.integers(2) else extent for extent in extents))
         return {"scale": _floats(rng, shape, specials)} if rng.integers(4) else {}
     shape = (count, *_extents(*extents, axis, attributes["block_size"]))
@@ -278,12 +282,12 @@ def _checked_matrix(call: Call, sets: tuple[str, ...]) -> Weights | None:
         return None
     if not 0 <= rows <= LONGEST or not 0 <= cols <= LONGEST:
         return None
-    if form in ("nf4", *GROUPED):
+    if form in (*FLOAT_SCALES, *GROUPED):
         unit = 2 if form == "nf4" else 1
         if block < unit or block % unit or a["superblock_size"] < 0 or a["superblock_size"] % block:
             return None
     planes, scales = args[: len(PLANES[form])], args[len(PLANES[form]) :]
-    dtype = np.int8 if form == "int8" else np.uint8
+    dtype = CODES.get(form, np.uint8)
     count = args[0].shape[0] if args[0].ndim else 0
     wanted = [(count, *_extents(rows, cols, axis, 8 // bits)) for bits in PLANES[form]]
     if [plane.shape for plane in planes] != wanted or any(plane.dtype != dtype for plane in planes) or count > LONGEST:
@@ -299,8 +303,8 @@ def _checked_matrix(call: Call, sets: tuple[str, ...]) -> Weights | None:
     if not count * rows * cols:
         empty = np.empty((count, rows, cols), np.float32)
         return Weights(empty, empty, np.ones((1, 1, 1)), empty)
-    if form == "int8":
-        codes = planes[0]
+    if form in CODES:
+        found = planes[0].astype(np.float32)
     else:
         codes, below = np.zeros((count, rows, cols), np.uint8), 0
         for plane, bits in zip(planes, PLANES[form], strict=True):
@@ -309,7 +313,7 @@ def _checked_matrix(call: Call, sets: tuple[str, ...]) -> Weights | None:
             merged = split.reshape(count, *(-1 if i == axis else length for i, length in enumerate(plane.shape[1:])))
             codes = codes | merged[:, :rows, :cols] << below
             below += bits
-    found = codes.astype(np.float32) if form == "int8" else VALUES[form][codes].astype(np.float32)
+        found = VALUES[form][codes].astype(np.float32)
     if form in GROUPED:
         return _of_blocks(form, found, levels)
     scale = levels["scale"]
@@ -371,7 +375,7 @@ def _checked_scales(
 ) -> dict[str, np.ndarray] | None:
     """What broadcasts over the matrices, or None."""
     axis, block = attributes["packed_axis"], attributes["block_size"]
-    if form != "nf4":
+    if form not in FLOAT_SCALES:
         if not named:
             return {"scale": np.ones((1, 1, 1))}
         if list(named) != ["scale"]:
@@ -424,7 +428,7 @@ def _expected_matmul(call: Call, weights: Weights) -> Expected | None:
     if a["round_values"] and bfloat:  # on AMX
         bound = bound + 2.0**-8 * terms
     if a["round_x"]:  # as docs/cpu-kernels.md says
-        in_blocks = a["format"] == "nf4" or a["format"] in GROUPED
+        in_blocks = a["format"] in (*FLOAT_SCALES, *GROUPED)
         scales_x = not in_blocks and scale.shape[1] > 1 and scale.shape[2] == 1
         of_depth = scale if scales_x else np.ones((1, 1, 1))
         largest = np.abs(x * of_depth.swapaxes(1, 2)).max(2, keepdims=True)

@@ -180,6 +180,7 @@ def oracle(matrix: Matrix) -> jax.Array:
 BOUNDS = {f"uint{bits}": 2**bits for bits in grouped.PLANES} | {"e2m1": 6, "iq4_nl": 127}
 IN_BLOCKS = [  # and the axes along which they are packed
     ("uint2", 16, "offset", (1,)),
+    ("uint2", 32, "zero", (1, 2)),
     ("uint3", 16, "two levels", (2,)),
     ("uint4", 64, "offset", (1, 2)),
     ("uint4", 32, "two levels", (2,)),

@@ -249,6 +249,19 @@ def test_special_numbers_in_x(name, special):
         assert np.isfinite(out[0, 1:]).all()
 
 
+@both_ways
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("factor", [1e-33, 1e-20, 1e8, 1e31], ids=str)
+def test_a_block_of_x_unlike_the_others(factor, rows, contracted_axis):
+    """And one value in it unlike its neighbours, which some kernels round to its digits."""
+    matrix, values = example(f"uint4 64 offset along {contracted_axis + 1}", (1, 530, 200))
+    x = normal((1, 3, values.shape[1 + contracted_axis]), seed=1)
+    x[0, 0, 64:128] *= np.float32(factor)
+    x[0, :, 70] *= np.float32(1e4)
+    out = cpu.matmul(jnp.asarray(x[:, :rows]), matrix, contracted_axis)
+    assert_matmul(out, x[:, :rows], values, contracted_axis, magnitudes(matrix, values))
+
+
 @pytest.mark.parametrize("block_size", [20, 64])
 def test_infinite_scale_of_a_block_that_ends_early(block_size):
     """What a vector holds behind the end of a row is not multiplied by its scale."""
