@@ -291,7 +291,8 @@ def show(model: Path, medians: dict[str, dict[str, float]]) -> None:
             print(f"| perplexity, {name}, int8 x : {row['perplexity']:.3f} | {change:+.2%} | {MOST_PERPLEXITY:.0%} |")
     if "as in the file, int8 x" in medians:
         ratio = medians["as in the file, int8 x"]["peak"] / model.stat().st_size
-        print(f"| peak memory of the process, as in the file : file | {ratio:.2f}x | {MOST_MEMORY}x |", flush=True)
+        print(f"| peak memory of the process, as in the file : file | {ratio:.2f}x | {MOST_MEMORY}x |")
+    sys.stdout.flush()
 
 
 def main() -> None:
