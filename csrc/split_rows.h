@@ -20,7 +20,7 @@ struct SplitRows {
 
   static constexpr auto kMatmul = &Kernels::split_matmul;
   static constexpr int64_t kStep = kInt8DepthStep;
-  static constexpr auto TaskColumns = PanelTaskColumns;
+  static constexpr auto Columns = PanelTaskColumns;
   static constexpr bool kIsScaled = true;
 
   int64_t First(int64_t chunk) const { return chunks.First(chunk); }
