@@ -132,7 +132,7 @@ def small_model(one_layer: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("small_model")
 def test_demo(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(_demo_llm, "FORMS", ("float32", "nf4"))
+    monkeypatch.setattr(_demo_llm, "FORMS", {"float32": "float32", "nf4": "nf4"})
     model = write_gguf(tmp_path / "m.gguf", "llama", layers=1)
     options = {"model": str(model), "prompt": "the", "turns": 1, "models": tmp_path}
     answer = _demo.run(argparse.Namespace(out=None, repeats=1, force=False, **options))
