@@ -58,8 +58,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int4": {"axis": -1, "block_size": 32, "fit": False},  # trained weights need no search for scales
     "nf4": {"axis": -1},
 }
-RATES = {"ternary": 2e-3, "int4": 2e-4, "nf4": 2e-4}  # of Adam, at its peak
-LORA_RATE = 1e-3
+RATES = {"ternary": 2e-3, "int4": 2e-5, "nf4": 2e-5}  # of Adam; 4-bit weights start near the teacher, and 2e-4 harms
+LORA_RATE = 2e-4
 WARM_UP = 50  # steps
 MEASURED = 20  # steps, before their number is chosen for the time that is given
 
@@ -367,7 +367,7 @@ def _parsed() -> argparse.Namespace:
     add("--text", type=Path, help="stories to judge perplexity by; no training sees them")
     add("--judged", type=int, default=32, help="how many of them, while training; all of them at the end (32)")
     add("--batch", type=int, default=4, help="stories a step (4)")
-    add("--rate", type=float, help="Adam's, after warming up (2e-3 for ternary, 2e-4 for others, 1e-3 for LoRA)")
+    add("--rate", type=float, help="Adam's, after warming up (2e-3 for ternary, 2e-5 for others, 2e-4 for LoRA)")
     add("--every", type=int, default=100, help="steps from one checkpoint and judgement to the next (100)")
     add("--stories", type=int, default=2048, help="that the teacher tells, 256 tokens and 0.9 MB each (2048)")
     add("--at-once", type=int, default=128, help="stories told in a batch (128)")
