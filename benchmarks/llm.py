@@ -256,11 +256,11 @@ def cold_start(model: Path, args: argparse.Namespace) -> tuple[float, float]:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return used.ru_utime + used.ru_stime if args.one_core else time.perf_counter()
 
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    nowhere = subprocess.DEVNULL
     for turn in range(args.rounds + 1):
         for name, each in commands.items():
             start = spent()
-            subprocess.run(each, check=True, env=os.environ | cache, **quiet)
+            subprocess.run(each, check=True, env=os.environ | cache, stdout=nowhere, stderr=nowhere)
             if turn:  # the first fills caches
                 times[name].append(spent() - start)
     return statistics.median(times["ours"]), statistics.median(times["peer"])

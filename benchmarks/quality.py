@@ -215,7 +215,7 @@ def by_llama_cpp(weight: jax.Array, number: int) -> jax.Array:
     import gguf  # pyright: ignore[reportMissingImports]  # optional
     import llama_cpp  # pyright: ignore[reportMissingImports]  # optional
 
-    library = ctypes.CDLL(str(next(Path(llama_cpp.__file__).parent.glob("lib/libggml-base.*"))))
+    library = ctypes.CDLL(str(next(Path(str(llama_cpp.__file__)).parent.glob("lib/libggml-base.*"))))
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
     values = np.array(weight, np.float32).reshape(1, -1)
     blocks = np.empty(int(values.size * type_bits(number) / 8), np.uint8)
