@@ -8,7 +8,7 @@
 namespace eformer::EFORMER_ISA {
 
 // Rows of x whose sums fit into registers.
-#if defined(EFORMER_BYTE_DOTS)
+#if defined(EFORMER_BYTE_DOTS) || defined(EFORMER_NEON)
 constexpr int kInt8TileRows = 12;
 #elif defined(__AVX2__)
 constexpr int kInt8TileRows = 6;

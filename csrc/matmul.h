@@ -8,7 +8,7 @@
 
 namespace eformer::EFORMER_ISA {
 
-constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;  // rows of x whose sums fit into registers
+constexpr int kTileRows = kRegisters == 32 ? 12 : kLanes == 8 ? 6 : 4;  // rows of x whose sums fit into registers
 static_assert(kTileRows <= kMaxTileRows);
 
 // The sums of kRows rows of x.

@@ -9,6 +9,10 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 #include "handlers.h"
@@ -40,6 +44,24 @@ bool HasAmx() { return false; }
 
 #endif
 
+#if defined(__aarch64__)
+
+// Whether it has instructions that sum four products of bytes.
+bool HasByteDots() {
+#if defined(__linux__)
+  constexpr unsigned long kDotProducts = 1ul << 20;  // HWCAP_ASIMDDP, which old headers do not have
+  return (getauxval(AT_HWCAP) & kDotProducts) != 0;
+#elif defined(__APPLE__)
+  int found = 0;
+  size_t size = sizeof found;
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &found, &size, nullptr, 0) == 0 && found != 0;
+#else
+  return false;
+#endif
+}
+
+#endif
+
 // What this processor can run, the best first.
 std::vector<const InstructionSet*> FindInstructionSets() {
   std::vector<const InstructionSet*> found;
@@ -59,6 +81,9 @@ std::vector<const InstructionSet*> FindInstructionSets() {
   if (has_vnni) found.push_back(&avx512_vnni::kInstructionSet);
   if (has_avx512) found.push_back(&avx512::kInstructionSet);
   if (has_avx2) found.push_back(&avx2::kInstructionSet);
+#elif defined(__aarch64__) && !defined(EFORMER_PORTABLE)
+  if (HasByteDots()) found.push_back(&neon_dot::kInstructionSet);
+  found.push_back(&neon::kInstructionSet);
 #endif
   found.push_back(&portable::kInstructionSet);
   return found;
