@@ -8,8 +8,10 @@
 namespace eformer::EFORMER_ISA {
 
 // Rows of x whose sums fit into registers.
-#if defined(EFORMER_BYTE_DOTS) || defined(EFORMER_NEON)
+#if defined(EFORMER_BYTE_DOTS)
 constexpr int kInt8TileRows = 12;
+#elif defined(EFORMER_NEON)
+constexpr int kInt8TileRows = 8;
 #elif defined(__AVX2__)
 constexpr int kInt8TileRows = 6;
 #else

@@ -38,7 +38,7 @@ bool HasAmx() {
   return __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
 }
 
-#else
+#elif defined(EFORMER_AMX)
 
 bool HasAmx() { return false; }
 

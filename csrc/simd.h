@@ -35,12 +35,6 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
-#if defined(EFORMER_AVX512) || defined(EFORMER_NEON)
-constexpr int kRegisters = 32;  // vectors in registers
-#else
-constexpr int kRegisters = 16;
-#endif
-
 static inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
 
