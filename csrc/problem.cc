@@ -46,19 +46,28 @@ bool HasAmx() { return false; }
 
 #if defined(__aarch64__)
 
-// Whether it has instructions that sum four products of bytes.
-bool HasByteDots() {
+// Instructions of ARM64 that sum products of bytes: four of them, or those of small matrices.
+struct ByteInstructions {
+  bool dots = false, matrices = false;
+
+  ByteInstructions() {
 #if defined(__linux__)
-  constexpr unsigned long kDotProducts = 1ul << 20;  // HWCAP_ASIMDDP, which old headers do not have
-  return (getauxval(AT_HWCAP) & kDotProducts) != 0;
+    dots = (getauxval(AT_HWCAP) >> 20 & 1) != 0;       // HWCAP_ASIMDDP; old headers do not have these names
+    matrices = (getauxval(AT_HWCAP2) >> 13 & 1) != 0;  // HWCAP2_I8MM
 #elif defined(__APPLE__)
-  int found = 0;
-  size_t size = sizeof found;
-  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &found, &size, nullptr, 0) == 0 && found != 0;
-#else
-  return false;
+    dots = HasFeature("hw.optional.arm.FEAT_DotProd");
+    matrices = HasFeature("hw.optional.arm.FEAT_I8MM");
 #endif
-}
+  }
+
+#if defined(__APPLE__)
+  static bool HasFeature(const char* name) {
+    int found = 0;
+    size_t size = sizeof found;
+    return sysctlbyname(name, &found, &size, nullptr, 0) == 0 && found != 0;
+  }
+#endif
+};
 
 #endif
 
@@ -82,7 +91,9 @@ std::vector<const InstructionSet*> FindInstructionSets() {
   if (has_avx512) found.push_back(&avx512::kInstructionSet);
   if (has_avx2) found.push_back(&avx2::kInstructionSet);
 #elif defined(__aarch64__) && !defined(EFORMER_PORTABLE)
-  if (HasByteDots()) found.push_back(&neon_dot::kInstructionSet);
+  const ByteInstructions has;
+  if (has.dots && has.matrices) found.push_back(&neon_i8mm::kInstructionSet);
+  if (has.dots) found.push_back(&neon_dot::kInstructionSet);
   found.push_back(&neon::kInstructionSet);
 #endif
   found.push_back(&portable::kInstructionSet);

@@ -55,7 +55,7 @@ cmake --install "$here/build" --prefix "$site" >/dev/null
 # Runs Python on a processor.
 on() { qemu-aarch64 -L "$root" -cpu "$1" -E PYTHONPATH="$site" "$python" "${@:2}"; }
 
-for each in cortex-a72:neon neoverse-n1:neon_dot max:neon_dot; do
+for each in cortex-a72:neon neoverse-n1:neon_dot max:neon_i8mm; do
     best=$(cd "$site/eformer/kernels/cpu" && on "${each%:*}" -c 'import _native; print(_native.instruction_sets()[0])')
     echo "${each%:*} takes $best"
     [ "$best" = "${each#*:}" ] || missing "${each%:*} should take ${each#*:}"
