@@ -86,8 +86,8 @@ EFORMER_INLINE void AddPairs(const uint8_t* panel, int64_t quads, const int8_t* 
         std::memcpy(fours[i], x + 4 * (i * kRows + 2 * p), 2 * p + 1 < kRows ? 8 : 4);
         if (2 * p + 1 == kRows) fours[i][1] = fours[i][0];
       }
-      const int32x2_t first = vld1_s32(fours[0]), second = vld1_s32(fours[1]);
-      const int32x4_t rows = vcombine_s32(vzip1_s32(first, second), vzip2_s32(first, second));
+      const int32x2_t none = vdup_n_s32(0);
+      const int32x4_t rows = vzip1q_s32(vcombine_s32(vld1_s32(fours[0]), none), vcombine_s32(vld1_s32(fours[1]), none));
       for (int j = 0; j < 2 * kVectors; ++j) {
         sums[p][j] = vmmlaq_s32(sums[p][j], (int8x16_t)codes[j], (int8x16_t)rows);
       }
