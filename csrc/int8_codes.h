@@ -12,8 +12,10 @@ namespace eformer::EFORMER_ISA {
 
 #if defined(EFORMER_VNNI) && defined(__AVX512VNNI__)
 constexpr bool kHasByteDots = true;  // instructions that sum unsigned times signed bytes in 32 bits
-#elif defined(__AVX2__) || defined(EFORMER_NEON)
-constexpr bool kHasByteDots = false;  // they sum two of them in 16 bits, and saturate; or all bytes are signed
+#elif defined(__AVX2__)
+constexpr bool kHasByteDots = false;  // they sum two of them in 16 bits, and saturate
+#elif defined(EFORMER_NEON)
+constexpr bool kHasByteDots = false;  // both bytes are signed
 #else
 constexpr bool kHasByteDots = true;
 #endif
