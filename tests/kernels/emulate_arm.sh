@@ -57,8 +57,8 @@ on() { qemu-aarch64 -L "$root" -cpu "$1" -E PYTHONPATH="$site" "$python" "${@:2}
 
 for each in cortex-a72:neon neoverse-n1:neon_dot max:neon_i8mm; do
     best=$(cd "$site/eformer/kernels/cpu" && on "${each%:*}" -c 'import _native; print(_native.instruction_sets()[0])')
-    echo "${each%:*} takes $best"
-    [ "$best" = "${each#*:}" ] || missing "${each%:*} should take ${each#*:}"
+    echo "${each%:*} takes $best and should take ${each#*:}"
+    [ "$best" = "${each#*:}" ]
 done
 on max -W ignore -m tests.kernels.fuzz_core --seconds 60 --seed 0
 on max -m pytest -q -p no:cacheprovider tests/kernels/test_cpu.py tests/kernels/test_int8.py "$@"
