@@ -34,13 +34,14 @@ def fitted(
     peak: jax.Array,
     stored: Callable[[jax.Array], jax.Array] = lambda scale: scale,
     present: jax.Array | None = None,
+    moves: int = MOVES,
 ) -> Line:
     """The line for which `nearest` has the smallest squared error: the `plain` one, or one found from `starts`.
 
     `x` holds blocks over `axes`; lines have length 1 along these axes, as has `peak`, the largest magnitude. `stored`
     rounds as a leaf does; `present` is False in the padding of blocks. A block with a NaN or an infinity keeps its
-    plain line, and so does one at the ends of the range, where another might overflow or vanish. Temporaries are of the
-    size of `x`, however many lines are tried.
+    plain line, and so does one at the ends of the range, where another might overflow or vanish. With `moves=0` only the
+    `starts` themselves are tried. Temporaries are of the size of `x`, however many lines are tried.
     """
     limits = jnp.finfo(peak.dtype)
     usable = (peak > limits.tiny * 2.0**8) & (peak < limits.max * 2.0**-8)
@@ -77,9 +78,9 @@ def fitted(
         return begun(number, (moved, offset)), chosen(less, out_of_units(line), best), least
 
     def begun(number: jax.Array, line: Line) -> Line:
-        """The next of the `starts` after every `MOVES`, and after the plain line; else `line`."""
+        """The next of the `starts` after every `moves`, and after the plain line; else `line`."""
         for i, start in enumerate(starts):
-            line = chosen(number == i * (MOVES + 1), in_units(start), line)
+            line = chosen(number == i * (moves + 1), in_units(start), line)
         return line
 
     def as_stored(scale: jax.Array) -> jax.Array:
@@ -92,7 +93,7 @@ def fitted(
         return line[0] / unit, None if line[1] is None else line[1] / unit
 
     state = in_units(plain), plain, jnp.full_like(peak, jnp.inf)
-    return lax.fori_loop(0, 1 + len(starts) * (MOVES + 1), step, state)[1]
+    return lax.fori_loop(0, 1 + len(starts) * (moves + 1), step, state)[1]
 
 
 def chosen(where: jax.Array, line: Line, other: Line) -> Line:
