@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from eformer.kernels import grouped, reference
+from eformer.kernels import fitting, grouped, reference
 from eformer.model import default_rules, parse_rule, quantize_model
 from eformer.ops.quantization import (
     QuantizationConfig,
@@ -108,7 +108,7 @@ WHOLE = [
 
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_formats_with_larger_slices(case: Case):
-    w = weight()[:6]
+    w = normal((6, 560)) * jnp.exp(normal((6, 1), seed=1))
     plain, fitted = (case(w, fit=fit) for fit in (False, True))
     errors = [np.sum((f64(dense(q)) - f64(w)) ** 2) for q in (plain, fitted)]
     assert errors[1] < errors[0]
@@ -127,6 +127,29 @@ def test_rounding_to_smaller_floats_is_that_of_casts(dtype: str):
     assert_same_array(found, jnp.asarray(x.astype(info.dtype).astype(np.float32)))
     ends = reference.round_to_float(jnp.asarray([-1e30, 1e30, np.nan], jnp.float32), info)
     np.testing.assert_array_equal(ends, np.array([info.min, info.max, np.nan], np.float32))
+
+
+# Along the last axis, and one that is short, long, or long and no multiple; with rows that are short; over two axes.
+SUMMED = [((9, 40), (1,)), ((2, 32, 2048), (1,)), ((320, 512), (0,)), ((330, 512), (0,)), ((5, 32, 8), (1,))]
+SUMMED += [((3, 4, 5, 6), (1, 3))]
+
+
+@pytest.mark.parametrize("in_one_pass", [True, False])
+@pytest.mark.parametrize(("shape", "axes"), SUMMED, ids=str)
+def test_sums_are_the_same_in_every_way(shape: tuple[int, ...], axes: tuple[int, ...], in_one_pass: bool):
+    x = normal(shape)
+    present = jnp.asarray(np.arange(shape[axes[0]]) % 3 > 0).reshape([-1 if i == axes[0] else 1 for i in range(x.ndim)])
+
+    def terms(x: jax.Array, present: jax.Array | None) -> tuple[jax.Array, ...]:
+        assert present is not None
+        return jnp.where(present, x, 0), jnp.where(present, x * x, 0)
+
+    kept = f64(x) * f64(present)
+    count = np.prod([shape[axis] for axis in axes])
+    found = fitting.sums_of(terms, x, present, axes, in_one_pass)
+    for each, expected in zip(found, (kept, kept**2), strict=True):
+        off = np.abs(f64(each) - expected.sum(axes, keepdims=True))
+        assert np.all(off <= count * 2.0**-24 * np.abs(expected).sum(axes, keepdims=True))
 
 
 def test_of_signs_the_mean_magnitude_is_the_best_scale():
@@ -151,8 +174,9 @@ def test_the_option_reaches_everywhere(form: str):
 
 
 @pytest.mark.parametrize("case", [Case.of("int4", axis=0, block_size=BLOCK), Case.of("nf4", axis=0, fit=True)], ids=str)
-def test_the_same_under_jit_vmap_and_sharding(case: Case):
-    w = normal((64, 16))
+@pytest.mark.parametrize("size", [16, 2048])  # with many columns, rows are summed one by one
+def test_the_same_under_jit_vmap_and_sharding(case: Case, size: int):
+    w = normal((64, size))
     expected = case(w)
     mesh = Mesh(np.array(jax.devices()[:4]), "x")
     over_columns = jax.device_put(w, NamedSharding(mesh, PartitionSpec(None, "x")))
