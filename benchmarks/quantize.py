@@ -99,7 +99,8 @@ def main() -> None:
     args = parser.parse_args()
     weight = jax.random.normal(jax.random.key(0), tuple(args.shape))
     if args.fit:
-        return fitting(weight, args.repeats)
+        fitting(weight, args.repeats)
+        return
     made = contenders(weight)
     best = dict.fromkeys(made, float("inf"))
     for _ in range(args.repeats + 1):

@@ -36,8 +36,8 @@ def _nearest(x: jax.Array, scale: jax.Array, _: None = None) -> jax.Array:
 def encode_mxfp4(x: jax.Array, block_size: int, axis: int, fit: bool = False) -> tuple[jax.Array, jax.Array]:
     """Codes, two a byte along `axis`, and a scale for each block, as float8_e8m0fnu: 2 ** (floor(log2(peak)) - 2).
 
-    With `fit` it may be the next power of two, above or below, if the squared error is smaller. A block with a NaN or an
-    infinity has scale NaN, and decodes to NaN.
+    With `fit` it may be the next power of two, above or below, if the squared error is smaller. A block with a NaN or
+    an infinity has scale NaN, and decodes to NaN.
     """
     x, axis = x.astype(jnp.float32), axis % x.ndim
     blocks = reference.split(x, axis, block_size)
@@ -55,12 +55,11 @@ def encode_mxfp4(x: jax.Array, block_size: int, axis: int, fit: bool = False) ->
     return _packed(codes, axis, x.shape[axis]), scale
 
 
-def encode_nvfp4(
-    x: jax.Array, block_size: int, axis: int, fit: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def encode_nvfp4(x: jax.Array, block_size: int, axis: int, fit: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Codes, two a byte along `axis`; a scale for each block, as float8_e4m3fn; and its float32 scale for each matrix.
 
-    With `fit` the scale of a block is the one with the smallest squared error that is found. A block with a NaN or an infinity has scale NaN, and decodes to NaN; the others of its matrix do not mind.
+    With `fit` the scale of a block is the one with the smallest squared error that is found. A block with a NaN or an
+    infinity has scale NaN, and decodes to NaN; the others of its matrix do not mind.
     """
     x, axis = x.astype(jnp.float32), axis % x.ndim
     blocks = reference.split(x, axis, block_size)
