@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+READERS = 2  # arrays that are read at the same time: most of it is memory that the system has to clear
 REST = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -60,13 +63,25 @@ def load_model(
             config, names = folder_config(read_json(folder / "config.json")), _gguf_names(checkpoint)
             tokenizer = functools.partial(Tokenizer.from_folder, folder)
         total, done, params = sum(checkpoint.info(name).nbytes for name in names), 0, {}
-        for name, own in names.items():
-            array = checkpoint.read(name).astype(jnp.float32)
+        for (name, own), array in zip(names.items(), _read_ahead(checkpoint.read, names), strict=True):
+            array = array.astype(jnp.float32)
             params[own] = array if change is None else change(own, array)
             done += checkpoint.info(name).nbytes
             if progress is not None:
                 progress(name, done, total)
     return Model(joined(params, config), config, tokenizer)
+
+
+def _read_ahead(read: Callable[[str], Any], names: Iterable[str], count: int = READERS) -> Iterator[Any]:
+    """What `read` gives for each name, in order; threads read the next ones meanwhile."""
+    with ThreadPoolExecutor(count) as readers:
+        waiting: deque[Future[Any]] = deque()
+        for name in names:
+            waiting.append(readers.submit(read, name))
+            if len(waiting) > count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def joined(params: Mapping[str, Any], config: Config) -> dict[str, Any]:
@@ -106,6 +121,7 @@ def read_config(metadata: Mapping[str, Any]) -> Config:
         epsilon=given["attention.layer_norm_rms_epsilon"],
         rope_base=given.get("rope.freq_base", 10000.0),
         rope_neighbours=NEIGHBOURS[family],
+        context=given.get("context_length"),
     )
 
 
@@ -125,6 +141,7 @@ def folder_config(given: Mapping[str, Any]) -> Config:
         epsilon=given["rms_norm_eps"],
         rope_base=(given.get("rope_parameters") or given).get("rope_theta", 10000.0),
         rope_neighbours=False,
+        context=given.get("max_position_embeddings"),
     )
 
 
