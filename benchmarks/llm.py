@@ -104,8 +104,11 @@ def serve_ours(model: str, form: str, text: str) -> None:
     padding, key = jnp.zeros(1, jnp.int32), jax.random.key(0)
 
     def switched(name: str) -> Any:
-        dtype = "int8" if name.endswith(ROUNDED) else None
-        return {n: a.with_activation_dtype(dtype) if isinstance(a, QuantizedArray) else a for n, a in weights.items()}
+        def switch(array: Any) -> Any:
+            rounding = "int8" if name.endswith(ROUNDED) else None
+            return array.with_activation_dtype(rounding) if isinstance(array, QuantizedArray) else array
+
+        return jax.tree.map(switch, weights, is_leaf=lambda array: isinstance(array, QuantizedArray))
 
     def prefill(params: Any, length: int, capacity: int) -> Any:
         cache = empty_cache(config, 1, capacity)
