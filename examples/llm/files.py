@@ -39,6 +39,7 @@ SHARING = (
     ("attn_q", "attn_k"),
     ("ffn_gate", "ffn_up"),
 )
+MOST_FUSED = 1 << 24  # values: a call on two cores costs some 10 us, which counts for small matrices only
 AND = " + "  # between the names of fused weights
 READERS = 2  # arrays that are read at the same time: most of it is memory that the system has to clear
 REST = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -97,7 +98,7 @@ def _fuse(params: dict[str, Any], layers: int) -> None:
     """Put weights that meet the same activations in one array, under their joint names, unless their formats differ."""
     for layer, names in itertools.product(range(layers), SHARING):
         parts = [f"blk.{layer}.{name}.weight" for name in names]
-        if all(part in params for part in parts):
+        if all(part in params for part in parts) and sum(params[part].size for part in parts) <= MOST_FUSED:
             with contextlib.suppress(ValueError):
                 params[AND.join(parts)] = jax.block_until_ready(fuse([params[part] for part in parts]))
                 for part in parts:

@@ -126,8 +126,7 @@ def _places(
         frequencies = frequencies / params["rope_freqs.weight"]
     positions = (entries[None] - padding[:, None]).astype(jnp.float32)
     angles = positions[:, None, :, None] * frequencies
-    # Behind a barrier, or XLA computes sines and cosines again in every layer: 3% of a token of SmolLM2-135M.
-    return jax.lax.optimization_barrier(Places(start, seen, jnp.cos(angles), jnp.sin(angles)))
+    return Places(start, seen, jnp.cos(angles), jnp.sin(angles))
 
 
 def _rotated(x: jax.Array, places: Places, config: Config) -> jax.Array:
