@@ -75,7 +75,8 @@ def test_token_by_token_is_all_at_once(family: str, tmp_path: Path):
 
 
 @pytest.mark.skipif(not cpu.is_available(), reason="counts calls of the native core")
-def test_weights_that_meet_the_same_activations_are_one_matmul(tmp_path: Path, optimized: None):
+@pytest.mark.usefixtures("optimized")
+def test_weights_that_meet_the_same_activations_are_one_matmul(tmp_path: Path):
     params, config, _ = load_model(write_gguf(tmp_path / "m.gguf", "llama", layers=1))
     assert len(jax.tree.leaves(params)) < len(jax.tree.leaves(dict(params)))
     run = jax.jit(implicit(functools.partial(forward, config=config)))

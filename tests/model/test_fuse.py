@@ -44,7 +44,8 @@ def test_parts_are_the_matrices(options: dict[str, str]):
 
 
 @pytest.mark.skipif(not cpu.is_available(), reason="counts calls of the native core")
-def test_a_program_has_one_matmul_for_all_parts(optimized: None):
+@pytest.mark.usefixtures("optimized")
+def test_a_program_has_one_matmul_for_all_parts():
     fused = fuse(matrices(format="int8"))
     assert explain(fused_inputs)(fused, X).dense_bytes == 0
     program = jax.jit(implicit(fused_inputs)).lower(fused, X).compile().as_text()

@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> Answer:
         rows = compare_models(models, files, tokens(minilm.SENTENCES), args.repeats)
     count, device = len(minilm.SENTENCES), jax.devices()[0].device_kind
     text = [*written, f"MiniLM of {minilm.PACKAGE}, {count} sentences, JAX {jax.__version__} on {device}", ""]
-    text += [*_table(rows, count), "", *NOTES, _demo_llm.ROUNDED[args.activations], "", *(f"report: {page}" for page in pages.values())]
+    text += [*_table(rows, count), "", *NOTES, _demo_llm.ROUNDED[args.activations], ""]
+    text += [f"report: {page}" for page in pages.values()]
     own = f"{_command()} quantize model.safetensors small.safetensors --format nf4 --report small.html"
     text += [f"with a file of your own: {own}{said(replaced)}"]
     found = [{**row._asdict(), "path": str(files[row.format])} for row in rows]

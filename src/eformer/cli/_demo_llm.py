@@ -38,8 +38,8 @@ NOTES = (
     "int4 has blocks of 32 with double quantization, 4.5 bits a weight.",
 )
 ROUNDED = {
-    "int8": "Activations are rounded to 8 bits in matmuls with quantized weights; `--activations float` leaves them exact.",
-    "float": "Activations stay float32; `--activations int8` rounds them in matmuls with quantized weights, and is faster.",
+    "int8": "Activations are rounded to 8 bits in matmuls with quantized weights; --activations float leaves them exact.",
+    "float": "Activations stay float32; --activations int8 rounds them where weights are quantized, which is faster.",
 }
 
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> tuple[list[str], list[Row]]:
 
 
 def compare_forms(path: Path, prompt: str, turns: int, activations: str) -> list[Row]:
-    """The model in each of FORMS, with int8 or float activations; each writes `turns` + 1 times 16 tokens after the prompt."""
+    """The model in each of FORMS, with int8 or float activations; each writes `turns` + 1 times 16 tokens."""
     files, quantize, model, generation, score = (
         importlib.import_module(f"{EXAMPLE}.{name}") for name in ("files", "quantize", "model", "generation", "score")
     )

@@ -44,7 +44,9 @@ class FusedPart(ImplicitArray):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.stop - self.start if axis == self.axis else length for axis, length in enumerate(self.whole.shape))
+        rows, cols = self.whole.shape
+        size = self.stop - self.start
+        return (size, cols) if self.axis == 0 else (rows, size)
 
     def materialize(self) -> jax.Array:
         cut = functools.partial(lax.slice_in_dim, start_index=self.start, limit_index=self.stop, axis=self.axis)
