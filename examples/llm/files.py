@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from eformer import implicit, materialization_error
 from eformer.checkpoint import open_checkpoint
-from eformer.jaximus import MaterializationError
+from eformer.model import Fused, fuse
 
-from .model import GATE_UP, JOINT, QUERY_KEY_VALUE, Config
+from .model import Config
 from .tokenizer import Tokenizer, read_json
 
 NEIGHBOURS = {"llama": True, "qwen2": False}  # the families that `model.py` runs, and how GGUF orders heads for RoPE
@@ -30,11 +33,20 @@ LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+# Weights that meet the same activations; the second line is for files that store values in more bits.
+SHARING = (
+    ("attn_q", "attn_k", "attn_v"),
+    ("attn_q", "attn_k"),
+    ("ffn_gate", "ffn_up"),
+)
+MOST_FUSED = 1 << 24  # values: a call on two cores costs some 10 us, which counts for small matrices only
+AND = " + "  # between the names of fused weights
+READERS = 2  # arrays that are read at the same time: most of it is memory that the system has to clear
 REST = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 class Model(NamedTuple):
-    params: dict[str, Any]
+    params: Weights
     config: Config
     tokenizer: Callable[[], Tokenizer]  # made when it is needed: it takes longer than small models to load
 
@@ -47,7 +59,7 @@ def load_model(
     """The model in a GGUF file or a Hugging Face folder; arrays that are quantized there stay so.
 
     `change(name, array)` may put another array in the place of each. Dense arrays become float32. Weights that are
-    multiplied by the same activations are joined, where that leaves them quantized: fewer, larger matmuls.
+    multiplied by the same activations are fused, where that leaves them quantized: fewer, larger matmuls.
     """
     path = Path(path)
     with open_checkpoint(path) as checkpoint:
@@ -60,31 +72,64 @@ def load_model(
             config, names = folder_config(read_json(folder / "config.json")), _gguf_names(checkpoint)
             tokenizer = functools.partial(Tokenizer.from_folder, folder)
         total, done, params = sum(checkpoint.info(name).nbytes for name in names), 0, {}
-        for name, own in names.items():
-            array = checkpoint.read(name).astype(jnp.float32)
+        for (name, own), array in zip(names.items(), _read_ahead(checkpoint.read, names), strict=True):
+            array = array.astype(jnp.float32)
             params[own] = array if change is None else change(own, array)
             done += checkpoint.info(name).nbytes
             if progress is not None:
                 progress(name, done, total)
-    return Model(joined(params, config), config, tokenizer)
+    _fuse(params, config.layers)
+    return Model(Weights(params), config, tokenizer)
 
 
-def joined(params: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """`params` with query, key and value of each layer in one array, and gate and up, unless their formats differ."""
-    params = dict(params)
-    for layer, names in itertools.product(range(config.layers), (QUERY_KEY_VALUE, GATE_UP)):
-        for end in ("weight", "bias"):
-            parts = [f"blk.{layer}.{name}.{end}" for name in names]
-            if not all(part in params for part in parts):
-                continue
-            try:
-                with materialization_error():
-                    together = implicit(jnp.concatenate)([params[part] for part in parts])
-            except MaterializationError:
-                break  # quantized differently
-            params = {name: array for name, array in params.items() if name not in parts}
-            params[f"blk.{layer}.{JOINT.join(names)}.{end}"] = together
-    return params
+def _read_ahead(read: Callable[[str], Any], names: Iterable[str], count: int = READERS) -> Iterator[Any]:
+    """What `read` gives for each name, in order; threads read the next ones meanwhile."""
+    with ThreadPoolExecutor(count) as readers:
+        waiting: deque[Future[Any]] = deque()
+        for name in names:
+            waiting.append(readers.submit(read, name))
+            if len(waiting) > count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _fuse(params: dict[str, Any], layers: int) -> None:
+    """Put weights that meet the same activations in one array, under their joint names, unless their formats differ."""
+    for layer, names in itertools.product(range(layers), SHARING):
+        parts = [f"blk.{layer}.{name}.weight" for name in names]
+        if all(part in params for part in parts) and sum(params[part].size for part in parts) <= MOST_FUSED:
+            with contextlib.suppress(ValueError):
+                params[AND.join(parts)] = jax.block_until_ready(fuse([params[part] for part in parts]))
+                for part in parts:
+                    del params[part]
+
+
+@jax.tree_util.register_pytree_node_class
+class Weights(Mapping[str, Any]):
+    """Arrays by name. Fused ones are looked up as before: a name gives its part of the whole."""
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self._arrays = dict(arrays)
+        self._places = {name: (key, i) for key in arrays for i, name in enumerate(key.split(AND))}
+
+    def __getitem__(self, name: str) -> Any:
+        key, i = self._places[name]
+        array = self._arrays[key]
+        return array.parts()[i] if isinstance(array, Fused) else array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        return tuple(self._arrays.values()), tuple(self._arrays)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], arrays: Iterable[Any]) -> Weights:
+        return cls(dict(zip(names, arrays, strict=True)))
 
 
 def read_config(metadata: Mapping[str, Any]) -> Config:
@@ -106,6 +151,7 @@ def read_config(metadata: Mapping[str, Any]) -> Config:
         epsilon=given["attention.layer_norm_rms_epsilon"],
         rope_base=given.get("rope.freq_base", 10000.0),
         rope_neighbours=NEIGHBOURS[family],
+        context=given.get("context_length"),
     )
 
 
@@ -125,6 +171,7 @@ def folder_config(given: Mapping[str, Any]) -> Config:
         epsilon=given["rms_norm_eps"],
         rope_base=(given.get("rope_parameters") or given).get("rope_theta", 10000.0),
         rope_neighbours=False,
+        context=given.get("max_position_embeddings"),
     )
 
 

@@ -147,7 +147,12 @@ def generate(
     a length: of floating point numbers, or `empty_int8_cache`.
     """
     if not prompts or not all(prompts):
-        raise ValueError("every prompt needs at least one token")
+        raise ValueError("a prompt is empty: every prompt needs at least one token")
+    longest = max(map(len, prompts))
+    if config.context is not None and longest + count > config.context:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {count} more do not fit into the model's context of {config.context}"
+        )
     tokens, padding = padded(prompts)
     options = {"config": config, "sampling": sampling.checked(), "ends": tuple(ends)}
     cache = new_cache(config, len(prompts), -(-(tokens.shape[1] + count) // BUCKET) * BUCKET)

@@ -134,7 +134,7 @@ def test_demo(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(_demo_llm, "FORMS", {"float32": "float32", "nf4": "nf4"})
     model = write_gguf(tmp_path / "m.gguf", "llama", layers=1)
-    options = {"model": str(model), "prompt": "the", "turns": 1, "models": tmp_path}
+    options = {"model": str(model), "prompt": "the", "turns": 1, "models": tmp_path, "activations": "int8"}
     answer = _demo.run(argparse.Namespace(out=None, repeats=1, force=False, **options))
     text = answer.text
     assert re.search(r"^m answers 'the'$", text, re.MULTILINE)
@@ -152,6 +152,8 @@ def test_demo(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert all(page.is_relative_to(tmp_path / "temporary") and page.exists() for page in pages)
     with open_checkpoint(pages[1].with_name("nf4.safetensors")) as checkpoint:
         assert checkpoint.info("encoder.layer.0.output.dense.weight").format == "nf4"
+        assert checkpoint.read("encoder.layer.0.output.dense.weight").activation_dtype == "int8"
+    assert text.count("Activations are rounded to 8 bits") == 2
 
     rows = {row["format"]: row for row in json.loads(answer.to_json())["rows"]}
     assert rows["float32"]["cosine"] == pytest.approx(1)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import Entry
-from ._file import MappedFile
+from ._file import CheckpointError, MappedFile
 from ._gguf_blocks import IDS, PLAIN, TYPES
 from ._gguf_entry import GgufEntry
 from ._header import Tensor, checked_shape
@@ -49,9 +49,12 @@ class Reader:
 
     def take(self, count: int) -> memoryview:
         if count > self.size - self.at:
-            raise self.wrong(f"the file ends at byte {self.size}, in the middle of its header")
+            raise self.ends()
         self.at += count
         return self.data[self.at - count : self.at]
+
+    def ends(self) -> CheckpointError:
+        return self.wrong(f"the file ends at byte {self.size}, in the middle of its header")
 
     def scalar(self, kind: struct.Struct) -> Any:  # a number or a bool, as `struct` gives it
         return kind.unpack(self.take(kind.size))[0]
@@ -59,6 +62,19 @@ class Reader:
     def text(self) -> str:
         """A value; bytes that are not UTF-8 (parts of letters in vocabularies) become surrogates."""
         return str(self.take(self.scalar(_U64)), "utf-8", "surrogateescape")
+
+    def texts(self, number: int) -> list[str]:
+        """As `text`, so many times, in a third of the time: a vocabulary and its merges are 300,000 texts."""
+        data, size, at, length, found = self.data, self.size, self.at, _U64.unpack_from, []
+        for _ in range(number):
+            start = at + 8
+            stop = start + length(data, at)[0] if start <= size else start
+            if stop > size:
+                raise self.ends()
+            found.append(str(data[start:stop], "utf-8", "surrogateescape"))
+            at = stop
+        self.at = at
+        return found
 
     def name(self) -> str:
         try:
@@ -88,7 +104,7 @@ class Reader:
             number = self.count(SCALARS[inner].size, "numbers")
             return np.frombuffer(self.take(number * SCALARS[inner].size), SCALARS[inner].format).tolist()
         if inner == STRING:
-            return [self.text() for _ in range(self.count(8, "texts", 1))]
+            return self.texts(self.count(8, "texts", 1))
         number = self.count(12, "arrays in an array", STEPS_OF_ARRAY)
         if inner != ARRAY:
             raise self.wrong(f"the metadata has an array of type {inner}, which GGUF has not")

@@ -44,6 +44,7 @@ MODEL = "eformer.examples.minilm"  # the folder `examples`, as a wheel holds it
 DENSE = "float32"
 EMBEDDINGS = {"int8": "int8", "nf4": "nf4", "ternary": "int8"}  # their format for each format of the rest
 BATCHES = (1, 32)
+ACTIVATIONS = {"int8": {"activation_dtype": "int8"}, "float": {}}  # options of formats
 
 
 class Row(NamedTuple):
@@ -64,6 +65,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=positive, default=20, metavar="COUNT", help="turns per format (default: 20)")
     parser.add_argument("--force", action="store_true", help="replace existing files")
+    parser.add_argument(
+        "--activations", choices=("int8", "float"), default="int8", help="in matmuls with quantized weights (int8)"
+    )
     _demo_llm.configure(parser)
 
 
@@ -74,12 +78,13 @@ def run(args: argparse.Namespace) -> Answer:
     folder = args.out or Path(tempfile.gettempdir()) / f"eformer-demo-{secrets.token_hex(4)}"
     with writing_to(folder, force=args.force) as replaced:
         written, answers = _demo_llm.run(args)
-        files, pages = _quantized(source, folder, force=args.force)
+        files, pages = _quantized(source, folder, ACTIVATIONS[args.activations], force=args.force)
         models = {name: load(file, flat=True) for name, file in files.items()}
         rows = compare_models(models, files, tokens(minilm.SENTENCES), args.repeats)
     count, device = len(minilm.SENTENCES), jax.devices()[0].device_kind
     text = [*written, f"MiniLM of {minilm.PACKAGE}, {count} sentences, JAX {jax.__version__} on {device}", ""]
-    text += [*_table(rows, count), "", *NOTES, "", *(f"report: {page}" for page in pages.values())]
+    text += [*_table(rows, count), "", *NOTES, _demo_llm.ROUNDED[args.activations], ""]
+    text += [f"report: {page}" for page in pages.values()]
     own = f"{_command()} quantize model.safetensors small.safetensors --format nf4 --report small.html"
     text += [f"with a file of your own: {own}{said(replaced)}"]
     found = [{**row._asdict(), "path": str(files[row.format])} for row in rows]
@@ -101,12 +106,14 @@ NOTES = (
 )
 
 
-def _quantized(source: Path, folder: Path, *, force: bool) -> tuple[dict[str, Path], dict[str, Path]]:
+def _quantized(
+    source: Path, folder: Path, options: Mapping[str, str], *, force: bool
+) -> tuple[dict[str, Path], dict[str, Path]]:
     """The checkpoint of each format, and the page of each quantized one."""
     files, pages = {DENSE: source / "model.safetensors"}, {}
     for name, embeddings in EMBEDDINGS.items():
         stage(f"quantizing to {name} ...", sys.stderr)
-        rules = default_rules(name, embeddings=embeddings)
+        rules = default_rules(name, embeddings=embeddings, **options)
         files[name] = quantize_checkpoint(source, folder / f"{name}.safetensors", rules, overwrite=force)
         found, _, _ = compare_checkpoints(source, files[name])
         pages[name] = write_page(found, folder / f"{name}.html", title=f"MiniLM in {name}", force=force)

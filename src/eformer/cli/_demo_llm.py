@@ -34,9 +34,13 @@ LINES, WIDTH = 3, 100  # of each answer that are shown
 
 NOTES = (
     "memory: weights and the cache of keys and values. tokens/s: formats take turns of 16 tokens; the quickest counts.",
-    "perplexity: of a text that comes with the example; lower is better. Embeddings are int8 in all three formats, and",
-    "activations stay float32. int4 has blocks of 32 with double quantization, 4.5 bits a weight.",
+    "perplexity: of a text that comes with the example; lower is better. Embeddings are int8 in all three formats.",
+    "int4 has blocks of 32 with double quantization, 4.5 bits a weight.",
 )
+ROUNDED = {
+    "int8": "Activations are rounded to 8 bits in matmuls with quantized weights; --activations float leaves them exact.",
+    "float": "Activations stay float32; --activations int8 rounds them where weights are quantized, which is faster.",
+}
 
 
 class Row(NamedTuple):
@@ -71,8 +75,9 @@ def run(args: argparse.Namespace) -> tuple[list[str], list[Row]]:
         return [], []
     models = importlib.import_module(f"{EXAMPLE}.models")
     path = models.find(args.model, args.models, lambda text: stage(text, sys.stderr))
-    rows = compare_forms(path, args.prompt, args.turns)
-    text = [f"{printable(path.stem)} answers {printable(args.prompt)!r}", "", *_table(rows), "", *NOTES, ""]
+    rows = compare_forms(path, args.prompt, args.turns, args.activations)
+    notes = (*NOTES, ROUNDED[args.activations])
+    text = [f"{printable(path.stem)} answers {printable(args.prompt)!r}", "", *_table(rows), "", *notes, ""]
     for row in rows:
         text += [f"{row.format}:", *(f"  {line}" for line in _first_lines(row.answer))]
     slower = [row.format for row in rows[1:] if row.tokens_per_second <= rows[0].tokens_per_second]
@@ -80,15 +85,15 @@ def run(args: argparse.Namespace) -> tuple[list[str], list[Row]]:
     return [*text, ""], rows
 
 
-def compare_forms(path: Path, prompt: str, turns: int) -> list[Row]:
-    """The model in each of FORMS; each writes `turns` + 1 times 16 tokens after the prompt."""
+def compare_forms(path: Path, prompt: str, turns: int, activations: str) -> list[Row]:
+    """The model in each of FORMS, with int8 or float activations; each writes `turns` + 1 times 16 tokens."""
     files, quantize, model, generation, score = (
         importlib.import_module(f"{EXAMPLE}.{name}") for name in ("files", "quantize", "model", "generation", "score")
     )
     loaded = {}
     for name in FORMS:
         with showing(f"loading as {name}", sys.stderr) as progress:
-            loaded[name] = files.load_model(path, quantize.quantizing(FORMS[name]), progress)
+            loaded[name] = files.load_model(path, quantize.quantizing(FORMS[name], activations=activations), progress)
     config, tokenizer = loaded["float32"].config, loaded["float32"].tokenizer()
     params = {name: each.params for name, each in loaded.items()}
     tokens, padding = generation.padded([tokenizer.encode(tokenizer.chat([{"role": "user", "content": prompt}]))])

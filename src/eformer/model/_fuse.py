@@ -1,0 +1,105 @@
+"""`fuse`: weights that meet the same activations as one array, so that one matmul serves them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from types import NotImplementedType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+
+from eformer.jaximus import (
+    ImplicitArray,
+    MaterializationError,
+    aux_field,
+    implicit,
+    materialization_error,
+    materialize,
+    register,
+)
+
+_Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+class FusedPart(ImplicitArray):
+    """`materialize() == whole[start:stop]`, or `whole[:, start:stop]` for `axis=1`.
+
+    A matmul that sums over the other axis multiplies by the whole matrix and takes its part of the result.
+    """
+
+    whole: Any  # a dense or a quantized matrix
+    start: int = aux_field()
+    stop: int = aux_field()
+    axis: int = aux_field(default=0)
+
+    def __post_init__(self) -> None:
+        if self.dtype is None:
+            object.__setattr__(self, "dtype", self.whole.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, cols = self.whole.shape
+        size = self.stop - self.start
+        return (size, cols) if self.axis == 0 else (rows, size)
+
+    def materialize(self) -> jax.Array:
+        cut = functools.partial(lax.slice_in_dim, start_index=self.start, limit_index=self.stop, axis=self.axis)
+        return materialize(implicit(cut)(self.whole))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["whole"], meta_fields=["sizes"])
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """Matrices (sizes[i], in) one below the other: `whole` is (sum of sizes, in)."""
+
+    whole: Any
+    sizes: tuple[int, ...]
+
+    def parts(self) -> tuple[FusedPart, ...]:
+        """Views of the matrices. Make them inside `jit`: there they share `whole`, and XLA runs equal matmuls once."""
+        edges = itertools.accumulate(self.sizes, initial=0)
+        return tuple(FusedPart(self.whole, *pair) for pair in itertools.pairwise(edges))
+
+
+def fuse(matrices: Sequence[Any]) -> Fused:
+    """Matrices (out, in) that are multiplied by the same x, as one: x is rounded once, and one kernel is called.
+
+    The function that uses them is not changed: it gets `parts()`, and calls `x @ part.T` for each. Quantized matrices
+    keep their codes; a ValueError if their formats differ, so that one array can't hold them.
+    """
+    shapes = [matrix.shape for matrix in matrices]
+    if not shapes or any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
+        raise ValueError(f"fuse takes matrices (out, in) with the same `in`, got {shapes}")
+    try:
+        with materialization_error():
+            whole = implicit(jnp.concatenate)(list(matrices))
+    except MaterializationError:
+        formats = [type(matrix).__name__ for matrix in matrices]
+        raise ValueError(f"one quantized array can't hold these matrices: {', '.join(formats)} differ") from None
+    return Fused(whole, tuple(shape[0] for shape in shapes))
+
+
+@register("transpose")
+def transpose(primitive: Primitive, q: FusedPart, *, permutation: Sequence[int], **params: Any) -> Any:
+    if list(permutation) == [0, 1]:
+        return q
+    whole = implicit(lambda whole: primitive.bind(whole, permutation=permutation, **params))(q.whole)
+    return dataclasses.replace(q, whole=whole, axis=1 - q.axis)
+
+
+@register("dot_general")
+def dot_general(
+    primitive: Primitive, x: jax.Array, q: FusedPart, *, dimension_numbers: _Numbers, **params: Any
+) -> jax.Array | NotImplementedType:
+    (_, q_summed), (_, q_batch) = dimension_numbers
+    if q_batch or list(q_summed) != [1 - q.axis]:
+        return NotImplemented
+    how = {"dimension_numbers": dimension_numbers, **params}
+    y = implicit(lambda x, whole: primitive.bind(x, whole, **how))(x, q.whole)
+    return lax.slice_in_dim(y, q.start, q.stop, axis=y.ndim - 1)
