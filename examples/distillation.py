@@ -71,13 +71,15 @@ class Text(NamedTuple):
     tokens: np.ndarray  # (stories, length)
     states: np.ndarray  # the teacher's results of layers, float16 (stories, length, layers, width)
     vocabulary: np.ndarray  # the tokens that the teacher may use
+    minutes: float  # that telling took
+    cpu_minutes: float
 
 
 def tell(teacher: Params, sizes: Sizes, folder: Path, count: int, batch: int, vocabulary: int, seed: int) -> Text:
     """`count` stories; those that are in the folder already are read."""
     folder.mkdir(parents=True, exist_ok=True)
     run = functools.partial(sample, teacher, heads=sizes.heads, length=sizes.length)
-    key, start = jax.random.key(seed), time.perf_counter()
+    key, start = jax.random.key(seed), _clocks()
     chosen = folder / "vocabulary.safetensors"
     if not chosen.exists():
         _, states = run(jnp.full((min(batch, 16), 1), BEGINNING), key)
@@ -87,12 +89,19 @@ def tell(teacher: Params, sizes: Sizes, folder: Path, count: int, batch: int, vo
         path = folder / f"{i:03}.safetensors"
         if not path.exists():
             given = jnp.full((batch, 1), BEGINNING), jax.random.fold_in(key, i + 1)
-            tokens, states = run(*given, vocabulary=allowed)
-            save(path, {"tokens": tokens, "states": states})
-            print(f"{(i + 1) * batch} stories told in {time.perf_counter() - start:.0f} s", flush=True)
+            tokens, states = jax.block_until_ready(run(*given, vocabulary=allowed))
+            seconds, start = _clocks() - start, _clocks()
+            save(path, {"tokens": tokens, "states": states, "seconds": seconds})
+            print(f"stories {i * batch} to {(i + 1) * batch} told in {seconds[0]:.0f} s", flush=True)
         parts.append(load(path))
     tokens, states = (np.concatenate([part[name] for part in parts])[:count] for name in ("tokens", "states"))
-    return Text(tokens, states, np.asarray(allowed))
+    minutes, cpu_minutes = sum(np.asarray(part["seconds"]) for part in parts) / 60
+    return Text(tokens, states, np.asarray(allowed), minutes, cpu_minutes)
+
+
+def _clocks() -> np.ndarray:
+    """Seconds, and seconds of CPU of this process."""
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 def likely_tokens(teacher: Params, states: jax.Array, count: int) -> np.ndarray:
@@ -222,32 +231,35 @@ COLUMNS = ("step", "minutes", "cpu_minutes", "divergence", "distance", "perplexi
 
 
 class Curve:
-    """A row every so many steps, in a table that a run which continues goes on with."""
+    """A row every so many steps, in a table that a run which continues goes on with.
 
-    def __init__(self, path: Path, step: int) -> None:
+    Minutes are those of telling the stories, also if another run told them, plus those of training and judging.
+    """
+
+    def __init__(self, path: Path, step: int, text: Text) -> None:
         self.path, self.rows = path, []
         if step:
             with path.open(newline="") as file:
                 rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
             self.rows = [row for row in rows if row["step"] <= step]
-        last = self.rows[-1] if self.rows else {"minutes": 0.0, "cpu_minutes": 0.0}
-        self._start = time.perf_counter() - 60 * last["minutes"]
-        self._cpu_start = time.process_time() - 60 * last["cpu_minutes"]
+        last = self.rows[-1] if self.rows else {"minutes": text.minutes, "cpu_minutes": text.cpu_minutes}
+        self._start = _clocks() - 60 * np.array([last["minutes"], last["cpu_minutes"]])
 
-    def minutes(self) -> float:
-        return (time.perf_counter() - self._start) / 60
+    def minutes(self) -> np.ndarray:
+        """Minutes, and minutes of CPU."""
+        return (_clocks() - self._start) / 60
 
     def add(self, run: Run, parts: list[tuple[float, float]], found: float) -> None:
         divergence, distance = np.mean(parts, axis=0) if parts else (math.nan, math.nan)
-        cpu_minutes = (time.process_time() - self._cpu_start) / 60
-        values = (run.step, self.minutes(), cpu_minutes, divergence, distance, found)
+        minutes, cpu_minutes = self.minutes()
+        values = (run.step, minutes, cpu_minutes, divergence, distance, found)
         self.rows.append(dict(zip(COLUMNS, values, strict=True)))
         with self.path.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
             writer.writerows([f"{value:.6g}" for value in row.values()] for row in self.rows)
         print(
-            f"step {run.step} of {run.steps or '?'}, {values[1]:.1f} min ({cpu_minutes:.1f} of CPU): divergence "
+            f"step {run.step} of {run.steps or '?'}, {minutes:.1f} min ({cpu_minutes:.1f} of CPU): divergence "
             f"{divergence:.4f}, distance {distance:.4f}, perplexity {found:.3f}",
             flush=True,
         )
@@ -284,7 +296,8 @@ def train(run: Run, curve: Curve, judge: Callable[[Params], float], checkpoint: 
             before = time.perf_counter()  # the first step compiled
         if not run.steps and run.step == first + MEASURED:
             a_step = (time.perf_counter() - before) / MEASURED + judging / args.every
-            run.steps = run.step + max(1, int(60 * (args.minutes - curve.minutes()) / a_step))
+            left = args.minutes - (curve.minutes()[0] - run.text.minutes)
+            run.steps = run.step + max(1, int(60 * left / a_step))
         if run.step % args.every == 0 or run.step == run.steps:
             curve.add(run, recent, judge(run.final()))
             recent = []
@@ -342,7 +355,7 @@ def main() -> None:
     else:
         (folder / "settings.json").write_text(json.dumps(_settings(args)), "utf-8")
         args.minutes -= (time.perf_counter() - began) / 60
-    curve = Curve(folder / "curve.csv", run.step)
+    curve = Curve(folder / "curve.csv", run.step, text)
     train(run, curve, lambda params: judge(params, args.judged), checkpoint, args)
 
     final = run.final()
