@@ -14,8 +14,8 @@ weights are those of BitNet b1.58: -1, 0 or 1 times the mean magnitude of their 
 stay as they are and updates of low rank are trained (QLoRA), with `--loftq` from what quantization lost.
 
 Everything is kept in the folder `--out`: the stories, which all runs share, and for each run a checkpoint from which
-the same command continues, the curve (curve.csv; curve.png if matplotlib is installed), the model, and what it tells
-beside the float model and the one that was only rounded (stories.txt).
+the same command continues, the curve (curve.csv), the model, and what it tells beside the float model and the one that
+was only rounded (stories.txt). If matplotlib is installed, curves.png shows all runs in the folder.
 """
 
 from __future__ import annotations
@@ -264,21 +264,23 @@ class Curve:
             flush=True,
         )
 
-    def draw(self, path: Path, title: str, levels: dict[str, float]) -> None:
-        try:
-            import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]  # optional
-        except ImportError:
-            print(f"matplotlib is not installed: no {path.name}")
-            return
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        minutes, found = ([row[name] for row in self.rows] for name in ("cpu_minutes", "perplexity"))
-        axes.plot(minutes, found, marker=".", label=title)
-        for (name, level), style in zip(levels.items(), ("--", ":"), strict=True):
-            axes.axhline(level, linestyle=style, color="gray", label=f"{name}: {level:.4g}")
-        axes.set(xlabel="minutes of CPU", ylabel="perplexity", yscale="log")
-        axes.legend()
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+
+def draw(folder: Path, level: float) -> None:
+    """A picture of all runs in the folder: how far their perplexity is above `level`, that of the float model."""
+    try:
+        import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]  # optional
+    except ImportError:
+        print("matplotlib is not installed: no curves.png")
+        return
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for path in sorted(folder.glob("*/curve.csv")):
+        minutes, found = np.loadtxt(path, delimiter=",", skiprows=1, usecols=(2, 5), ndmin=2).T
+        axes.plot(minutes, 100 * (found / level - 1), marker=".", label=path.parent.name)
+    axes.set(xlabel="minutes of CPU", ylabel="% above the perplexity of float32", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(folder / "curves.png", dpi=120)
+    plt.close(figure)
 
 
 def train(run: Run, curve: Curve, judge: Callable[[Params], float], checkpoint: Path, args: argparse.Namespace) -> None:
@@ -362,7 +364,8 @@ def main() -> None:
     save(folder / "model.safetensors", dict(final), overwrite=True)
     models = {"float32": teacher, "rounded": quantize_model(teacher, rules(args.format)), title: final}
     levels = {name: judge(params) for name, params in models.items()}
-    curve.draw(folder / "curve.png", title, {name: levels[name] for name in ("float32", "rounded")})
+    if rows is not None:
+        draw(args.out, judge(teacher, args.judged))
     shown = [f"{name}, perplexity {levels[name]:.4f}:\n{told_by(models[name], model, args.told)}\n" for name in models]
     (folder / "stories.txt").write_text("\n".join(shown), "utf-8")
     print(*shown, sep="\n")
