@@ -275,7 +275,8 @@ def draw(folder: Path, level: float) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for path in sorted(folder.glob("*/curve.csv")):
         minutes, found = np.loadtxt(path, delimiter=",", skiprows=1, usecols=(2, 5), ndmin=2).T
-        axes.plot(minutes, 100 * (found / level - 1), marker=".", label=path.parent.name)
+        above = np.maximum(100 * (found / level - 1), 0.01)  # 0 has no logarithm
+        axes.plot(minutes, above, marker=".", label=path.parent.name)
     axes.set(xlabel="minutes of CPU", ylabel="% above the perplexity of float32", yscale="log")
     axes.grid(alpha=0.3)
     axes.legend()
