@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,8 @@ def attention_inputs(q: jax.Array, k: jax.Array, v: jax.Array, x: jax.Array) -> 
 
 
 def fused_inputs(fused: Fused, x: jax.Array) -> list[jax.Array]:
-    return attention_inputs(*fused.parts(), x)
+    parts: Any = fused.parts()  # they stand for arrays
+    return attention_inputs(*parts, x)
 
 
 @pytest.mark.parametrize("options", [{}, {"format": "int8"}, {"format": "nf4", "activation_dtype": "int8"}], ids=str)
@@ -56,7 +59,7 @@ def test_a_program_has_one_matmul_for_all_parts():
 @pytest.mark.filterwarnings("ignore:no rule serves")
 def test_a_part_can_be_used_as_any_array():
     given = matrices(format="int8")
-    part = fuse(given).parts()[1]
+    part: Any = fuse(given).parts()[1]
     dense = materialize(given[1])
     np.testing.assert_allclose(implicit(jnp.matmul)(part, X.T), dense @ X.T, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(implicit(jnp.sin)(part), jnp.sin(dense))

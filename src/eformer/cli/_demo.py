@@ -44,7 +44,7 @@ MODEL = "eformer.examples.minilm"  # the folder `examples`, as a wheel holds it
 DENSE = "float32"
 EMBEDDINGS = {"int8": "int8", "nf4": "nf4", "ternary": "int8"}  # their format for each format of the rest
 BATCHES = (1, 32)
-ACTIVATIONS = {"int8": {"activation_dtype": "int8"}, "float": {}}  # options of formats
+ACTIVATIONS: dict[str, dict[str, Any]] = {"int8": {"activation_dtype": "int8"}, "float": {}}  # options of formats
 
 
 class Row(NamedTuple):
@@ -107,7 +107,7 @@ NOTES = (
 
 
 def _quantized(
-    source: Path, folder: Path, options: Mapping[str, str], *, force: bool
+    source: Path, folder: Path, options: Mapping[str, Any], *, force: bool
 ) -> tuple[dict[str, Path], dict[str, Path]]:
     """The checkpoint of each format, and the page of each quantized one."""
     files, pages = {DENSE: source / "model.safetensors"}, {}

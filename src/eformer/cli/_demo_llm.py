@@ -38,7 +38,7 @@ NOTES = (
     "int4 has blocks of 32 with double quantization, 4.5 bits a weight.",
 )
 ROUNDED = {
-    "int8": "Activations are rounded to 8 bits in matmuls with quantized weights; --activations float leaves them exact.",
+    "int8": "Activations are rounded to 8 bits where weights are quantized; --activations float leaves them exact.",
     "float": "Activations stay float32; --activations int8 rounds them where weights are quantized, which is faster.",
 }
 
