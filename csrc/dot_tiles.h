@@ -13,8 +13,8 @@ namespace eformer::EFORMER_ISA {
 
 constexpr int kDotColumns = 4;                                        // rows of the matrix in a tile
 constexpr int kDotTileRows = kLanes == 16 ? 6 : kLanes == 8 ? 3 : 2;  // rows of x in a tile
-constexpr int64_t kDotDepth = kMaxPart;                                    // decoded at a time, so that it stays in L1
-constexpr int64_t kDotStride = kDotDepth + 16;                        // no power of two, so that rows share no cache set
+constexpr int64_t kDotDepth = kMaxPart;                               // decoded at a time, so that it stays in L1
+constexpr int64_t kDotStride = kDotDepth + 16;  // no power of two, so that rows share no cache set
 
 // sums[i] += or = the sum of the lanes of v[i].
 static inline void AddSums(const Vec (&v)[kDotColumns], bool starts, float (&sums)[kDotColumns]) {
@@ -86,7 +86,7 @@ static void DotMatmul(const Matrix& m, const PlainX& x, int64_t count, int64_t k
   const RowGroups groups(count, kDotTileRows);
   alignas(64) float panel[kDotColumns][kDotStride];
   const Lines all_sums(count * CeilDiv(n1 - n0, kDotColumns) * kDotColumns);
-  const auto begin = reinterpret_cast<float(*)[kDotColumns]>(all_sums.values);
+  const auto begin = reinterpret_cast<float (*)[kDotColumns]>(all_sums.values);
   for (int64_t k = k0; k < k1; k += kDotDepth) {
     const int64_t depth = Min(kDotDepth, k1 - k), padded = CeilDiv(depth, kRunValues) * kRunValues;
     auto sums = begin;

@@ -144,8 +144,8 @@ struct GroupedPanels {
   }
 
   // Writes eight rows of a panel, also where the matrix has less.
-  EFORMER_INLINE static void DecodeEight(const Matrix& m, int64_t k, int64_t n, int64_t present,
-                                         const Factors& factors, const PrefetchDistances& ahead, float* panel) {
+  EFORMER_INLINE static void DecodeEight(const Matrix& m, int64_t k, int64_t n, int64_t present, const Factors& factors,
+                                         const PrefetchDistances& ahead, float* panel) {
     const uint8_t* codes[kPlanes<Format>];
     uint8_t copies[kPlanes<Format>][8][kPanelColumns];
     const bool whole = present == kPanelColumns && k + 8 <= m.rows;

@@ -45,8 +45,8 @@ struct RowParts {
 
   RowParts(const Matrix& m, DotOrder order) : m(m), order(order) {}
 
-  // values[i] = matrix[row, c + i] for up to kMaxPart values in `order`; c is a multiple of kRunValues. Zeros follow, up
-  // to a multiple of that.
+  // values[i] = matrix[row, c + i] for up to kMaxPart values in `order`; c is a multiple of kRunValues. Zeros follow,
+  // up to a multiple of that.
   void Decode(int64_t row, int64_t c, int64_t count, float* values) const {
     const int64_t runs = count / kRunValues, whole = runs * kRunValues;
     if constexpr (kInBlocks) {

@@ -151,9 +151,9 @@ struct SplitPackedColumns {
   Floats steps;                       // of each block
   Floats x_sums;                      // of each block of the matrix
   const int64_t rows_at_once;
-  Floats scales, offsets;     // of these rows
-  Floats factors;             // their scales times steps
-  int32_t places[kIntLanes];  // the block of each lane of a span
+  Floats scales, offsets;      // of these rows
+  Floats factors;              // their scales times steps
+  int32_t places[kIntLanes];   // the block of each lane of a span
   int32_t numbers[kIntLanes];  // 0, 1, ...
   bool fits;
 
@@ -267,7 +267,8 @@ struct SplitPackedColumns {
       std::memcpy(&last, rest, row_bytes - whole * kSpan);
     }
     const Ints kept = lane_numbers < static_cast<int32_t>(CeilDiv(m.cols - whole * kSpanDepth, 4 * kPlaces));
-    return Sum((Vec)(sum + (Reals)((Ints)DotOfSpan(whole, last, factor, lanes) & kept)));  // other scales may be infinite
+    return Sum(
+        (Vec)(sum + (Reals)((Ints)DotOfSpan(whole, last, factor, lanes) & kept)));  // other scales may be infinite
   }
 };
 

@@ -97,14 +97,13 @@ def _attributes(matrix: Matrix) -> dict[str, str | int]:
 
 
 # XLA's matmul with the decoded matrix is faster than the core for one matrix and many rows of float32 x: from
-# _MANY_ROWS on, and from a row for each _VALUES_PER_ROW values of the matrix. Decoded, small matrices cost a second call
-# and large ones memory traffic, so those below _FEW_VALUES or above _MANY_VALUES stay in the core. Multiples of JAX
-# float32's speed on Zen 5 (AVX-512), in the core and decoded, INT8 and INT4 stored (out, in):
-#   64 x 64, 640 rows: 1.31 and 0.64, 1.35 and 0.58 on two cores;
-#   384 x 384, 128 rows: 0.99 and 0.94, 0.91 and 0.89; 256 rows: 0.93 and 0.97, 0.86 and 0.95; 640 rows: 0.88 and 0.99,
-#   0.90 and 0.98; 1024 x 4096, 256 rows: 1.00 and 0.98, 0.95 and 0.96; 640 rows on two cores: 0.92 and 0.93, 0.89 and
-#   0.95; 4096 x 4096, 640 rows on two cores: 0.92 and 0.71, 0.91 and 0.70.
-_MANY_ROWS = 256
+# _MANY_ROWS on, and from a row for each _VALUES_PER_ROW values of the matrix. Decoding costs a second call, which small
+# matrices feel, and memory traffic, which large ones do: those up to _FEW_VALUES or above _MANY_VALUES stay in the core.
+# Multiples of JAX float32's speed on two cores of Zen 5 (AVX-512), in the core and decoded:
+#   INT8, 64 x 64, 640 rows: 1.31 and 0.64; 384 x 384, 128 rows: 0.98 and 0.75, 640 rows: 0.77 and 0.92;
+#   1024 x 1024, 256 rows: 0.89 and 0.85, 640 rows: 0.82 and 0.92; 1024 x 4096, 640 rows: 0.92 and 0.93;
+#   4096 x 4096, 640 rows: 0.92 and 0.71; INT4 stored (out, in), 1024 x 4096, 640 rows: 0.89 and 0.95.
+_MANY_ROWS = 384
 _VALUES_PER_ROW = 1 << 13
 _FEW_VALUES, _MANY_VALUES = 1 << 14, 1 << 22
 
