@@ -12,8 +12,8 @@ namespace eformer::EFORMER_ISA {
 
 #if defined(EFORMER_VNNI) && defined(__AVX512VNNI__)
 constexpr bool kHasByteDots = true;  // instructions that sum unsigned times signed bytes in 32 bits
-#elif defined(__AVX2__)
-constexpr bool kHasByteDots = false;  // they sum two of them in 16 bits, and saturate
+#elif defined(__AVX2__) || defined(EFORMER_NEON)
+constexpr bool kHasByteDots = false;  // they sum two of them in 16 bits, and saturate; or all bytes are signed
 #else
 constexpr bool kHasByteDots = true;
 #endif
@@ -27,8 +27,9 @@ struct Int8Codes {
 
   static constexpr bool IsNaN(int code) { return Format::Value(code) != Format::Value(code); }
   static constexpr int Integer(int code) {
+    if (IsNaN(code)) return 0;
     const float value = Format::Value(code) * Format::kInt8Steps;
-    return IsNaN(code) ? 0 : static_cast<int>(value < 0 ? value - 0.5f : value + 0.5f);
+    return static_cast<int>(value < 0 ? value - 0.5f : value + 0.5f);
   }
   static constexpr int Least() {
     int least = Integer(0);

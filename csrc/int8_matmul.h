@@ -10,6 +10,8 @@ namespace eformer::EFORMER_ISA {
 // Rows of x whose sums fit into registers.
 #if defined(EFORMER_BYTE_DOTS)
 constexpr int kInt8TileRows = 12;
+#elif defined(EFORMER_NEON)
+constexpr int kInt8TileRows = 8;
 #elif defined(__AVX2__)
 constexpr int kInt8TileRows = 6;
 #else
@@ -53,10 +55,64 @@ EFORMER_INLINE void AddQuads(const uint8_t* panel, int64_t quads, const int8_t* 
   std::memcpy(found, sums, sizeof sums);
 }
 
+#if defined(EFORMER_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+
+constexpr bool kTakesPairs = true;
+
+// As AddQuads, for an even number of quads, by instructions that multiply two columns by two rows of x, eight deep. A
+// last row without another is paired with itself.
+template <int kRows, int kVectors>
+EFORMER_INLINE void AddPairs(const uint8_t* panel, int64_t quads, const int8_t* x, Ints (&found)[kRows][kVectors]) {
+  constexpr int kPairs = (kRows + 1) / 2;
+  int32x4_t sums[kPairs][2 * kVectors];
+  for (int p = 0; p < kPairs; ++p) {
+    for (int v = 0; v < kVectors; ++v) {
+      const int32x4_t one = (int32x4_t)found[2 * p][v], other = (int32x4_t)found[Min(2 * p + 1, kRows - 1)][v];
+      sums[p][2 * v] = vzip1q_s32(one, other);
+      sums[p][2 * v + 1] = vzip2q_s32(one, other);
+    }
+  }
+  for (int64_t q = 0; q < quads; q += 2, panel += 2 * kQuadRowBytes, x += 8 * kRows) {
+    int32x4_t codes[2 * kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const int32x4_t first = (int32x4_t)vld1q_u8(panel + v * kIntBytes);
+      const int32x4_t second = (int32x4_t)vld1q_u8(panel + kQuadRowBytes + v * kIntBytes);
+      codes[2 * v] = vzip1q_s32(first, second);
+      codes[2 * v + 1] = vzip2q_s32(first, second);
+    }
+    for (int p = 0; p < kPairs; ++p) {
+      int32_t fours[2][2];  // of the two quads, for each of the two rows
+      for (int i = 0; i < 2; ++i) {
+        std::memcpy(fours[i], x + 4 * (i * kRows + 2 * p), 2 * p + 1 < kRows ? 8 : 4);
+        if (2 * p + 1 == kRows) fours[i][1] = fours[i][0];
+      }
+      const int32x2_t none = vdup_n_s32(0);
+      const int32x4_t rows = vzip1q_s32(vcombine_s32(vld1_s32(fours[0]), none), vcombine_s32(vld1_s32(fours[1]), none));
+      for (int j = 0; j < 2 * kVectors; ++j) {
+        sums[p][j] = vmmlaq_s32(sums[p][j], (int8x16_t)codes[j], (int8x16_t)rows);
+      }
+    }
+  }
+  for (int p = 0; p < kPairs; ++p) {
+    for (int v = 0; v < kVectors; ++v) {
+      found[2 * p][v] = (Ints)vuzp1q_s32(sums[p][2 * v], sums[p][2 * v + 1]);
+      if (2 * p + 1 < kRows) found[2 * p + 1][v] = (Ints)vuzp2q_s32(sums[p][2 * v], sums[p][2 * v + 1]);
+    }
+  }
+}
+
+#else
+
+constexpr bool kTakesPairs = false;
+
+#endif
+
 // The same for sums of 32 bits, whatever those of `Dots` are.
 template <class Dots, int kRows, int kVectors>
 EFORMER_INLINE void AddAllQuads(const uint8_t* panel, int64_t quads, const int8_t* x, Ints (&dots)[kRows][kVectors]) {
-  if constexpr (std::is_same_v<typename Dots::Sum, Ints>) {
+  if constexpr (kTakesPairs && kRows > 1) {
+    AddPairs(panel, quads, x, dots);
+  } else if constexpr (std::is_same_v<typename Dots::Sum, Ints>) {
     AddQuads<Dots>(panel, quads, x, dots);
   } else {
     for (int64_t q = 0; q < quads; q += Dots::kMaxTerms) {

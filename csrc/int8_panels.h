@@ -29,6 +29,15 @@ EFORMER_INLINE void QuadsOfRows(const Bytes (&rows)[4], Bytes (&quads)[4]) {
   quads[1] = (Bytes)_mm256_unpackhi_epi16(low01, low23);
   quads[2] = (Bytes)_mm256_unpacklo_epi16(high01, high23);
   quads[3] = (Bytes)_mm256_unpackhi_epi16(high01, high23);
+#elif defined(EFORMER_NEON)
+  uint8x16x2_t found[4];
+  for (int half = 0; half < 2; ++half) {
+    uint8x16_t four[4], words[4];
+    for (int j = 0; j < 4; ++j) four[j] = HalvesOf(rows[j]).val[half];
+    InterleaveFour(four, words);
+    for (int i = 0; i < 4; ++i) found[i].val[half] = words[i];
+  }
+  for (int i = 0; i < 4; ++i) quads[i] = Joined(found[i]);
 #else
   for (int i = 0; i < kStripSize; ++i) {
     for (int j = 0; j < 4; ++j) quads[i / 8][4 * (i % 8) + j] = rows[j][kFourColumns[i / 4] + i % 4];
@@ -54,6 +63,8 @@ EFORMER_INLINE void QuadsOfColumns(const Bytes (&columns)[8], Bytes (&quads)[8])
     quads[i] = (Bytes)_mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
     quads[i + 4] = (Bytes)_mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
   }
+#elif defined(EFORMER_NEON)
+  Transpose8(reinterpret_cast<const float*>(columns), 8, reinterpret_cast<float*>(quads), 8);
 #else
   for (int u = 0; u < 8; ++u) {
     for (int i = 0; i < kStripSize; ++i) quads[u][i] = columns[i / 4][4 * u + i % 4];

@@ -8,6 +8,8 @@ namespace eformer::EFORMER_ISA {
 #if defined(EFORMER_VNNI) && defined(__AVX512VNNI__)
 #define EFORMER_BYTE_DOTS
 constexpr int kIntBytes = 64;
+#elif defined(EFORMER_NEON)
+constexpr int kIntBytes = 16;
 #else
 constexpr int kIntBytes = 32;
 #endif
@@ -46,8 +48,12 @@ EFORMER_INLINE Reals PickReals(Reals values, Ints places) {
   return (Reals)_mm512_permutexvar_ps((__m512i)places, (__m512)values);
 #elif defined(__AVX2__)
   return (Reals)_mm256_permutevar8x32_ps((__m256)values, (__m256i)places);
+#elif defined(EFORMER_NEON)
+  return Pick(values, places);
 #else
-  return __builtin_shuffle(values, places);
+  Reals found;
+  for (int i = 0; i < kIntLanes; ++i) found[i] = values[places[i]];
+  return found;
 #endif
 }
 
@@ -67,11 +73,21 @@ EFORMER_INLINE IntBytes LookUpBytes(const ByteTable& table, IntBytes codes) {
   const __m512i twice = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(table.bytes)));
   return (IntBytes)_mm512_shuffle_epi8(twice, (__m512i)codes);
 }
+#elif defined(EFORMER_NEON)
+EFORMER_INLINE IntBytes ShiftDown(IntBytes codes, int bits) { return codes >> bits; }
+
+EFORMER_INLINE IntBytes LookUpBytes(const ByteTable& table, IntBytes codes) {
+  return (IntBytes)vqtbl1q_u8(vld1q_u8(table.bytes), (uint8x16_t)codes);
+}
 #endif
 
 EFORMER_INLINE Bytes LookUpBytes(const ByteTable& table, Bytes codes) {
 #if defined(__AVX2__)
   return (Bytes)_mm256_shuffle_epi8(_mm256_load_si256(reinterpret_cast<const __m256i*>(table.bytes)), (__m256i)codes);
+#elif defined(EFORMER_NEON)
+  uint8x16x2_t halves = HalvesOf(codes);
+  for (uint8x16_t& half : halves.val) half = vqtbl1q_u8(vld1q_u8(table.bytes), half);
+  return Joined(halves);
 #else
   for (int i = 0; i < kStripSize; ++i) codes[i] = table.bytes[codes[i] & 15];
   return codes;
@@ -128,6 +144,12 @@ struct ByteDots {
   EFORMER_INLINE static Sum Add(Sum sum, Codes codes, Ints x) {
 #if defined(EFORMER_BYTE_DOTS)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#elif defined(EFORMER_NEON) && defined(__ARM_FEATURE_DOTPROD)
+    return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)x);
+#elif defined(EFORMER_NEON)
+    const int8x16_t a = (int8x16_t)codes, b = (int8x16_t)x;
+    const int16x8_t pairs = vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b));
+    return (Ints)vpadalq_s16((int32x4_t)sum, pairs);
 #else
     typedef int8_t Factors __attribute__((vector_size(kIntBytes)));
     const Factors factors = (Factors)x;
@@ -199,6 +221,26 @@ struct StripByteDots {
   EFORMER_INLINE static Codes Prepare(Bytes codes) { return codes; }
   EFORMER_INLINE static Sum Add(Sum sum, Codes codes, StripInts x) {
     return (StripInts)_mm256_dpbusd_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
+  }
+  EFORMER_INLINE static StripInts Widen(Sum sum) { return sum; }
+};
+
+template <class Format>
+using StripDotsOf = StripByteDots;
+#elif defined(EFORMER_NEON)
+struct StripByteDots {
+  typedef Bytes Codes;
+  typedef StripInts Sum;
+
+  EFORMER_INLINE static Codes Prepare(Bytes codes) { return codes; }
+  EFORMER_INLINE static Sum Add(Sum sum, Codes codes, StripInts x) {
+    Ints sums[2], xs[2];
+    std::memcpy(sums, &sum, sizeof sums);
+    std::memcpy(xs, &x, sizeof xs);
+    const uint8x16x2_t halves = HalvesOf(codes);
+    for (int i = 0; i < 2; ++i) sums[i] = ByteDots::Add(sums[i], (IntBytes)halves.val[i], xs[i]);
+    std::memcpy(&sum, sums, sizeof sum);
+    return sum;
   }
   EFORMER_INLINE static StripInts Widen(Sum sum) { return sum; }
 };

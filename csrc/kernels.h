@@ -236,6 +236,9 @@ namespace amx { extern const InstructionSet kInstructionSet; }
 namespace avx512_vnni { extern const InstructionSet kInstructionSet; }
 namespace avx512 { extern const InstructionSet kInstructionSet; }
 namespace avx2 { extern const InstructionSet kInstructionSet; }
+namespace neon_i8mm { extern const InstructionSet kInstructionSet; }
+namespace neon_dot { extern const InstructionSet kInstructionSet; }
+namespace neon { extern const InstructionSet kInstructionSet; }
 namespace portable { extern const InstructionSet kInstructionSet; }
 
 }  // namespace eformer

@@ -8,7 +8,12 @@
 
 namespace eformer::EFORMER_ISA {
 
-constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;  // rows of x whose sums fit into registers
+// Rows of x whose sums fit into registers. NEON has room for 12, but GCC 12 would keep some of them in memory.
+#if defined(EFORMER_NEON)
+constexpr int kTileRows = 8;
+#else
+constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
+#endif
 static_assert(kTileRows <= kMaxTileRows);
 
 // The sums of kRows rows of x.

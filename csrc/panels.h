@@ -77,6 +77,19 @@ static inline void Transpose8(const float* from, int64_t from_stride, float* to,
     _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
     _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
   }
+#elif defined(EFORMER_NEON)
+  for (int i = 0; i < 8; i += 4) {
+    for (int k = 0; k < 8; k += 4) {
+      float32x4_t row[4];
+      for (int j = 0; j < 4; ++j) row[j] = (float32x4_t)Load(from + (i + j) * from_stride + k);
+      const float32x4x2_t even = vzipq_f32(row[0], row[2]), odd = vzipq_f32(row[1], row[3]);
+      for (int j = 0; j < 2; ++j) {
+        const float32x4x2_t columns = vzipq_f32(even.val[j], odd.val[j]);
+        Store(to + (k + 2 * j) * to_stride + i, (Vec)columns.val[0]);
+        Store(to + (k + 2 * j + 1) * to_stride + i, (Vec)columns.val[1]);
+      }
+    }
+  }
 #else
   for (int i = 0; i < 8; ++i) {
     for (int k = 0; k < 8; ++k) to[k * to_stride + i] = from[i * from_stride + k];

@@ -9,6 +9,10 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 #include "handlers.h"
@@ -34,9 +38,36 @@ bool HasAmx() {
   return __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
 }
 
-#else
+#elif defined(EFORMER_AMX)
 
 bool HasAmx() { return false; }
+
+#endif
+
+#if defined(__aarch64__)
+
+// Instructions of ARM64 that sum products of bytes: four of them, or those of small matrices.
+struct ByteInstructions {
+  bool dots = false, matrices = false;
+
+  ByteInstructions() {
+#if defined(__linux__)
+    dots = (getauxval(AT_HWCAP) >> 20 & 1) != 0;       // HWCAP_ASIMDDP; old headers do not have these names
+    matrices = (getauxval(AT_HWCAP2) >> 13 & 1) != 0;  // HWCAP2_I8MM
+#elif defined(__APPLE__)
+    dots = HasFeature("hw.optional.arm.FEAT_DotProd");
+    matrices = HasFeature("hw.optional.arm.FEAT_I8MM");
+#endif
+  }
+
+#if defined(__APPLE__)
+  static bool HasFeature(const char* name) {
+    int found = 0;
+    size_t size = sizeof found;
+    return sysctlbyname(name, &found, &size, nullptr, 0) == 0 && found != 0;
+  }
+#endif
+};
 
 #endif
 
@@ -59,6 +90,11 @@ std::vector<const InstructionSet*> FindInstructionSets() {
   if (has_vnni) found.push_back(&avx512_vnni::kInstructionSet);
   if (has_avx512) found.push_back(&avx512::kInstructionSet);
   if (has_avx2) found.push_back(&avx2::kInstructionSet);
+#elif defined(__aarch64__) && !defined(EFORMER_PORTABLE)
+  const ByteInstructions has;
+  if (has.dots && has.matrices) found.push_back(&neon_i8mm::kInstructionSet);
+  if (has.dots) found.push_back(&neon_dot::kInstructionSet);
+  found.push_back(&neon::kInstructionSet);
 #endif
   found.push_back(&portable::kInstructionSet);
   return found;

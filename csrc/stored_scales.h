@@ -79,6 +79,11 @@ template <>  // GCC 12 makes no vectors of the loop
 EFORMER_INLINE void ReadLanes<ReadFloat16>(const uint16_t* from, float* floats) {
   _mm512_storeu_ps(floats, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
+#elif defined(EFORMER_NEON)
+template <>
+EFORMER_INLINE void ReadLanes<ReadFloat16>(const uint16_t* from, float* floats) {
+  vst1q_f32(floats, vcvt_f32_f16((float16x4_t)vld1_u16(from)));
+}
 #endif
 
 // Converts `count` numbers, from the one at `start` on.

@@ -132,7 +132,6 @@ _INT8 = Array8B(jnp.ones((3, 1)), jnp.ones((3, 2), jnp.int8), (-1,))
 
 REFUSED = {
     "a string": ({"a": "text"}, TypeError, "'a' is a str"),
-    "a key": ({"a": jax.random.key(0)}, TypeError, "key_data"),
     "a name twice": ({"a": {"x": [np.ones(1)]}, "a.x.0": np.ones(1)}, ValueError, "two leaves have the name 'a.x.0'"),
     "a leaf's name": ({"w": _INT8, "w.scale": np.ones(1)}, ValueError, "both write a tensor 'w.scale'"),
     "no text": ({"\udcff": np.ones(1)}, ValueError, "can't be written as UTF-8"),

@@ -152,8 +152,8 @@ def test_integers_that_rounding_holds_exactly_stay_exact(case: Case):
 
 WRONG = {
     "int4": (2, TypeError, "`fit` must be True or False, got 2"),
-    "ternary": (True, ValueError, "give `scale='channel'`"),
-    "binary": (True, ValueError, "give `scale='channel'`"),
+    "ternary": (True, ValueError, "use `scale='channel'`"),
+    "binary": (True, ValueError, "use `scale='channel'`"),
 }
 
 

@@ -98,7 +98,7 @@ def _attributes(matrix: Matrix) -> dict[str, str | int]:
 
 # XLA's matmul with the decoded matrix is faster than the core for one matrix and many rows of float32 x: from
 # _MANY_ROWS on, and from a row for each _VALUES_PER_ROW values of the matrix. Decoding costs a second call, which small
-# matrices feel, and memory traffic, which large ones do: those up to _FEW_VALUES or above _MANY_VALUES stay in the core.
+# ones feel, and memory traffic, which large ones feel: up to _FEW_VALUES or above _MANY_VALUES they stay in the core.
 # Multiples of JAX float32's speed on two cores of Zen 5 (AVX-512), in the core and decoded:
 #   INT8, 64 x 64, 640 rows: 1.31 and 0.64; 384 x 384, 128 rows: 0.98 and 0.75, 640 rows: 0.77 and 0.92;
 #   1024 x 1024, 256 rows: 0.89 and 0.85, 640 rows: 0.82 and 0.92; 1024 x 4096, 640 rows: 0.92 and 0.93;
