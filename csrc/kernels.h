@@ -88,7 +88,7 @@ constexpr int64_t kSliceColumns = 4096;  // columns of the result in a call of `
 constexpr int64_t kDepthStep = 64;       // the contracted axis is cut at multiples of this, and at whole blocks
 constexpr int64_t kPanelColumns = 64;    // columns of the result in a panel: the values that are decoded at a time
 constexpr int64_t kFewRows = 16;         // for fewer rows of x, decoding takes as long as multiplying
-constexpr int64_t kDotRows = 32;         // for more rows of x, it pays to transpose codes for `matmul`
+constexpr int64_t kDotRows = 24;         // for more rows of x, it pays to transpose codes for `matmul`
 constexpr int64_t kMaxTileRows = 16;     // rows of x whose sums fit into the registers of any instruction set
 constexpr int64_t kChunkRows = 240;      // rows of x in a call of `matmul`: their sums stay in L2
 
