@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "bfloats.h"
+#include "dot_tiles.h"
 #include "format_list.h"  // made by CMake: includes formats/*.h and defines EFORMER_FORMATS(use) as use(Int8, "int8") ...
 #include "int8_dots.h"
 #include "int8_matmul.h"
@@ -37,6 +38,8 @@ constexpr Kernels KernelsOf() {
           RowMatmulOrNull<Format::RowMatmul>(),
           RowMatmulTransposedOf<Format>(),
           Matmul<Format>,
+          RowParts<Format>::DotOrderOf,
+          DotMatmul<Format>,
           kBfloatMatmul<Format>,
           Int8OrderOf<Format>,
           Int8DotsOrNull<Format>(),
@@ -85,9 +88,16 @@ const InstructionSet kInstructionSet = WithKernels(kWithTiles);
 #define EFORMER_KERNELS_OF(Format, file_name) KernelsOf<Format>(),
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
-const InstructionSet kInstructionSet = {
-    EFORMER_STRING(EFORMER_ISA),      kTileRows, kInt8TileRows, kSplitTileRows, Interleave, RoundRow, SplitRow, kAll,
-    kAll + sizeof kAll / sizeof *kAll};
+const InstructionSet kInstructionSet = {EFORMER_STRING(EFORMER_ISA),
+                                        kTileRows,
+                                        kInt8TileRows,
+                                        kSplitTileRows,
+                                        Interleave,
+                                        OrderPairs,
+                                        RoundRow,
+                                        SplitRow,
+                                        kAll,
+                                        kAll + sizeof kAll / sizeof *kAll};
 
 #endif
 

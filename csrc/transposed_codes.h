@@ -101,10 +101,10 @@ struct TransposedCodes {
     const int64_t rows = CeilDiv(width, per_row), all_rows = matrix.BlockScaleStride();
     const int64_t first = k0 / per_column, count = (k0 + depth - 1) / per_column - first + 1;
     if (rows < all_rows) std::memset(to, 0, count * all_rows * sizeof(float));
+    float found[kPanelColumns * kMaxDepth / kMinBlock];
+    CopyNumbers(m, all, n / per_row, rows, first, count, found);
     for (int64_t r = 0; r < rows; ++r) {
-      float buffer[kMaxDepth];
-      const float* found = NumbersAt(m, all, n / per_row + r, first, count, buffer);
-      for (int64_t i = 0; i < count; ++i) to[i * all_rows + r] = found[i];
+      for (int64_t i = 0; i < count; ++i) to[i * all_rows + r] = found[r * count + i];
     }
     return {to, Number::kFloat32, Number::kFloat32, nullptr, 0, 0, 1};
   }
