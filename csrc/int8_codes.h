@@ -20,6 +20,9 @@ constexpr bool kHasByteDots = true;
 
 constexpr int kMaxInt8 = 127;  // of x
 
+// Sums of two products of x and bytes from 0 to `range` that fit into 16 bits.
+constexpr int ShortSums(int range) { return range == 0 ? 64 : 32767 / (2 * kMaxInt8 * range); }
+
 template <class Format>
 struct Int8Codes {
   static constexpr int kBits = CodeBits<Format>();
@@ -43,8 +46,7 @@ struct Int8Codes {
   static constexpr int kRange = Most() - Least();
   static_assert(kRange <= 255, "the integers of a format must fit into a byte");
 
-  // Sums of two products that fit into 16 bits: with fewer than two of them, bytes are signed.
-  static constexpr int kShortSums = kRange == 0 ? 64 : 32767 / (2 * kMaxInt8 * kRange);
+  static constexpr int kShortSums = ShortSums(kRange);  // with fewer than two of them, bytes are signed
   static constexpr bool kSigned = !kHasByteDots && kShortSums < 2;
   static constexpr int kBias = !kSigned ? -Least() : Most() > 127 ? -128 : 0;
 
