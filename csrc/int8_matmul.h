@@ -85,16 +85,20 @@ struct Int8Tile {
     const uint8_t* panel = part.panel + 4 * c;
     for (int64_t b = 0; b < part.blocks; ++b, steps += kRows, sums += kRows) {
       Ints dots[kRows][kVectors];
+#pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) dots[r][v] = -part.bias * sums[r] - Ints{};
       }
       AddAllQuads<Dots>(panel, quads, x, dots);
       panel += quads * kQuadRowBytes;
       x += quads * 4 * kRows;
+#pragma GCC unroll 4  // in full, or the compiler stores all sums first
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = c + v * kIntLanes;
         const Reals scale = part.has_scales ? LoadVector<Reals>(part.scales[b] + at) : 1 - Reals{};
         const Reals offset = part.has_offsets ? LoadVector<Reals>(part.offsets[b] + at) : Reals{};
+#pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
           float* to = totals + r * kPanelColumns + v * kIntLanes;
           Reals total = LoadVector<Reals>(to) + ToReals(dots[r][v]) * (scale * steps[r]);
