@@ -12,7 +12,7 @@ namespace eformer::EFORMER_ISA {
 
 #if defined(EFORMER_VNNI) && defined(__AVX512VNNI__)
 constexpr bool kHasByteDots = true;  // instructions that sum unsigned times signed bytes in 32 bits
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVXVNNI__)
 constexpr bool kHasByteDots = false;  // they sum two of them in 16 bits, and saturate
 #else
 constexpr bool kHasByteDots = true;

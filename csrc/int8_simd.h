@@ -77,8 +77,7 @@ EFORMER_INLINE void AddUp(const Reals (&sums)[4], float* to) {
     halves[i] = (__m256)sums[i];
 #endif
   }
-  const __m256 quarters =
-      _mm256_hadd_ps(_mm256_hadd_ps(halves[0], halves[1]), _mm256_hadd_ps(halves[2], halves[3]));
+  const __m256 quarters = _mm256_hadd_ps(_mm256_hadd_ps(halves[0], halves[1]), _mm256_hadd_ps(halves[2], halves[3]));
   _mm_storeu_ps(to, _mm256_castps256_ps128(quarters) + _mm256_extractf128_ps(quarters, 1));
 #else
   for (int i = 0; i < 4; ++i) {
@@ -166,6 +165,8 @@ struct ByteDots {
   EFORMER_INLINE static Sum Add(Sum sum, Codes codes, Ints x) {
 #if defined(EFORMER_BYTE_DOTS)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#elif defined(__AVXVNNI__)
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
 #else
     typedef int8_t Factors __attribute__((vector_size(kIntBytes)));
     const Factors factors = (Factors)x;
@@ -178,7 +179,7 @@ struct ByteDots {
   EFORMER_INLINE static Ints Finish(Sum sum, Ints) { return sum; }
 };
 
-#if defined(__AVX2__) && !defined(EFORMER_BYTE_DOTS)
+#if defined(__AVX2__) && !defined(EFORMER_BYTE_DOTS) && !defined(__AVXVNNI__)
 
 // The same in 16 bits, for codes of few bits.
 template <int kTerms>
