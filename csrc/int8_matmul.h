@@ -154,12 +154,12 @@ EFORMER_INLINE void PanelsByBlock(const Matrix& m, int64_t length, int64_t count
         part.offsets[b] = scales.offsets.values + at;
       }
     }
-    Bytes found[8] = {};
+    alignas(64) uint8_t found[kQuadRowBytes] = {};
     panels.Unpack(k, part.blocks * length, n, PanelsAhead(n, n1, next_rows), found);
     if constexpr (Int8Codes<Format>::kHasNaN) {
       for (int i = 0; i < 8; ++i) {
         uint32_t* to = nan.values + (n - n0) + 8 * i;
-        StoreVector(to, LoadVector<Bytes>(to) | found[i]);
+        StoreVector(to, LoadVector<Bytes>(to) | LoadVector<Bytes>(found + 32 * i));
       }
     }
     multiply_all(part, k, all_totals.values + (n - n0) * count);
@@ -183,7 +183,7 @@ EFORMER_INLINE void PanelsByBlock(const Matrix& m, int64_t length, int64_t count
           if (nan.values[n - n0 + i] != 0) totals[i] = __builtin_nanf("");
         }
       }
-      for (int i = 0; i < 16; ++i) std::memcpy(row + i / 8 * 32 + kFourColumns[i % 8], totals + 4 * i, 16);
+      for (int i = 0; i < 16; ++i) std::memcpy(row + kPanelFours[i], totals + 4 * i, 16);
       std::memcpy(y + r * m.Width() + n, row, Min(kPanelColumns, n1 - n) * sizeof(float));
     }
   }

@@ -239,35 +239,4 @@ using FieldDots = ByteDots;
 
 #endif
 
-// The same in vectors of 32 bytes.
-typedef int32_t StripInts __attribute__((vector_size(32)));
-typedef float StripReals __attribute__((vector_size(32)));
-
-#if defined(EFORMER_BYTE_DOTS)
-struct StripByteDots {
-  typedef Bytes Codes;
-  typedef StripInts Sum;
-
-  EFORMER_INLINE static Codes Prepare(Bytes codes) { return codes; }
-  EFORMER_INLINE static Sum Add(Sum sum, Codes codes, StripInts x) {
-    return (StripInts)_mm256_dpbusd_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
-  }
-  EFORMER_INLINE static StripInts Widen(Sum sum) { return sum; }
-};
-
-template <class Format>
-using StripDotsOf = StripByteDots;
-#else
-template <class Format>
-using StripDotsOf = DotsOf<Format>;
-#endif
-
-EFORMER_INLINE StripReals ToStripReals(StripInts ints) {
-#if defined(__AVX2__)
-  return (StripReals)_mm256_cvtepi32_ps((__m256i)ints);
-#else
-  return __builtin_convertvector(ints, StripReals);
-#endif
-}
-
 }  // namespace eformer::EFORMER_ISA
