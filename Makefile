@@ -94,7 +94,7 @@ emulate: ## test the AVX-512 and AMX code on a processor without them
 	@$(MAKE) --no-print-directory $(VENV)-emulate/bin/python VENV=$(VENV)-emulate
 	@$(VENV)-emulate/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary \
 		--config-settings=cmake.define.EFORMER_EMULATE_AVX512=ON '.[test]'
-	$(VENV)-emulate/bin/python -m pytest -n auto tests/kernels/test_cpu.py $(ARGS)
+	$(VENV)-emulate/bin/python -m pytest -n auto tests/kernels/test_cpu.py tests/kernels/test_int8.py $(ARGS)
 
 emulate-arm: ## test the ARM64 code in an emulator; needs Debian's g++-aarch64-linux-gnu and qemu-user
 	@$(MAKE) --no-print-directory $(VENV)-arm/bin/python VENV=$(VENV)-arm

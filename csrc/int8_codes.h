@@ -12,7 +12,7 @@ namespace eformer::EFORMER_ISA {
 
 #if defined(EFORMER_VNNI) && defined(__AVX512VNNI__)
 constexpr bool kHasByteDots = true;  // instructions that sum unsigned times signed bytes in 32 bits
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVXVNNI__)
 constexpr bool kHasByteDots = false;  // they sum two of them in 16 bits, and saturate
 #elif defined(EFORMER_NEON)
 constexpr bool kHasByteDots = false;  // both bytes are signed
@@ -21,6 +21,9 @@ constexpr bool kHasByteDots = true;
 #endif
 
 constexpr int kMaxInt8 = 127;  // of x
+
+// Sums of two products of x and bytes from 0 to `range` that fit into 16 bits.
+constexpr int ShortSums(int range) { return range == 0 ? 64 : 32767 / (2 * kMaxInt8 * range); }
 
 template <class Format>
 struct Int8Codes {
@@ -46,8 +49,7 @@ struct Int8Codes {
   static constexpr int kRange = Most() - Least();
   static_assert(kRange <= 255, "the integers of a format must fit into a byte");
 
-  // Sums of two products that fit into 16 bits: with fewer than two of them, bytes are signed.
-  static constexpr int kShortSums = kRange == 0 ? 64 : 32767 / (2 * kMaxInt8 * kRange);
+  static constexpr int kShortSums = ShortSums(kRange);  // with fewer than two of them, bytes are signed
   static constexpr bool kSigned = !kHasByteDots && kShortSums < 2;
   static constexpr int kBias = !kSigned ? -Least() : Most() > 127 ? -128 : 0;
 

@@ -55,33 +55,48 @@ EFORMER_FORMATS(EFORMER_CHECK_FORMAT)
 
 extern const InstructionSet kInstructionSet;
 
+#if defined(EFORMER_EXTENDS)
+
+// The kernels of another instruction set, which are not compiled again, and those that this one has better.
 #if defined(EFORMER_AMX)
+template <class Format>
+static void Replace(Kernels& kernels) {
+  kernels.bfloat_matmul = kBfloatMatmul<Format>;
+  kernels.int8_matmul = Int8MatmulOrNull<Format>();
+}
+#else
+template <class Format>
+static void Replace(Kernels& kernels) {
+  kernels.int8_dots = Int8DotsOrNull<Format>();
+  kernels.int8_matmul = Int8MatmulOrNull<Format>();
+}
+#endif
 
-// AMX adds tiles of bfloat16. All else is that of AVX-512 with VNNI, and not compiled again.
-#define EFORMER_BFLOAT_MATMUL_OF(Format, file_name) kBfloatMatmul<Format>,
-static constexpr decltype(Kernels::bfloat_matmul) kBfloatMatmuls[] = {EFORMER_FORMATS(EFORMER_BFLOAT_MATMUL_OF)};
+#define EFORMER_COUNT(Format, file_name) +1
+struct Extended {
+  Kernels all[EFORMER_FORMATS(EFORMER_COUNT)];
 
-struct WithTiles {
-  Kernels all[sizeof kBfloatMatmuls / sizeof *kBfloatMatmuls];
-
-  WithTiles() {
-    for (size_t i = 0; i < sizeof all / sizeof *all; ++i) {
-      all[i] = avx512_vnni::kInstructionSet.begin[i];
-      all[i].bfloat_matmul = kBfloatMatmuls[i];
-    }
+  Extended() {
+    Kernels* at = all;
+    const Kernels* from = EFORMER_EXTENDS::kInstructionSet.begin;
+#define EFORMER_REPLACE(Format, file_name) \
+  *at = *from++;                           \
+  Replace<Format>(*at++);
+    EFORMER_FORMATS(EFORMER_REPLACE)
   }
 };
 
-static InstructionSet WithKernels(const WithTiles& kernels) {
-  InstructionSet set = avx512_vnni::kInstructionSet;
+static InstructionSet WithKernels(const Extended& kernels) {
+  InstructionSet set = EFORMER_EXTENDS::kInstructionSet;
   set.name = EFORMER_STRING(EFORMER_ISA);
+  set.int8_tile_rows = kInt8TileRows;
   set.begin = kernels.all;
   set.end = kernels.all + sizeof kernels.all / sizeof *kernels.all;
   return set;
 }
 
-static const WithTiles kWithTiles;
-const InstructionSet kInstructionSet = WithKernels(kWithTiles);
+static const Extended kExtended;
+const InstructionSet kInstructionSet = WithKernels(kExtended);
 
 #else
 

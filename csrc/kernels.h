@@ -235,6 +235,7 @@ struct InstructionSet {
 namespace amx { extern const InstructionSet kInstructionSet; }
 namespace avx512_vnni { extern const InstructionSet kInstructionSet; }
 namespace avx512 { extern const InstructionSet kInstructionSet; }
+namespace avx2_vnni { extern const InstructionSet kInstructionSet; }
 namespace avx2 { extern const InstructionSet kInstructionSet; }
 namespace neon_i8mm { extern const InstructionSet kInstructionSet; }
 namespace neon_dot { extern const InstructionSet kInstructionSet; }

@@ -67,7 +67,7 @@ def supports(matrix: Matrix) -> bool:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Those of "amx", "avx512_vnni", "avx512", "avx2" and "portable" that this processor runs, the best first."""
+    """The processor's own, the best first: of "amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2" and "portable"."""
     core = _core()
     return () if core is None else core.instruction_sets()
 
