@@ -63,20 +63,23 @@ def resident(field: str) -> int:
 def loaded(path: Path) -> tuple[Any, Any]:
     """The weights and the configuration; prints what loading took."""
     import jax
-    from eformer.examples.llm import load_model  # pyright: ignore[reportMissingImports]
+    from eformer.examples.llm import read_config  # pyright: ignore[reportMissingImports]
+
+    from eformer import load, open_checkpoint
 
     jax.block_until_ready(jax.device_put(np.zeros(1)))  # the backend is no part of the measurement
     size = path.stat().st_size
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
     before, start, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
-    params, config, _ = load_model(path)
+    params = load(path, flat=True)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     grown, kept = resident("VmHWM") - before, resident("VmRSS") - before
     print(
         f"loaded {size / GIGA:.3f} GB in {seconds:.1f} s ({cpu:.1f} s of CPU; goal for 1.1 GB: {MOST_SECONDS:.0f} s); "
         f"memory peaks at {grown / size:.3f} of the file (goal: {MOST_MEMORY}), and stays at {kept / size:.3f}"
     )
-    return params, config
+    with open_checkpoint(path) as checkpoint:
+        return params, read_config(checkpoint.metadata)
 
 
 def logits_of(params: Any, tokens: np.ndarray, config: Any) -> np.ndarray:
