@@ -48,12 +48,14 @@ def test_parts_are_the_matrices(options: dict[str, str]):
 
 @pytest.mark.skipif(not cpu.is_available(), reason="counts calls of the native core")
 @pytest.mark.usefixtures("optimized")
-def test_a_program_has_one_matmul_for_all_parts():
-    fused = fuse(matrices(format="int8"))
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_a_program_has_one_matmul_for_all_parts(form: str):
+    fused = fuse(matrices(format=form))
     assert explain(fused_inputs)(fused, X).dense_bytes == 0
     program = jax.jit(implicit(fused_inputs)).lower(fused, X).compile().as_text()
     assert program is not None
     assert program.count('custom_call_target="eformer_matmul"') == 1
+    assert "transpose(" not in program  # codes stay as they are stored
 
 
 @pytest.mark.filterwarnings("ignore:no rule serves")

@@ -28,15 +28,15 @@ _Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Seque
 
 
 class FusedPart(ImplicitArray):
-    """`materialize() == whole[start:stop]`, or `whole[:, start:stop]` for `axis=1`.
+    """`materialize() == whole[start:stop]`, or its transpose: rows of a matrix (out, in) that other parts share.
 
-    A matmul that sums over the other axis multiplies by the whole matrix and takes its part of the result.
+    A matmul that sums over `in` multiplies by the whole matrix, as it is stored, and takes its part of the result.
     """
 
     whole: Any  # a dense or a quantized matrix
     start: int = aux_field()
     stop: int = aux_field()
-    axis: int = aux_field(default=0)
+    transposed: bool = aux_field(default=False)
 
     def __post_init__(self) -> None:
         if self.dtype is None:
@@ -44,13 +44,12 @@ class FusedPart(ImplicitArray):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        rows, cols = self.whole.shape
-        size = self.stop - self.start
-        return (size, cols) if self.axis == 0 else (rows, size)
+        size, summed = self.stop - self.start, self.whole.shape[1]
+        return (summed, size) if self.transposed else (size, summed)
 
     def materialize(self) -> jax.Array:
-        cut = functools.partial(lax.slice_in_dim, start_index=self.start, limit_index=self.stop, axis=self.axis)
-        return materialize(implicit(cut)(self.whole))
+        dense = materialize(implicit(lambda whole: lax.slice_in_dim(whole, self.start, self.stop))(self.whole))
+        return dense.T if self.transposed else dense
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["whole"], meta_fields=["sizes"])
@@ -86,20 +85,20 @@ def fuse(matrices: Sequence[Any]) -> Fused:
 
 
 @register("transpose")
-def transpose(primitive: Primitive, q: FusedPart, *, permutation: Sequence[int], **params: Any) -> Any:
+def transpose(primitive: Primitive, q: FusedPart, *, permutation: Sequence[int], **params: Any) -> FusedPart:
+    del primitive, params
     if list(permutation) == [0, 1]:
         return q
-    whole = implicit(lambda whole: primitive.bind(whole, permutation=permutation, **params))(q.whole)
-    return dataclasses.replace(q, whole=whole, axis=1 - q.axis)
+    return dataclasses.replace(q, transposed=not q.transposed)
 
 
 @register("dot_general")
 def dot_general(
     primitive: Primitive, x: jax.Array, q: FusedPart, *, dimension_numbers: _Numbers, **params: Any
 ) -> jax.Array | NotImplementedType:
-    (_, q_summed), (_, q_batch) = dimension_numbers
-    if q_batch or list(q_summed) != [1 - q.axis]:
+    (x_summed, q_summed), (_, q_batch) = dimension_numbers
+    if q_batch or list(q_summed) != [0 if q.transposed else 1]:
         return NotImplemented
-    how = {"dimension_numbers": dimension_numbers, **params}
+    how = {"dimension_numbers": ((tuple(x_summed), (1,)), ((), ())), **params}
     y = implicit(lambda x, whole: primitive.bind(x, whole, **how))(x, q.whole)
     return lax.slice_in_dim(y, q.start, q.stop, axis=y.ndim - 1)
