@@ -20,7 +20,7 @@ BENCHMARKS := "tracing.py" "matmul.py" "matmul.py --threads 1 2" "matmul.py --li
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install test test-distributed test-accelerators lint format demo bench peers llm-bench sanitize sanitized emulate \
-	programs fuzz fuzz-core clean
+	emulate-arm programs fuzz fuzz-core clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
@@ -94,10 +94,14 @@ emulate: ## test the AVX-512 and AMX code on a processor without them
 	@$(MAKE) --no-print-directory $(VENV)-emulate/bin/python VENV=$(VENV)-emulate
 	@$(VENV)-emulate/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary \
 		--config-settings=cmake.define.EFORMER_EMULATE_AVX512=ON '.[test]'
-	$(VENV)-emulate/bin/python -m pytest -n auto tests/kernels/test_cpu.py $(ARGS)
+	$(VENV)-emulate/bin/python -m pytest -n auto tests/kernels/test_cpu.py tests/kernels/test_int8.py $(ARGS)
+
+emulate-arm: ## test the ARM64 code in an emulator; needs Debian's g++-aarch64-linux-gnu and qemu-user
+	@$(MAKE) --no-print-directory $(VENV)-arm/bin/python VENV=$(VENV)-arm
+	VENV=$(VENV)-arm tests/kernels/emulate_arm.sh $(ARGS)
 
 clean: ## remove the environments, builds and caches
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-llm $(VENV)-sanitize $(VENV)-emulate $(VENV)-accelerators build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-llm $(VENV)-sanitize $(VENV)-emulate $(VENV)-arm $(VENV)-accelerators build dist .pytest_cache .ruff_cache .hypothesis
 
 # `--clear` also removes the stamps below, for an environment whose interpreter is gone.
 $(VENV)/bin/python:

@@ -5,6 +5,7 @@ python benchmarks/grid.py --quick                # few sizes and row counts: a m
 python benchmarks/grid.py --small                # the small matrices of encoders and policies, weights in cache
 python benchmarks/grid.py --size 384 1536 --rows 1 4 128 --format int8 nf4
 python benchmarks/grid.py --ring 0.4             # weights from memory: each call takes another one, 0.4 GB in all
+python benchmarks/grid.py --small --instructions avx2
 taskset -c 0 python benchmarks/grid.py --cpu-time  # one core, and time that other programs take is not counted
 
 A cell is one call of the jitted matmul: the time of JAX float32 divided by the time of the format. Without `--ring` all
@@ -15,6 +16,7 @@ shortest call of each counts: other programs can only add time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import math
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 from rings import Contender, headline, markdown, random_weights, ring_of
 
+from eformer.kernels import cpu
 from eformer.ops.quantization import quantize
 
 BASELINE = "JAX float32"
@@ -116,6 +119,7 @@ def main() -> None:
     parser.add_argument("--worst", type=int, default=10, help="how many of the slowest cells to print (10)")
     parser.add_argument("--quick", action="store_true", help="few sizes and row counts")
     parser.add_argument("--small", action="store_true", help="small matrices only")
+    parser.add_argument("--instructions", choices=cpu.instruction_sets(), help="the instruction set of our kernels")
     parser.add_argument("--cpu-time", action="store_true", help="time of the processor, not of the clock on the wall")
     args = parser.parse_args()
     clock = time.process_time if args.cpu_time else time.perf_counter
@@ -125,11 +129,12 @@ def main() -> None:
     grid = SMALL if args.small else dict.fromkeys(sizes, tuple(rows))
     print(f"{headline()}\n\n{'K x N':>12} {'M':>5}", *(f"{name:>9}" for name in args.formats))
     found: list[Cell] = []
-    for size, row_counts in grid.items():
-        for cells in measure_size(size, row_counts, args.formats, args.ring * 1e9, shortest):
-            found += cells
-            place = f"{size[0]} x {size[1]}"
-            print(f"{place:>12} {cells[0].rows:>5}", *(f"{cell.speed:>8.2f}x" for cell in cells), flush=True)
+    with cpu.instruction_set(args.instructions) if args.instructions else contextlib.nullcontext():
+        for size, row_counts in grid.items():
+            for cells in measure_size(size, row_counts, args.formats, args.ring * 1e9, shortest):
+                found += cells
+                place = f"{size[0]} x {size[1]}"
+                print(f"{place:>12} {cells[0].rows:>5}", *(f"{cell.speed:>8.2f}x" for cell in cells), flush=True)
     worst = sorted(found, key=lambda cell: cell.speed)[: args.worst]
     print(f"\n{sum(cell.speed < GOAL for cell in found)} of {len(found)} cells are below {GOAL:g}x; the slowest:\n")
     print(markdown(["matmul", "speed"], [[str(cell), f"{cell.speed:.2f}x"] for cell in worst]))

@@ -135,6 +135,10 @@ LANGUAGE_FORMS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "int3, rounded": ("int3", {"fit": False}),
     "int3, fitted": ("int3", {}),
     "int3, blocks of 32, double, fitted": ("int3", {"block_size": 32, "double_quantization": True}),
+    "int3, symmetric, blocks of 16, double, fitted": (
+        "int3",
+        {"symmetric": True, "block_size": 16, "double_quantization": True},
+    ),
     "int2, rounded": ("int2", {"fit": False}),
     "int2, fitted": ("int2", {}),
     "int2, blocks of 32, double, fitted": ("int2", {"block_size": 32, "double_quantization": True}),
@@ -167,19 +171,19 @@ def errors(model: Path, only: str | None) -> Iterator[tuple[str, float, float]]:
         yield name, bits_a_weight(q), float(np.mean(found))
 
 
-def text_windows(model: Path, text: Path, count: int) -> np.ndarray:
+def text_windows(model: Path, text: Path, count: int, skip: int) -> np.ndarray:
     from llama_cpp import Llama  # pyright: ignore[reportMissingImports]  # optional
 
     tokenizer = Llama(str(model), vocab_only=True, verbose=False)
-    tokens = tokenizer.tokenize(text.read_bytes(), add_bos=False)[: count // WINDOW * WINDOW]
+    tokens = tokenizer.tokenize(text.read_bytes(), add_bos=False)[skip:][: count // WINDOW * WINDOW]
     return np.array(tokens, np.int32).reshape(-1, WINDOW)
 
 
 def language(
-    model: Path, text: Path, count: int, only: str | None, folder: Path | None
+    model: Path, text: Path, count: int, skip: int, only: str | None, folder: Path | None
 ) -> Iterator[tuple[str, float, float]]:
     """Bits a weight and perplexity of each form; those of llama.cpp are made in `folder`, if there is one."""
-    windows = text_windows(model, text, count)
+    windows = text_windows(model, text, count, skip)
     predicted = windows.size - len(windows)
     dense = {name: jnp.asarray(materialize(leaf), jnp.float32) for name, leaf in load(model, flat=True).items()}
     with open_checkpoint(model) as checkpoint:
@@ -269,6 +273,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, action="append", default=[], help="a GGUF file of a language model")
     parser.add_argument("--wikitext", type=Path, help="the text for it; without, errors of its weights")
     parser.add_argument("--tokens", type=int, default=6144, help=f"of that text, in windows of {WINDOW} (6144)")
+    parser.add_argument("--skip", type=int, default=0, help="tokens of that text that are left out before (0)")
     parser.add_argument(
         "--only", help="a regular expression for the names of the forms of stories15M and of language models (all)"
     )
@@ -294,7 +299,7 @@ def main() -> None:
             show(errors(model, args.only), "error", lambda value, first: f"{value / first:9.5f}", "bits")
             continue
         print(f"\n{model.name} on {args.wikitext.name}, {args.tokens} tokens: perplexity")
-        rows = language(model, args.wikitext, args.tokens, args.only, args.llama)
+        rows = language(model, args.wikitext, args.tokens, args.skip, args.only, args.llama)
         show(rows, "perplexity", lambda value, first: f"{value / first - 1:+.2%}", "bits")
 
 

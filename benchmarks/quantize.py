@@ -1,6 +1,7 @@
 """How fast weights are quantized, and with how much memory; beside bitsandbytes where that is installed.
 
 python benchmarks/quantize.py            # ours
+python benchmarks/quantize.py --fit      # every format rounded and fitted: time, memory and squared error
 pip install bitsandbytes torch           # then it is measured in the same run
 """
 
@@ -43,12 +44,63 @@ def contenders(weight: jax.Array) -> dict[str, Callable[[], Any]]:
     return made
 
 
+FITTED: dict[str, dict[str, Any]] = {
+    "int8": {"dtype": "int8"},
+    "nf4, last axis": {"dtype": "nf4"},
+    "nf4, first axis": {"dtype": "nf4", "axis": 0},
+    "nf4, double quantization": {"dtype": "nf4", "double_quantization": True},
+    "ternary, scale per channel": {"dtype": "ternary", "scale": "channel"},
+    "binary, scale per channel": {"dtype": "binary", "scale": "channel"},
+    **{
+        f"{name}, {axis} axis": {"dtype": name, "axis": number}
+        for name in ("int2", "int3", "int4", "int5", "int6", "int8_grouped")
+        for axis, number in (("last", -1), ("first", 0))
+    },
+    "int4, symmetric": {"dtype": "int4", "symmetric": True},
+    "int4, blocks of 32, double": {"dtype": "int4", "block_size": 32, "double_quantization": True},
+    "fp8, scale per row": {"dtype": "fp8"},
+    "fp8, blocks of 128 x 128": {"dtype": "fp8", "block_shape": (128, 128)},
+    "fp8_e5m2, scale per row": {"dtype": "fp8_e5m2"},
+    "mxfp4, last axis": {"dtype": "mxfp4"},
+    "mxfp4, first axis": {"dtype": "mxfp4", "axis": 0},
+    "nvfp4, last axis": {"dtype": "nvfp4"},
+    "nvfp4, first axis": {"dtype": "nvfp4", "axis": 0},
+}
+
+
+def fitting(weight: jax.Array, repeats: int) -> None:
+    """CPU seconds of all threads, rounded and fitted in turn; the least of the repeats."""
+    print(f"{'':30} {'rounded':>10} {'fitted':>10} {'ratio':>6} {'memory':>7} {'error':>9} {'fitted':>9}")
+    total = jnp.sum(weight**2)
+    for name, options in FITTED.items():
+        best, errors, memory = [float("inf")] * 2, [0.0] * 2, 0.0
+        for repeat in range(repeats + 1):  # the first compiles
+            for fit in (False, True):
+                start = time.process_time()
+                q = jax.block_until_ready(quantize(weight, fit=fit, **options))
+                if repeat:
+                    best[fit] = min(best[fit], time.process_time() - start)
+                else:
+                    errors[fit] = float(jnp.sum((q.materialize() - weight) ** 2) / total)
+        encode: Any = jax.jit(lambda w, options=options: quantize(w, fit=True, **options))
+        used = encode.lower(weight).compile().memory_analysis()
+        memory = (used.temp_size_in_bytes + used.output_size_in_bytes) / weight.nbytes
+        times = " ".join(f"{seconds * 1e3:7.1f} ms" for seconds in best)
+        found = " ".join(f"{error:9.5f}" for error in errors)
+        print(f"{name:30} {times} {best[1] / best[0]:6.2f} {memory:7.2f} {found}", flush=True)
+    print("memory: of fitting, in addition to the input and by its bytes; the result included")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=int, nargs=2, default=(4096, 14336))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--fit", action="store_true", help="compare fitting with rounding, in every format")
     args = parser.parse_args()
     weight = jax.random.normal(jax.random.key(0), tuple(args.shape))
+    if args.fit:
+        fitting(weight, args.repeats)
+        return
     made = contenders(weight)
     best = dict.fromkeys(made, float("inf"))
     for _ in range(args.repeats + 1):

@@ -6,6 +6,18 @@
 
 namespace eformer::EFORMER_ISA {
 
+#if defined(__AVX2__) || defined(EFORMER_NEON)
+static inline void Interleave(Sixteen even, Sixteen odd, Sixteen& first, Sixteen& second) {
+#if defined(__AVX2__)
+  first = (Sixteen)_mm_unpacklo_epi8((__m128i)even, (__m128i)odd);
+  second = (Sixteen)_mm_unpackhi_epi8((__m128i)even, (__m128i)odd);
+#else
+  first = (Sixteen)vzip1q_u8((uint8x16_t)even, (uint8x16_t)odd);
+  second = (Sixteen)vzip2q_u8((uint8x16_t)even, (uint8x16_t)odd);
+#endif
+}
+#endif
+
 // Merges the 32 codes of even places and the 32 of odd places, in order.
 static inline void Interleave(Bytes even, Bytes odd, Bytes& first, Bytes& second) {
 #if defined(__AVX2__)
@@ -13,6 +25,10 @@ static inline void Interleave(Bytes even, Bytes odd, Bytes& first, Bytes& second
   const __m256i high = _mm256_unpackhi_epi8((__m256i)even, (__m256i)odd);
   first = (Bytes)_mm256_permute2x128_si256(low, high, 0x20);
   second = (Bytes)_mm256_permute2x128_si256(low, high, 0x31);
+#elif defined(EFORMER_NEON)
+  const uint8x16x2_t evens = HalvesOf(even), odds = HalvesOf(odd);
+  first = Joined(vzipq_u8(evens.val[0], odds.val[0]));
+  second = Joined(vzipq_u8(evens.val[1], odds.val[1]));
 #else
   for (int i = 0; i < kStripSize; ++i) {
     Bytes& half = i < kStripSize / 2 ? first : second;

@@ -146,6 +146,20 @@ EFORMER_NOINLINE static void ReadNumbersOfRun(const Matrix& m, const BlockNumber
   for (int i = 0; i < 2; ++i) StoreStrip(numbers + i * kStripSize, run.half[i]);
 }
 
+// Turns values into what they stand for, given the scales of their blocks, and their offsets or zeros if there are any.
+template <class Format>
+EFORMER_INLINE Strip ScaleStrip(const Matrix& m, Strip values, const Strip& scales, const Strip& offsets) {
+  if constexpr (Format::kFloatScales) {
+    return Times(values, scales);
+  } else {
+    const bool has_offsets = m.offsets.entries != nullptr, zeros = has_offsets && m.offsets_are_zeros;
+    if (Format::kCentre != 0 && m.centre != 0) values = Plus(values, SpreadStrip(-m.centre));
+    if (zeros) values = Minus(values, offsets);
+    values = Times(values, scales);
+    return has_offsets && !zeros ? Plus(Rounded(values), offsets) : values;
+  }
+}
+
 // Turns the values of 64 columns of a row into what they stand for.
 template <class Format>
 EFORMER_INLINE void ScaleRun(const Matrix& m, int64_t row, int64_t c, int64_t present, Strip (&values)[2]) {
@@ -153,15 +167,12 @@ EFORMER_INLINE void ScaleRun(const Matrix& m, int64_t row, int64_t c, int64_t pr
     const Run scales = NumbersOfRun(m, m.scales, row, c, present);
     for (int i = 0; i < 2; ++i) values[i] = Times(values[i], scales.half[i]);
   } else if constexpr (Format::kScales == ScaleKind::kPerBlock) {
-    float scales[kRunValues], offsets[kRunValues];
-    const bool has_offsets = m.offsets.entries != nullptr, zeros = has_offsets && m.offsets_are_zeros;
+    float scales[kRunValues], offsets[kRunValues] = {};
     ReadNumbersOfRun(m, m.scales, row, c, present, scales);
-    if (has_offsets) ReadNumbersOfRun(m, m.offsets, row, c, present, offsets);
+    if (m.offsets.entries != nullptr) ReadNumbersOfRun(m, m.offsets, row, c, present, offsets);
     for (int i = 0; i < 2; ++i) {
-      if (Format::kCentre != 0) values[i] = Plus(values[i], SpreadStrip(-m.centre));
-      if (zeros) values[i] = Minus(values[i], LoadStrip(offsets + i * kStripSize));
-      values[i] = Times(values[i], LoadStrip(scales + i * kStripSize));
-      if (has_offsets && !zeros) values[i] = Plus(Rounded(values[i]), LoadStrip(offsets + i * kStripSize));
+      values[i] =
+          ScaleStrip<Format>(m, values[i], LoadStrip(scales + i * kStripSize), LoadStrip(offsets + i * kStripSize));
     }
   } else if (m.scale != nullptr) {
     const float* scale = m.scale + row * m.scale_row_step + c * m.scale_col_step;
@@ -191,18 +202,6 @@ static inline void DecodeRow(const Matrix& m, const LoadedTable& table, int64_t 
     DecodeRun<Format>(m, table, row, c + i, kRunValues, values + i);
   }
   if (i < count) DecodeRun<Format>(m, table, row, c + i, m.cols - c - i, values + i);
-}
-
-// As Kernels::decode says.
-template <class Format>
-static void Decode(const Matrix& m, int64_t row, float* values) {
-  const LoadedTable table = TableOf<Format>();
-  const int64_t whole = m.cols / kRunValues * kRunValues;
-  DecodeRow<Format>(m, table, row, 0, whole, values);
-  if (whole == m.cols) return;
-  float rest[kRunValues];
-  DecodeRow<Format>(m, table, row, whole, m.cols - whole, rest);
-  std::memcpy(values + whole, rest, (m.cols - whole) * sizeof(float));
 }
 
 }  // namespace eformer::EFORMER_ISA

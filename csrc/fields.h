@@ -28,6 +28,11 @@ EFORMER_INLINE Bits LoadBits(const uint8_t* p) {
     bits = (Bits)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   } else {
     bits = (Bits)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#elif defined(EFORMER_NEON)
+  } else if constexpr (kBytes == 2) {
+    bits = (Bits)vmovl_u16((uint16x4_t)vld1_u8(p));
+  } else {
+    bits = (Bits)ToWords(p);
 #else
   } else {
     for (int i = 0; i < kLanes; ++i) bits[i] = p[i * kBytes] | (kBytes == 2 ? p[i * kBytes + 1] << 8 : 0);
@@ -109,6 +114,9 @@ EFORMER_INLINE void StoreByBytes(float* to, const Vec (&v)[4]) {
   StoreStrip(to,
              ToNatural({{(Vec)_mm256_shuffle_ps(low01, low23, 0x44), (Vec)_mm256_shuffle_ps(low01, low23, 0xEE),
                          (Vec)_mm256_shuffle_ps(high01, high23, 0x44), (Vec)_mm256_shuffle_ps(high01, high23, 0xEE)}}));
+#elif defined(EFORMER_NEON)
+  const float32x4x4_t all = {{(float32x4_t)v[0], (float32x4_t)v[1], (float32x4_t)v[2], (float32x4_t)v[3]}};
+  vst4q_f32(to, all);
 #else
   for (int i = 0; i < kLanes; ++i) {
     for (int j = 0; j < 4; ++j) to[4 * i + j] = v[j][i];
@@ -138,6 +146,9 @@ EFORMER_INLINE void LoadByBytes(const float* from, Vec (&v)[4]) {
   v[1] = (Vec)_mm256_shuffle_ps(low01, low23, 0xEE);
   v[2] = (Vec)_mm256_shuffle_ps(high01, high23, 0x44);
   v[3] = (Vec)_mm256_shuffle_ps(high01, high23, 0xEE);
+#elif defined(EFORMER_NEON)
+  const float32x4x4_t loaded = vld4q_f32(from);
+  for (int i = 0; i < 4; ++i) v[i] = (Vec)loaded.val[i];
 #else
   for (int i = 0; i < kLanes; ++i) {
     for (int j = 0; j < 4; ++j) v[j][i] = from[4 * i + j];

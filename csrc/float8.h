@@ -106,6 +106,30 @@ inline Strip Float8<kMantissaBits, kHasInfinities>::Values(const uint8_t* codes)
   return found;
 }
 
+#elif defined(EFORMER_NEON)
+
+// Makes float16, whose exponent has 5 bits: the upper byte is a code of e5m2. One of e4m3 becomes its 256th.
+template <int kMantissaBits, bool kHasInfinities>
+inline Strip Float8<kMantissaBits, kHasInfinities>::Values(const uint8_t* codes) {
+  static_assert(kMantissaBits == (kHasInfinities ? 2 : 3));
+  Strip found;
+  for (int i = 0; i < kStripSize; i += 8) {
+    const uint8x8_t some = vld1_u8(codes + i);
+    uint16x8_t words;
+    if constexpr (kHasInfinities) {
+      words = vshll_n_u8(some, 8);
+    } else {
+      words = (uint16x8_t)vshll_n_s8((int8x8_t)some, 7);  // with the sign twice
+      const uint16x8_t is_special = vceqq_u16(words & vdupq_n_u16(0x3f80), vdupq_n_u16(0x3f80));
+      words = (words & vdupq_n_u16(0xbfff)) | (is_special & vdupq_n_u16(0x7fff));
+    }
+    const float32x4_t halves[2] = {vcvt_f32_f16((float16x4_t)vget_low_u16(words)),
+                                   vcvt_f32_f16((float16x4_t)vget_high_u16(words))};
+    for (int half = 0; half < 2; ++half) found.v[i / 4 + half] = (Vec)halves[half] * (kHasInfinities ? 1.0f : 256.0f);
+  }
+  return found;
+}
+
 #else
 
 template <int kMantissaBits, bool kHasInfinities>

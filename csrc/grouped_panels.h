@@ -37,12 +37,12 @@ EFORMER_INLINE LoadedTable CentredTable() {
 
 template <class Format>
 struct GroupedPanels {
-  enum Kind { kPlain, kRows, kColumns, kAcross, kPairsAcross };
+  enum Kind { kPlain, kRows, kTransposed, kAcross, kPairsAcross };
 
   DecodedPanels<Format> plain;
   const Matrix& m;
   Kind kind;
-  // kColumns: all blocks of the rows n0 to n1; kAcross: those of the columns n0 to n1, in the rows of a panel.
+  // Across: the blocks of the columns n0 to n1, in the rows of a panel.
   int64_t n0, first_block, blocks, first_row;
   Floats scale_buffer, offset_buffer;
   const float *scales = nullptr, *offsets = nullptr;
@@ -54,51 +54,45 @@ struct GroupedPanels {
         n0(n0),
         first_block(IsAcross(kind) ? n0 / m.block : 0),
         blocks(IsAcross(kind) ? CeilDiv(n1, m.block) - first_block : m.BlockScaleStride()),
-        first_row(kind == kColumns ? n0 : -1),
-        scale_buffer(RowsRead(n1) * blocks),
-        offset_buffer(RowsRead(n1) * blocks) {
-    if (kind != kColumns) return;
-    scales = ScalesAt(m, n0, 0, (n1 - n0) * blocks, scale_buffer.values);
-    offsets = OffsetsAt(m, n0, 0, (n1 - n0) * blocks, 0, scales, offset_buffer.values);
-  }
-
-  int64_t RowsRead(int64_t n1) const { return kind == kColumns ? n1 - n0 : IsAcross(kind) ? kMaxPanelDepth : 0; }
+        first_row(-1),
+        scale_buffer(IsAcross(kind) ? kMaxPanelDepth * blocks : 0),
+        offset_buffer(IsAcross(kind) ? kMaxPanelDepth * blocks : 0) {}
 
   static bool IsAcross(Kind kind) { return kind == kAcross || kind == kPairsAcross; }
 
   static Kind KindOf(const Matrix& m) {
     if (m.contracted_axis == 0 && m.packed_axis == 0 && m.block % 8 == 0) return kRows;
     if (m.packed_axis == 0 || m.block % 16 != 0) return kPlain;
-    if (m.contracted_axis == 1) return kColumns;
+    if (m.contracted_axis == 1) return kTransposed;
     return kHasPairs<Format> && m.block % kPanelColumns == 0 ? kPairsAcross : kAcross;
   }
 
-  int64_t End(int64_t /*k*/, int64_t end) const { return end; }
+  // What is transposed starts a block, or lies in one.
+  int64_t End(int64_t k, int64_t end) const {
+    return kind == kTransposed && k % m.block != 0 ? Min(end, (k / m.block + 1) * m.block) : end;
+  }
 
   const float* Decode(int64_t k0, int64_t depth, int64_t n, int64_t width, const PrefetchDistances& ahead,
                       float* panel) {
     if (kind == kPlain) return plain.Decode(k0, depth, n, width, ahead, panel);
-    if (kind == kRows) DecodeRows(k0, depth, n, ahead, panel);
-    if (kind == kColumns) DecodeColumns(k0, depth, n, width, panel);
+    if (kind == kRows) DecodeRows(m, k0, depth, n, ahead, panel);
+    if (kind == kTransposed) {
+      const TransposedCodes<Format> codes(m, k0, depth, n, width);
+      DecodeRows(codes.matrix, 0, depth, 0, PrefetchDistances(), panel);
+    }
     if (kind == kAcross) DecodeAcross(k0, depth, n, ahead, panel);
     if (kind == kPairsAcross) DecodePairsAcross(k0, depth, n, ahead, panel);
     return nullptr;
   }
 
-  void Order(uint8_t (&columns)[kPanelColumns]) const {
-    if (kind == kPairsAcross) {
-      float lanes[kStripSize];
-      for (int i = 0; i < kStripSize; ++i) lanes[i] = static_cast<float>(i);
-      StoreStrip(lanes, FromNatural(LoadStrip(lanes)));
-      for (int i = 0; i < kPanelColumns; ++i) {
-        columns[i] = static_cast<uint8_t>(2 * static_cast<int>(lanes[i % kStripSize]) + i / kStripSize);
-      }
-      return;
-    }
-    if (kind != kRows) return plain.Order(columns);
-    for (int i = 0; i < kPanelColumns; ++i) {  // as words are: a vector for each of their four bytes
-      const int group = i / kWordBytes * kWordBytes, byte = i % kWordBytes / kLanes;
-      columns[i] = static_cast<uint8_t>(group + 4 * (i % kLanes) + byte);
+  bool IsNatural() const { return kind != kRows && kind != kTransposed && kind != kPairsAcross; }
+
+  void ToNatural(const float* values, float* to) const {
+    if (kind == kPairsAcross) return StorePairs(values, values + kStripSize, to);
+    for (int i = 0; i < kPanelColumns; i += kWordBytes) {  // as words are: a vector for each of their four bytes
+      Vec of_bytes[4];
+      for (int byte = 0; byte < 4; ++byte) of_bytes[byte] = Load(values + i + byte * kLanes);
+      StoreByBytes(to + i, of_bytes);
     }
   }
 
@@ -109,7 +103,7 @@ struct GroupedPanels {
     alignas(64) float offset[kPanelColumns];
   };
 
-  void ReadFactors(int64_t block_row, int64_t n, int64_t present, Factors& factors) const {
+  static void ReadFactors(const Matrix& m, int64_t block_row, int64_t n, int64_t present, Factors& factors) {
     float buffers[2][kPanelColumns] = {};
     const float* found = ScalesAt(m, block_row, n, present, buffers[0]);
     const float* added = OffsetsAt(m, block_row, n, present, 0, found, buffers[1]);
@@ -136,21 +130,22 @@ struct GroupedPanels {
     }
   }
 
-  void DecodeRows(int64_t k0, int64_t depth, int64_t n, const PrefetchDistances& ahead, float* panel) const {
+  static void DecodeRows(const Matrix& m, int64_t k0, int64_t depth, int64_t n, const PrefetchDistances& ahead,
+                         float* panel) {
     const int64_t present = Min(kPanelColumns, m.cols - n);
     Factors factors;
     for (int64_t k = k0, end; k < k0 + depth; k = end) {
       end = Min(k0 + depth, (k / m.block + 1) * m.block);
-      ReadFactors(k / m.block, n, present, factors);
+      ReadFactors(m, k / m.block, n, present, factors);
       for (int64_t row = k; row < end; row += 8) {
-        DecodeEight(row, n, present, factors, ahead, panel + (row - k0) * kPanelStride);
+        DecodeEight(m, row, n, present, factors, ahead, panel + (row - k0) * kPanelStride);
       }
     }
   }
 
   // Writes eight rows of a panel, also where the matrix has less.
-  EFORMER_INLINE void DecodeEight(int64_t k, int64_t n, int64_t present, const Factors& factors,
-                                  const PrefetchDistances& ahead, float* panel) const {
+  EFORMER_INLINE static void DecodeEight(const Matrix& m, int64_t k, int64_t n, int64_t present, const Factors& factors,
+                                         const PrefetchDistances& ahead, float* panel) {
     const uint8_t* codes[kPlanes<Format>];
     uint8_t copies[kPlanes<Format>][8][kPanelColumns];
     const bool whole = present == kPanelColumns && k + 8 <= m.rows;
@@ -181,21 +176,6 @@ struct GroupedPanels {
         });
         for (int byte = 0; byte < 4; ++byte) Store(panel + row * kPanelStride + i + byte * kLanes, values[byte]);
       });
-    }
-  }
-
-  void DecodeColumns(int64_t k0, int64_t depth, int64_t n, int64_t width, float* panel) const {
-    constexpr int64_t kStride = kMaxPanelDepth + 16;
-    alignas(64) float values[8][kStride];
-    for (int64_t row = 0; row < width; row += 8) {
-      const int64_t rows = Min(8, width - row);
-      for (int64_t i = 0; i < rows; ++i) {
-        for (int64_t c = k0; c < k0 + depth; c += kRunValues) DecodeRun(n + row + i, c, values[i] + c - k0);
-      }
-      if (rows < 8) std::memset(values[rows], 0, (8 - rows) * sizeof values[0]);
-      for (int64_t k = 0; k < depth; k += 8) {
-        Transpose8(&values[0][k], kStride, panel + k * kPanelStride + row, kPanelStride);
-      }
     }
   }
 

@@ -15,7 +15,10 @@ namespace {
 
 constexpr int64_t kTaskValues = 1 << 20;     // values of a large matrix in a task: about 50 microseconds
 constexpr int64_t kMinTaskValues = 1 << 17;  // of a small one: less is not worth waking a thread
+constexpr int64_t kDecodedValues = 1 << 16;  // that are decoded in a task: about 3 microseconds
+constexpr int64_t kSplitWidth = 768;         // for fewer columns, to split x costs more than it saves
 constexpr int64_t kMaxDepthParts = 8;        // partial sums kept for each element of the result
+constexpr int64_t kThreadTasks = 8;          // for each thread, where rows of x are many
 constexpr int64_t kMinTasks = 8;             // with fewer, threads are idle
 
 // The contracted axis, cut into parts of whole units.
@@ -99,10 +102,10 @@ bool HasRowMatmul(const Kernels& kernels, const Matrix& m) {
          (kernels.format.scales == ScaleKind::kPerBlock || OuterScale::VariesAlongOneAxis(kernels.format, m));
 }
 
-// In how many tasks to cut work of so many multiplications, of which there are `others` alike: some for each thread,
-// but no smaller than kTaskValues, which take about 15 microseconds.
+// In how many tasks to cut work of so many multiplications, of which there are `others` alike: some for each thread, so
+// that all end at about the same time, but no smaller than kTaskValues, which take about 10 microseconds.
 int64_t TasksWorth(ffi::ThreadPool& pool, int64_t multiplications, int64_t others) {
-  return std::min(multiplications / kTaskValues, CeilDiv(4 * pool.num_threads(), others));
+  return std::min(multiplications / kTaskValues, CeilDiv(kThreadTasks * pool.num_threads(), others));
 }
 
 // Rows of x, as PackedRows, TiledRows or Int8Rows, in tasks of some columns, and in parts of the depth if those are
@@ -169,7 +172,7 @@ bool Int8Matmul(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer&
 bool SplitMatmul(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, float* y) {
   const Int8Order order = stack.kernels->split_order(stack.first);
   const int64_t rows = stack.count * x.dimensions()[1], width = stack.first.Width();
-  if (order.block == 0 || x.dimensions()[1] > kFewRows) return false;
+  if (order.block == 0 || x.dimensions()[1] > kFewRows || width < kSplitWidth) return false;
   const SplitRows split(pool, stack, x, order);
   PanelMatmul(pool, stack, split, y);
   if (std::all_of(split.fit.get(), split.fit.get() + rows, [](bool fits) { return fits; })) return true;
@@ -178,6 +181,14 @@ bool SplitMatmul(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer
   for (int64_t row = 0; row < rows; ++row) {
     if (!split.fit[row]) std::memcpy(y + row * width, &others[row * width], width * sizeof(float));
   }
+  return true;
+}
+
+// Multiplies few rows of x by dot products; false if another way is faster.
+bool DotMatmul(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, float* y) {
+  const DotOrder order = stack.kernels->dot_order(stack.first);
+  if (order == DotOrder::kNone || x.dimensions()[1] > kDotRows) return false;
+  PanelMatmul(pool, stack, PlainRows(stack, x, order), y);
   return true;
 }
 
@@ -213,6 +224,8 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs
     PanelMatmul(pool, stack, TiledRows(pool, stack, x), sums);
   } else if (count > 1 && SplitMatmul(pool, stack, x, sums)) {
     return ffi::Error::Success();
+  } else if (count > 1 && DotMatmul(pool, stack, x, sums)) {
+    return ffi::Error::Success();
   } else if (count > 1 || !HasRowMatmul(*stack.kernels, stack.first)) {
     PanelMatmul(pool, stack, PackedRows(pool, stack, x), sums);
   } else {
@@ -232,13 +245,13 @@ ffi::Error DecodeImpl(ffi::ThreadPool pool, ffi::RemainingArgs buffers, ffi::Res
   if (auto error = CheckResult(*values, stack.count, rows, cols, results); error.failure()) return error;
   if (results == 0) return ffi::Error::Success();
   float* to = values->typed_data<float>();
-  const int64_t at_once = CeilDiv(kTaskValues / 4, cols), tasks = CeilDiv(rows, at_once);
+  const bool in_blocks = stack.kernels->format.scales == ScaleKind::kPerBlock && packed_axis == 0;
+  const int64_t unit = in_blocks ? block_size : 1;  // blocks of rows are decoded together
+  const int64_t wanted = std::min(CeilDiv(results, kDecodedValues), kThreadTasks * pool.num_threads());
+  const int64_t at_once = CeilDiv(CeilDiv(results / wanted, cols), unit) * unit, tasks = CeilDiv(rows, at_once);
   ParallelFor(pool, stack.count * tasks, [&](int64_t task) {
     const int64_t matrix = task / tasks, r0 = task % tasks * at_once;
-    const Matrix m = stack[matrix];
-    for (int64_t r = r0; r < std::min(rows, r0 + at_once); ++r) {
-      stack.kernels->decode(m, r, to + (matrix * rows + r) * cols);
-    }
+    stack.kernels->decode(stack[matrix], r0, std::min(rows, r0 + at_once), to + (matrix * rows + r0) * cols);
   });
   return ffi::Error::Success();
 }

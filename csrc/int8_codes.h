@@ -12,13 +12,18 @@ namespace eformer::EFORMER_ISA {
 
 #if defined(EFORMER_VNNI) && defined(__AVX512VNNI__)
 constexpr bool kHasByteDots = true;  // instructions that sum unsigned times signed bytes in 32 bits
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVXVNNI__)
 constexpr bool kHasByteDots = false;  // they sum two of them in 16 bits, and saturate
+#elif defined(EFORMER_NEON)
+constexpr bool kHasByteDots = false;  // both bytes are signed
 #else
 constexpr bool kHasByteDots = true;
 #endif
 
 constexpr int kMaxInt8 = 127;  // of x
+
+// Sums of two products of x and bytes from 0 to `range` that fit into 16 bits.
+constexpr int ShortSums(int range) { return range == 0 ? 64 : 32767 / (2 * kMaxInt8 * range); }
 
 template <class Format>
 struct Int8Codes {
@@ -27,8 +32,9 @@ struct Int8Codes {
 
   static constexpr bool IsNaN(int code) { return Format::Value(code) != Format::Value(code); }
   static constexpr int Integer(int code) {
+    if (IsNaN(code)) return 0;
     const float value = Format::Value(code) * Format::kInt8Steps;
-    return IsNaN(code) ? 0 : static_cast<int>(value < 0 ? value - 0.5f : value + 0.5f);
+    return static_cast<int>(value < 0 ? value - 0.5f : value + 0.5f);
   }
   static constexpr int Least() {
     int least = Integer(0);
@@ -43,8 +49,7 @@ struct Int8Codes {
   static constexpr int kRange = Most() - Least();
   static_assert(kRange <= 255, "the integers of a format must fit into a byte");
 
-  // Sums of two products that fit into 16 bits: with fewer than two of them, bytes are signed.
-  static constexpr int kShortSums = kRange == 0 ? 64 : 32767 / (2 * kMaxInt8 * kRange);
+  static constexpr int kShortSums = ShortSums(kRange);  // with fewer than two of them, bytes are signed
   static constexpr bool kSigned = !kHasByteDots && kShortSums < 2;
   static constexpr int kBias = !kSigned ? -Least() : Most() > 127 ? -128 : 0;
 

@@ -1,81 +1,185 @@
 // One row of x rounded to int8 times the transpose of a matrix: a dot product for each row of the matrix.
+//
+// Fields of a plane are multiplied where they lie, and x has the order of Int8Order for it. A lane sums the products of
+// four bytes, all of one block; the sums of the lanes are scaled and added as floats. Codes are unpacked first where
+// they are packed along the other axis, or where four bytes of a plane reach beyond a block.
 #pragma once
 
 #include "int8_matmul.h"
+#include "int8_round.h"
 
 namespace eformer::EFORMER_ISA {
 
 constexpr int64_t kSpan = 64;  // bytes of a row that are multiplied at a time; x is in Int8Order with this span
 constexpr int kSpanVectors = kSpan / kIntBytes;
+constexpr int64_t kSpanLanes = kSpan / 4;
 
-// The dot products of x and kRows rows at a time.
+// The sum of each lane's four bytes.
+EFORMER_INLINE Ints SumOfFours(Ints x) { return (x << 24 >> 24) + (x << 16 >> 24) + (x << 8 >> 24) + (x >> 24); }
+
 template <class Format, bool kPacked>
 struct Int8DotsOf {
-  static constexpr int kPlaces = kPacked ? kValuesPerByte<Format> : 1;
-  typedef DotsOf<Format> Dots;
-  static_assert(Dots::kMaxTerms >= kPlaces);
+  static constexpr bool kInBlocks = Format::kScales == ScaleKind::kPerBlock;
+  static constexpr int kParts = kPacked ? kPlanes<Format> : 1;  // of a row: its planes, or its unpacked codes
+  static_assert(kParts == 1 || Int8Codes<Format>::FlippedBits() == 0, "bytes must be sums of fields");
+
+  template <int kPart>
+  static constexpr int kPlaces = kPacked ? 8 / Format::kPlaneBits[kPart] : 1;
+
+  template <int kPart>
+  using Dots = std::conditional_t<kParts == 1, DotsOf<Format>, FieldDots<8 / kPlaces<kPart>>>;
+
+  // What a part is multiplied by.
+  struct PartX {
+    int64_t row_bytes, spans;
+    int64_t span_blocks;                      // of x
+    const int8_t* values;                     // of x, in the order of the part
+    float* steps;                             // of each lane
+    int32_t* corrections;                     // of each lane, for the bias
+    int64_t first_block[kSpanVectors];        // in a span, of each of its vectors
+    int32_t places[kSpanVectors][kIntLanes];  // the block of each lane, from that one on
+    uint8_t present[kSpan];                   // 255 for bytes of the last span that are in the row
+    int32_t present_lanes[kSpanLanes];        // -1 for lanes that are
+  };
 
   const Matrix& m;
   const Int8X& x;
-  const int64_t row_bytes = kPacked ? m.RowBytes(kPlaces) : m.cols;
-  const int64_t spans = CeilDiv(row_bytes, kSpan);
-  const int64_t blocks = CeilDiv(m.cols, x.block), span_blocks = kSpan * kPlaces / x.block;
+  const int64_t blocks = CeilDiv(m.cols, x.block);
   const float centre = CentreOf<Format>(m);
-  const int64_t stride = x.depth / x.block + kIntLanes;  // of factors
-  Floats factors{4 * stride};                            // of the blocks of each row
-  Floats x_sums{stride};                                 // of the blocks of the matrix
-  Zeros<int32_t> corrections{spans * kSpan / 4};         // of each lane, for the bias
-  int64_t first_block[kSpanVectors];                     // in a span, of each of its vectors
-  int32_t places[kSpanVectors][kIntLanes];               // the block of each lane, from that one on
+  Floats steps{kParts * (x.depth + 8 * kSpan) / 4};
+  Zeros<int32_t> corrections{(x.depth + 8 * kSpan) / 4};
+  Zeros<int8_t> ordered{kParts > 1 ? kParts * (x.depth + 8 * kSpan) : 0};
+  Floats x_sums{kInBlocks ? CeilDiv(m.cols, m.block) + kIntLanes : 0};  // of the blocks of the matrix
+  PartX parts[kParts];
+
+  // Rows whose scales are read at once.
+  const int64_t each = kInBlocks ? m.block / x.block : 1, count = kInBlocks ? m.BlockScaleStride() : 0;
+  const int64_t rows_at_once = Max(4, 1024 / blocks / 4 * 4);
+  Floats factors{kInBlocks ? rows_at_once * blocks + kIntLanes : 0};  // of the blocks of x
+  Floats scales{each > 1 ? rows_at_once * count : 0};
+  Floats offsets{kInBlocks ? rows_at_once * count + kIntLanes : 0};
 
   Int8DotsOf(const Matrix& m, const Int8X& x) : m(m), x(x) {
-    for (int h = 0; h < kSpanVectors; ++h) {
-      first_block[h] = h * kIntBytes * kPlaces / x.block;
-      for (int i = 0; i < kIntLanes; ++i) {
-        places[h][i] = static_cast<int32_t>((h * kIntBytes + 4 * i) * kPlaces / x.block - first_block[h]);
-      }
-    }
-    const int32_t bias = BiasOf<Format>(m);
-    for (int64_t t = 0; t < spans && bias != 0; ++t) {
-      for (int64_t i = 0; i < kSpan * kPlaces; ++i) {
-        corrections.values[t * (kSpan / 4) + i % kSpan / 4] -= bias * x.values[t * kSpan * kPlaces + i];
-      }
-    }
-    if (Format::kScales == ScaleKind::kBroadcast) {
-      for (int r = 0; r < 4; ++r) std::memcpy(factors.values + r * stride, x.steps, blocks * sizeof(float));
-    } else {
-      for (int64_t b = 0; b < blocks; ++b) {
-        x_sums.values[b * x.block / m.block] += x.steps[b] * static_cast<float>(x.sums[b]);
-      }
+    AddParts<0, 0>(ordered.values, steps.values);
+    for (int64_t b = 0; b < blocks && kInBlocks; ++b) {
+      x_sums.values[b / each] += x.steps[b] * static_cast<float>(x.sums[b]);
     }
   }
 
-  // Writes the factors of the blocks of a row, and returns the sum of its offsets times x.
-  float TakeScales(int64_t row, float* to, float* buffer) const {
-    const int64_t count = m.BlockScaleStride(), each = m.block / x.block;
-    const float* scale = ScalesAt(m, row, 0, count, buffer);
-    const float* offset = OffsetsAt(m, row, 0, count, centre, scale, buffer + count);
-    constexpr float kUnit = 1 / Format::kInt8Steps;
-    if (each == 1) {
-      for (int64_t b = 0; b < blocks; ++b) to[b] = scale[b] * (x.steps[b] * kUnit);
-    } else {
-      for (int64_t b = 0; b < blocks; ++b) to[b] = scale[b / each] * (x.steps[b] * kUnit);
+  // kBelow: the bits of codes in the parts before this one.
+  template <int kPart, int kBelow>
+  void AddParts(int8_t* values, float* of_lanes) {
+    constexpr int kEach = kPlaces<kPart>;
+    PartX& part = parts[kPart];
+    part.row_bytes = kPacked ? CeilDiv(m.cols, kEach) : m.cols;
+    part.spans = CeilDiv(part.row_bytes, kSpan);
+    part.span_blocks = kSpan * kEach / x.block;
+    part.values = x.values;
+    if constexpr (kParts > 1) {
+      for (int64_t k = 0; k < x.depth; k += 16) {
+        PutSixteen<kEach, kSpan>(LoadVector<Sixteen>(x.values + k), k, values);
+      }
+      part.values = values;
     }
-    if (offset == nullptr) return 0;
-    Strip sum{};
-    float rest = 0;
-    int64_t b = 0;
-    for (; b + kStripSize <= count; b += kStripSize)
-      AddProduct(sum, LoadStrip(offset + b), LoadStrip(&x_sums.values[b]));
-    for (; b < count; ++b) rest += offset[b] * x_sums.values[b];
-    return Sum(sum) + rest;
+    part.steps = of_lanes;
+    const int64_t block_lanes = x.block / (4 * kEach);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const float step = x.steps[b] * (static_cast<float>(1 << kBelow) / Format::kInt8Steps);
+      for (int64_t i = 0; i < block_lanes; ++i) part.steps[b * block_lanes + i] = step;
+    }
+    part.corrections = corrections.values;
+    const int32_t bias = BiasOf<Format>(m);
+    for (int64_t t = 0; kPart == 0 && bias != 0 && t < part.spans; ++t) {
+      for (int h = 0; h < kSpanVectors; ++h) {
+        Ints sum{};
+        for (int place = 0; place < kEach; ++place) {
+          sum += SumOfFours(LoadVector<Ints>(part.values + (t * kEach + place) * kSpan + h * kIntBytes));
+        }
+        StoreVector(part.corrections + t * kSpanLanes + h * kIntLanes, sum * -bias);
+      }
+    }
+    for (int h = 0; h < kSpanVectors; ++h) {
+      part.first_block[h] = h * kIntBytes * kEach / x.block;
+      for (int i = 0; i < kIntLanes; ++i) {
+        part.places[h][i] = static_cast<int32_t>((h * kIntBytes + 4 * i) * kEach / x.block - part.first_block[h]);
+      }
+    }
+    const int64_t present = part.row_bytes - (part.spans - 1) * kSpan;
+    for (int i = 0; i < kSpan; ++i) part.present[i] = i < present ? 255 : 0;
+    for (int i = 0; i < kSpanLanes; ++i) part.present_lanes[i] = 4 * i < present ? -1 : 0;
+    if constexpr (kPart + 1 < kParts) {
+      const int64_t lanes = CeilDiv(x.depth, kSpan * kEach) * kSpanLanes;
+      AddParts<kPart + 1, kBelow + Format::kPlaneBits[kPart]>(values + 4 * kEach * lanes, of_lanes + lanes);
+    }
+  }
+
+  // Reads the scales of rows `n` and following; true if they have offsets.
+  bool TakeScales(int64_t n, int64_t rows) const {
+    float* to = each > 1 ? scales.values : factors.values;
+    const float* found = ScalesAt(m, n, 0, rows * count, to);
+    const float* added = OffsetsAt(m, n, 0, rows * count, centre, found, offsets.values);
+    if (each == 1) {
+      if (found != to) std::memcpy(to, found, rows * count * sizeof(float));
+    } else {
+      for (int64_t row = 0; row < rows; ++row) {
+        float* at = factors.values + row * blocks;
+        for (int64_t b = 0; b < blocks; b += each, ++found) {
+          for (int64_t i = b; i < Min(b + each, blocks); ++i) at[i] = *found;
+        }
+      }
+    }
+    if (added != nullptr && added != offsets.values) {
+      std::memcpy(offsets.values, added, rows * count * sizeof(float));
+    }
+    return added != nullptr;
+  }
+
+  // Adds span `t` of rows of codes; kLast: what is behind the end of the rows is left out.
+  template <int kPart, int kRows, bool kLast>
+  EFORMER_INLINE void AddSpan(int64_t t, const uint8_t* const (&codes)[kRows], const float* factor,
+                              Reals (&sums)[kRows], IntBytes (&nan)[kRows]) const {
+    constexpr int kEach = kPlaces<kPart>;
+    typedef Dots<kPart> Multiply;
+    static_assert(Multiply::kMaxTerms >= kEach);
+    const PartX& part = parts[kPart];
+    for (int h = 0; h < kSpanVectors; ++h) {
+      const int64_t lane = t * kSpanLanes + h * kIntLanes;
+      const Ints places = LoadVector<Ints>(part.places[h]);
+      const Ints correction = kPart == 0 ? LoadVector<Ints>(part.corrections + lane) : Ints{};
+      const Reals step = LoadVector<Reals>(part.steps + lane);
+      Ints fours[kEach];
+      for (int i = 0; i < kEach; ++i) {
+        fours[i] = LoadVector<Ints>(part.values + (t * kEach + i) * kSpan + h * kIntBytes);
+      }
+      for (int r = 0; r < kRows; ++r) {
+        IntBytes packed = LoadVector<IntBytes>(codes[r] + h * kIntBytes);
+        if constexpr (kLast) packed &= LoadVector<IntBytes>(part.present + h * kIntBytes);
+        const IntBytes flipped = FlipPacked<Format, kEach>(packed);
+        if constexpr (Int8Codes<Format>::kHasNaN) nan[r] |= flipped & ShiftDown(flipped, 1);
+        typename Multiply::Sum sum = Multiply::Start(correction);
+        ForEachPlace<kEach>([&](auto place) {
+          sum = Multiply::Add(sum, Multiply::Prepare(BytesAt<Format, kEach, place>(flipped)), fours[place]);
+        });
+        Reals found = ToReals(Multiply::Finish(sum, correction)) * step;
+        if constexpr (kInBlocks) {
+          Reals scale = PickReals(LoadVector<Reals>(factor + r * blocks + part.first_block[h]), places);
+          if constexpr (kLast) {
+            scale = (Reals)((Ints)scale & LoadVector<Ints>(part.present_lanes + h * kIntLanes));
+          }
+          found *= scale;
+        }
+        sums[r] += found;
+      }
+    }
   }
 
   // A copy of a span of a row, with zeros behind the row.
+  template <int kPart>
   const uint8_t* CopySpan(int64_t row, int64_t span, uint8_t (&copy)[kSpan]) const {
+    const int64_t row_bytes = parts[kPart].row_bytes;
     if constexpr (kPacked) {
       std::memset(copy, 0, kSpan);
-      std::memcpy(copy, m.planes[0] + row * row_bytes + span * kSpan, row_bytes - span * kSpan);
+      std::memcpy(copy, m.planes[kPart] + row * row_bytes + span * kSpan, row_bytes - span * kSpan);
     } else {
       Bytes codes[2] = {};
       AddPlanes<Format>(m, row, span * kSpan, m.cols - span * kSpan, codes);
@@ -85,77 +189,73 @@ struct Int8DotsOf {
     return copy;
   }
 
+  template <int kRows, int kPart = 0>
+  EFORMER_INLINE void AddRows(int64_t n, const float* factor, Reals (&sums)[kRows], IntBytes (&nan)[kRows]) const {
+    const PartX& part = parts[kPart];
+    const int64_t row_bytes = part.row_bytes, whole = kPacked ? row_bytes / kSpan : part.spans - 1;
+    const uint8_t* codes[kRows];
+    alignas(64) uint8_t copies[kRows][kSpan];
+    for (int r = 0; r < kRows && kPacked; ++r) codes[r] = m.planes[kPart] + (n + r) * row_bytes;
+    for (int64_t t = 0; t < whole; ++t) {
+      for (int r = 0; r < kRows && kPacked; ++r) __builtin_prefetch(codes[r] + 4 * row_bytes);
+      for (int r = 0; r < kRows && !kPacked; ++r) codes[r] = CopySpan<kPart>(n + r, t, copies[r]);
+      AddSpan<kPart, kRows, false>(t, codes, factor + t * part.span_blocks, sums, nan);
+      for (int r = 0; r < kRows && kPacked; ++r) codes[r] += kSpan;
+    }
+    if (whole < part.spans) {
+      const bool is_readable = kPacked && (n + kRows - 1) * row_bytes + part.spans * kSpan <= m.rows * row_bytes;
+      for (int r = 0; r < kRows && !is_readable; ++r) codes[r] = CopySpan<kPart>(n + r, whole, copies[r]);
+      AddSpan<kPart, kRows, true>(whole, codes, factor + whole * part.span_blocks, sums, nan);
+    }
+    if constexpr (kPart + 1 < kParts) AddRows<kRows, kPart + 1>(n, factor, sums, nan);
+  }
+
+  // The dot products of kRows rows from `n` on, whose scales start at row `taken` of those read.
   template <int kRows>
-  EFORMER_INLINE void AddSpan(int64_t t, const uint8_t* const (&codes)[kRows], Reals (&sums)[kRows],
-                              IntBytes (&nan)[kRows]) const {
-    const int8_t* xs = x.values + t * kSpan * kPlaces;
-    for (int h = 0; h < kSpanVectors; ++h) {
-      const Ints block_places = LoadVector<Ints>(places[h]);
-      const Ints correction = LoadVector<Ints>(corrections.values + t * (kSpan / 4) + h * kIntLanes);
-      const float* factor = factors.values + t * span_blocks + first_block[h];
-      for (int r = 0; r < kRows; ++r, factor += stride) {
-        const IntBytes flipped = FlipPacked<Format, kPlaces>(LoadVector<IntBytes>(codes[r] + h * kIntBytes));
-        if constexpr (Int8Codes<Format>::kHasNaN) nan[r] |= FindNaN(flipped);
-        typename Dots::Sum sum{};
-        ForEachPlace<kPlaces>([&](auto place) {
-          const Ints four = LoadVector<Ints>(xs + place * kSpan + h * kIntBytes);
-          sum = Dots::Add(sum, Dots::Prepare(BytesAt<Format, kPlaces, place>(flipped)), four);
-        });
-        sums[r] += ToReals(Dots::Widen(sum) + correction) * PickReals(LoadVector<Reals>(factor), block_places);
+  void Run(int64_t n, int64_t taken, bool has_offsets, float* y) const {
+    Reals sums[kRows] = {};
+    IntBytes nan[kRows] = {};
+    if (has_offsets) {
+      for (int64_t b = 0; b < count; b += kIntLanes) {
+        const Reals x_sum = LoadVector<Reals>(x_sums.values + b);
+        const Ints present = FirstLanes(count - b);
+        for (int r = 0; r < kRows; ++r) {
+          const Ints offset = LoadVector<Ints>(offsets.values + (taken + r) * count + b);
+          sums[r] += (Reals)(offset & present) * x_sum;
+        }
       }
+    }
+    AddRows<kRows>(n, factors.values + taken * blocks, sums, nan);
+    AddUp(sums, y + n);
+    for (int r = 0; r < kRows && Int8Codes<Format>::kHasNaN; ++r) {
+      uint64_t bits[kIntBytes / 8], any = 0;
+      StoreVector(bits, nan[r] & static_cast<uint8_t>(0x55));
+      for (uint64_t some : bits) any |= some;
+      if (any != 0) y[n + r] = __builtin_nanf("");
     }
   }
 
-  template <int kRows>
-  void Run(int64_t n, float* buffer, float* y) const {
-    float rest[kRows] = {};
-    if constexpr (Format::kScales == ScaleKind::kPerBlock) {
-      for (int r = 0; r < kRows; ++r) rest[r] = TakeScales(n + r, factors.values + r * stride, buffer);
-    }
-    Reals sums[kRows] = {};
-    IntBytes nan[kRows] = {};
-    const uint8_t* codes[kRows];
-    int64_t t = 0;
-    if constexpr (kPacked) {
-      for (int r = 0; r < kRows; ++r) codes[r] = m.planes[0] + (n + r) * row_bytes;
-      for (; (t + 1) * kSpan <= row_bytes; ++t) {
-        for (int r = 0; r < kRows; ++r) __builtin_prefetch(codes[r] + 4 * row_bytes);
-        AddSpan<kRows>(t, codes, sums, nan);
-        for (int r = 0; r < kRows; ++r) codes[r] += kSpan;
-      }
-    }
-    alignas(64) uint8_t copies[kRows][kSpan];
-    for (; t < spans; ++t) {
-      for (int r = 0; r < kRows; ++r) codes[r] = CopySpan(n + r, t, copies[r]);
-      AddSpan<kRows>(t, codes, sums, nan);
-    }
-    for (int r = 0; r < kRows; ++r) {
-      float lanes[kIntLanes], total = 0;
-      StoreVector(lanes, sums[r]);
-      for (float lane : lanes) total += lane;
-      y[n + r] = total + rest[r];
-      if constexpr (Int8Codes<Format>::kHasNaN) {
-        uint64_t bits[kIntBytes / 8], any = 0;
-        StoreVector(bits, nan[r]);
-        for (uint64_t some : bits) any |= some;
-        if (any != 0) y[n + r] = __builtin_nanf("");
-      }
+  void RunAll(int64_t n0, int64_t n1, float* y) const {
+    for (int64_t start = n0; start < n1; start += rows_at_once) {
+      const int64_t rows = Min(rows_at_once, n1 - start);
+      bool has_offsets = false;
+      if constexpr (kInBlocks) has_offsets = TakeScales(start, rows);
+      int64_t r = 0;
+      for (; r + 4 <= rows; r += 4) Run<4>(start + r, r, has_offsets, y);
+      for (; r < rows; ++r) Run<1>(start + r, r, has_offsets, y);
     }
   }
 };
 
-template <class Format, bool kPacked>
-static void RunInt8Dots(const Matrix& m, const Int8X& x, int64_t n0, int64_t n1, float* y) {
-  const Int8DotsOf<Format, kPacked> dots(m, x);
-  const Floats buffer(Format::kScales == ScaleKind::kPerBlock ? 2 * m.BlockScaleStride() : 0);
-  int64_t n = n0;
-  for (; n + 4 <= n1; n += 4) dots.template Run<4>(n, buffer.values, y);
-  for (; n < n1; ++n) dots.template Run<1>(n, buffer.values, y);
-}
-
 template <class Format>
 static void Int8Dots(const Matrix& m, const Int8X& x, int64_t n0, int64_t n1, float* y) {
-  WithPacking<Format>(m, [&](auto packed) { RunInt8Dots<Format, packed>(m, x, n0, n1, y); });
+  if constexpr (kPlanes<Format> == 1) {
+    WithPacking<Format>(m, [&](auto packed) { Int8DotsOf<Format, packed>(m, x).RunAll(n0, n1, y); });
+  } else if (x.block >= 4 * DescribeFormat<Format>().max_values_per_byte) {
+    Int8DotsOf<Format, true>(m, x).RunAll(n0, n1, y);
+  } else {
+    Int8DotsOf<Format, false>(m, x).RunAll(n0, n1, y);
+  }
 }
 
 template <class Format>

@@ -5,11 +5,19 @@
 
 #include "int8_row.h"
 
+#if defined(EFORMER_AMX)
+#include "amx.h"
+#endif
+
 namespace eformer::EFORMER_ISA {
 
-// Rows of x whose sums fit into registers.
-#if defined(EFORMER_BYTE_DOTS)
+// Rows of x whose sums fit into registers. Tiles of AMX are loaded from rows that lie one behind the other.
+#if defined(EFORMER_AMX)
+constexpr int kInt8TileRows = 1;
+#elif defined(EFORMER_BYTE_DOTS)
 constexpr int kInt8TileRows = 12;
+#elif defined(EFORMER_NEON)
+constexpr int kInt8TileRows = 8;
 #elif defined(__AVX2__)
 constexpr int kInt8TileRows = 6;
 #else
@@ -53,10 +61,64 @@ EFORMER_INLINE void AddQuads(const uint8_t* panel, int64_t quads, const int8_t* 
   std::memcpy(found, sums, sizeof sums);
 }
 
+#if defined(EFORMER_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+
+constexpr bool kTakesPairs = true;
+
+// As AddQuads, for an even number of quads, by instructions that multiply two columns by two rows of x, eight deep. A
+// last row without another is paired with itself.
+template <int kRows, int kVectors>
+EFORMER_INLINE void AddPairs(const uint8_t* panel, int64_t quads, const int8_t* x, Ints (&found)[kRows][kVectors]) {
+  constexpr int kPairs = (kRows + 1) / 2;
+  int32x4_t sums[kPairs][2 * kVectors];
+  for (int p = 0; p < kPairs; ++p) {
+    for (int v = 0; v < kVectors; ++v) {
+      const int32x4_t one = (int32x4_t)found[2 * p][v], other = (int32x4_t)found[Min(2 * p + 1, kRows - 1)][v];
+      sums[p][2 * v] = vzip1q_s32(one, other);
+      sums[p][2 * v + 1] = vzip2q_s32(one, other);
+    }
+  }
+  for (int64_t q = 0; q < quads; q += 2, panel += 2 * kQuadRowBytes, x += 8 * kRows) {
+    int32x4_t codes[2 * kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const int32x4_t first = (int32x4_t)vld1q_u8(panel + v * kIntBytes);
+      const int32x4_t second = (int32x4_t)vld1q_u8(panel + kQuadRowBytes + v * kIntBytes);
+      codes[2 * v] = vzip1q_s32(first, second);
+      codes[2 * v + 1] = vzip2q_s32(first, second);
+    }
+    for (int p = 0; p < kPairs; ++p) {
+      int32_t fours[2][2];  // of the two quads, for each of the two rows
+      for (int i = 0; i < 2; ++i) {
+        std::memcpy(fours[i], x + 4 * (i * kRows + 2 * p), 2 * p + 1 < kRows ? 8 : 4);
+        if (2 * p + 1 == kRows) fours[i][1] = fours[i][0];
+      }
+      const int32x2_t none = vdup_n_s32(0);
+      const int32x4_t rows = vzip1q_s32(vcombine_s32(vld1_s32(fours[0]), none), vcombine_s32(vld1_s32(fours[1]), none));
+      for (int j = 0; j < 2 * kVectors; ++j) {
+        sums[p][j] = vmmlaq_s32(sums[p][j], (int8x16_t)codes[j], (int8x16_t)rows);
+      }
+    }
+  }
+  for (int p = 0; p < kPairs; ++p) {
+    for (int v = 0; v < kVectors; ++v) {
+      found[2 * p][v] = (Ints)vuzp1q_s32(sums[p][2 * v], sums[p][2 * v + 1]);
+      if (2 * p + 1 < kRows) found[2 * p + 1][v] = (Ints)vuzp2q_s32(sums[p][2 * v], sums[p][2 * v + 1]);
+    }
+  }
+}
+
+#else
+
+constexpr bool kTakesPairs = false;
+
+#endif
+
 // The same for sums of 32 bits, whatever those of `Dots` are.
 template <class Dots, int kRows, int kVectors>
 EFORMER_INLINE void AddAllQuads(const uint8_t* panel, int64_t quads, const int8_t* x, Ints (&dots)[kRows][kVectors]) {
-  if constexpr (std::is_same_v<typename Dots::Sum, Ints>) {
+  if constexpr (kTakesPairs && kRows > 1) {
+    AddPairs(panel, quads, x, dots);
+  } else if constexpr (std::is_same_v<typename Dots::Sum, Ints>) {
     AddQuads<Dots>(panel, quads, x, dots);
   } else {
     for (int64_t q = 0; q < quads; q += Dots::kMaxTerms) {
@@ -85,16 +147,20 @@ struct Int8Tile {
     const uint8_t* panel = part.panel + 4 * c;
     for (int64_t b = 0; b < part.blocks; ++b, steps += kRows, sums += kRows) {
       Ints dots[kRows][kVectors];
+#pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) dots[r][v] = -part.bias * sums[r] - Ints{};
       }
       AddAllQuads<Dots>(panel, quads, x, dots);
       panel += quads * kQuadRowBytes;
       x += quads * 4 * kRows;
+#pragma GCC unroll 4  // in full, or the compiler stores all sums first
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = c + v * kIntLanes;
         const Reals scale = part.has_scales ? LoadVector<Reals>(part.scales[b] + at) : 1 - Reals{};
         const Reals offset = part.has_offsets ? LoadVector<Reals>(part.offsets[b] + at) : Reals{};
+#pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
           float* to = totals + r * kPanelColumns + v * kIntLanes;
           Reals total = LoadVector<Reals>(to) + ToReals(dots[r][v]) * (scale * steps[r]);
@@ -144,12 +210,12 @@ EFORMER_INLINE void PanelsByBlock(const Matrix& m, int64_t length, int64_t count
         part.offsets[b] = scales.offsets.values + at;
       }
     }
-    Bytes found[8] = {};
+    alignas(64) uint8_t found[kQuadRowBytes] = {};
     panels.Unpack(k, part.blocks * length, n, PanelsAhead(n, n1, next_rows), found);
     if constexpr (Int8Codes<Format>::kHasNaN) {
       for (int i = 0; i < 8; ++i) {
         uint32_t* to = nan.values + (n - n0) + 8 * i;
-        StoreVector(to, LoadVector<Bytes>(to) | found[i]);
+        StoreVector(to, LoadVector<Bytes>(to) | LoadVector<Bytes>(found + 32 * i));
       }
     }
     multiply_all(part, k, all_totals.values + (n - n0) * count);
@@ -173,7 +239,7 @@ EFORMER_INLINE void PanelsByBlock(const Matrix& m, int64_t length, int64_t count
           if (nan.values[n - n0 + i] != 0) totals[i] = __builtin_nanf("");
         }
       }
-      for (int i = 0; i < 16; ++i) std::memcpy(row + i / 8 * 32 + kFourColumns[i % 8], totals + 4 * i, 16);
+      for (int i = 0; i < 16; ++i) std::memcpy(row + kPanelFours[i], totals + 4 * i, 16);
       std::memcpy(y + r * m.Width() + n, row, Min(kPanelColumns, n1 - n) * sizeof(float));
     }
   }
@@ -194,12 +260,61 @@ static void Int8MatmulOf(const Matrix& m, const Int8X& x, int64_t count, int64_t
       });
 }
 
+#if defined(EFORMER_AMX)
+
+// The same on AMX: tiles of up to 16 rows by a block of x, times tiles of a block by 16 columns.
+template <class Format, bool kPacked>
+static void Int8TilesOf(const Matrix& m, const Int8X& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                        float* y) {
+  const int64_t all_blocks = x.depth / x.block;
+  alignas(64) int32_t dots[kAmxRows][kPanelColumns];
+  // Adds rows `first` to `last` of x, in tiles of `size`.
+  const auto add = [&](const Int8Part& part, int64_t k, int64_t first, int64_t last, int size, float* all_totals) {
+    const Tiles registers(size, static_cast<int>(x.block));
+    for (int64_t row = first; row < last; row += size) {
+      const int8_t* values = x.values + row * x.depth + k;
+      const float* steps = x.steps + row * all_blocks + k / x.block;
+      const int32_t* sums = x.sums + row * all_blocks + k / x.block;
+      const uint8_t* panel = part.panel;
+      for (int64_t b = 0; b < part.blocks; ++b, panel += part.quads * kQuadRowBytes) {
+        MultiplyBytes<Int8Codes<Format>::kSigned>(values + b * x.block, x.depth, panel, dots[0]);
+        for (int r = 0; r < size; ++r) {
+          float* totals = all_totals + (row + r) * kPanelColumns;
+          const float step = steps[r * all_blocks + b];
+          const int32_t sum = sums[r * all_blocks + b];
+          for (int64_t c = 0; c < kPanelColumns; c += kIntLanes) {
+            const Ints found = LoadVector<Ints>(&dots[r][c]) - part.bias * sum;
+            const Reals scale = part.has_scales ? LoadVector<Reals>(part.scales[b] + c) : 1 - Reals{};
+            Reals total = LoadVector<Reals>(totals + c) + ToReals(found) * (scale * step);
+            if (part.has_offsets) {
+              total += LoadVector<Reals>(part.offsets[b] + c) * (step * static_cast<float>(sum));
+            }
+            StoreVector(totals + c, total);
+          }
+        }
+      }
+    }
+  };
+  const int rest = static_cast<int>(count % kAmxRows);
+  PanelsByBlock<Format, kPacked>(m, x.block, count, k0, k1, n0, n1, y,
+                                 [&](const Int8Part& part, int64_t k, float* totals) {
+                                   if (count > rest) add(part, k, 0, count - rest, kAmxRows, totals);
+                                   if (rest > 0) add(part, k, count - rest, count, rest, totals);
+                                 });
+}
+
+#endif
+
 template <class Format>
 static void Int8Matmul(const Matrix& m, const Int8X& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                        float* y) {
   WithPacking<Format>(m, [&](auto packed) {
     if (count == 1 && m.contracted_axis == 0) return Int8RowMatmulOf<Format, packed>(m, x, k0, k1, n0, n1, y);
+#if defined(EFORMER_AMX)
+    Int8TilesOf<Format, packed>(m, x, count, k0, k1, n0, n1, y);
+#else
     Int8MatmulOf<Format, packed>(m, x, count, k0, k1, n0, n1, y);
+#endif
   });
 }
 

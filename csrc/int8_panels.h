@@ -1,13 +1,14 @@
 // A panel for x rounded to int8: 64 columns of the matrix, or rows of its transpose, as bytes of Int8Codes.
 //
-// Four bytes of a column, a quad, are adjacent. A row of a panel has a quad of each column, in two strips of 32. Within
-// a strip, columns are in the order of interleaving: 0 to 3, 16 to 19, 4 to 7, 20 to 23, and so on. The order along the
-// depth is that of Int8Order with a span of 4.
+// Four bytes of a column, a quad, are adjacent. A row of a panel has a quad of each column, in the order of
+// interleaving vectors of bytes, which kPanelFours says. The order along the depth is that of Int8Order with a span
+// of 4.
 #pragma once
 
 #include "decode.h"
 #include "int8_simd.h"
 #include "panels.h"
+#include "split_row.h"
 #include "stored_scales.h"
 
 namespace eformer::EFORMER_ISA {
@@ -16,12 +17,20 @@ constexpr int64_t kInt8PanelDepth = 256;              // at most
 constexpr int64_t kQuadRowBytes = 4 * kPanelColumns;  // of a panel
 constexpr int64_t kMaxPanelBlocks = kInt8PanelDepth / 16;
 
-// The column at each place of a strip, by fours.
-constexpr int kFourColumns[8] = {0, 16, 4, 20, 8, 24, 12, 28};
+constexpr int64_t kLineColumns = kIntBytes;  // a vector of a row of bytes
 
-// quads[i] has the quads of 8 columns, from four rows of 32 bytes.
-EFORMER_INLINE void QuadsOfRows(const Bytes (&rows)[4], Bytes (&quads)[4]) {
-#if defined(__AVX2__)
+// The first of each four columns of a panel.
+#if defined(EFORMER_BYTE_DOTS)
+constexpr int kPanelFours[16] = {0, 16, 32, 48, 4, 20, 36, 52, 8, 24, 40, 56, 12, 28, 44, 60};
+#else
+constexpr int kPanelFours[16] = {0, 16, 4, 20, 8, 24, 12, 28, 32, 48, 36, 52, 40, 56, 44, 60};
+#endif
+
+// quads[i] has the quads of some columns, from four rows of bytes.
+EFORMER_INLINE void QuadsOfRows(const IntBytes (&rows)[4], IntBytes (&quads)[4]) {
+#if defined(EFORMER_BYTE_DOTS)
+  QuadsOfLines(rows, quads);
+#elif defined(__AVX2__)
   const __m256i r0 = (__m256i)rows[0], r1 = (__m256i)rows[1], r2 = (__m256i)rows[2], r3 = (__m256i)rows[3];
   const __m256i low01 = _mm256_unpacklo_epi8(r0, r1), high01 = _mm256_unpackhi_epi8(r0, r1);
   const __m256i low23 = _mm256_unpacklo_epi8(r2, r3), high23 = _mm256_unpackhi_epi8(r2, r3);
@@ -29,9 +38,18 @@ EFORMER_INLINE void QuadsOfRows(const Bytes (&rows)[4], Bytes (&quads)[4]) {
   quads[1] = (Bytes)_mm256_unpackhi_epi16(low01, low23);
   quads[2] = (Bytes)_mm256_unpacklo_epi16(high01, high23);
   quads[3] = (Bytes)_mm256_unpackhi_epi16(high01, high23);
+#elif defined(EFORMER_NEON)
+  uint8x16x2_t found[4];
+  for (int half = 0; half < 2; ++half) {
+    uint8x16_t four[4], words[4];
+    for (int j = 0; j < 4; ++j) four[j] = HalvesOf(rows[j]).val[half];
+    InterleaveFour(four, words);
+    for (int i = 0; i < 4; ++i) found[i].val[half] = words[i];
+  }
+  for (int i = 0; i < 4; ++i) quads[i] = Joined(found[i]);
 #else
   for (int i = 0; i < kStripSize; ++i) {
-    for (int j = 0; j < 4; ++j) quads[i / 8][4 * (i % 8) + j] = rows[j][kFourColumns[i / 4] + i % 4];
+    for (int j = 0; j < 4; ++j) quads[i / 8][4 * (i % 8) + j] = rows[j][kPanelFours[i / 4] + i % 4];
   }
 #endif
 }
@@ -54,6 +72,8 @@ EFORMER_INLINE void QuadsOfColumns(const Bytes (&columns)[8], Bytes (&quads)[8])
     quads[i] = (Bytes)_mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
     quads[i + 4] = (Bytes)_mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
   }
+#elif defined(EFORMER_NEON)
+  Transpose8(reinterpret_cast<const float*>(columns), 8, reinterpret_cast<float*>(quads), 8);
 #else
   for (int u = 0; u < 8; ++u) {
     for (int i = 0; i < kStripSize; ++i) quads[u][i] = columns[i / 4][4 * u + i % 4];
@@ -93,7 +113,7 @@ struct Int8Panels {
 
   // Unpacks columns `n` and following from depth `k` on: `depth` is a multiple of the blocks of x. `nan` gets bits for
   // each column that has a code of NaN.
-  void Unpack(int64_t k, int64_t depth, int64_t n, const PanelsAhead& ahead, Bytes (&nan)[8]) {
+  void Unpack(int64_t k, int64_t depth, int64_t n, const PanelsAhead& ahead, uint8_t (&nan)[kQuadRowBytes]) {
     if (m.contracted_axis == 0) {
       const bool whole = n + kPanelColumns <= m.cols && k + depth <= m.rows;
       whole ? UnpackRows<true>(k, depth, n, ahead, nan) : UnpackRows<false>(k, depth, n, ahead, nan);
@@ -105,53 +125,62 @@ struct Int8Panels {
 
  private:
   // Writes the bytes of each place to a row of the panel of its own, from row `quad` on, at byte `at`.
-  EFORMER_INLINE void Put(Bytes packed, int64_t quad, int64_t at, Bytes& nan) {
-    const Bytes flipped = FlipPacked<Format, kPlaces>(packed);
-    if constexpr (Int8Codes<Format>::kHasNaN) nan |= FindNaN(flipped);
+  template <class Vector>
+  EFORMER_INLINE void Put(Vector packed, int64_t quad, int64_t at, uint8_t (&nan)[kQuadRowBytes]) {
+    const Vector flipped = FlipPacked<Format, kPlaces>(packed);
+    if constexpr (Int8Codes<Format>::kHasNaN) StoreVector(nan + at, LoadVector<Vector>(nan + at) | FindNaN(flipped));
     ForEachPlace<kPlaces>([&](auto place) {
       StoreVector(bytes + (quad + place) * kQuadRowBytes + at, BytesAt<Format, kPlaces, place>(flipped));
     });
   }
 
   template <bool kWhole>
-  void UnpackRows(int64_t k, int64_t depth, int64_t n, const PanelsAhead& ahead, Bytes (&nan)[8]) {
+  void UnpackRows(int64_t k, int64_t depth, int64_t n, const PanelsAhead& ahead, uint8_t (&nan)[kQuadRowBytes]) {
     const int64_t first = k / kPlaces, count = depth / kPlaces, all = CeilDiv(m.rows, kPlaces);
     const int64_t present = kWhole ? kPanelColumns : m.cols - n;
     const uint8_t* from = m.planes[0] + first * m.cols + n;
     for (int64_t r = 0; r < count; r += 4) {
-      Bytes rows[2][4] = {};
+      constexpr int kLines = kPanelColumns / kLineColumns;
+      IntBytes rows[kLines][4] = {};
       for (int j = 0; j < 4; ++j) {
         if (!kWhole && first + r + j >= all) break;
         if constexpr (kPacked) {
           const uint8_t* row = from + (r + j) * m.cols;
+          alignas(64) uint8_t copy[kPanelColumns];
           ahead.Prefetch(row, r + j);
-          for (int s = 0; s < 2; ++s) {
-            rows[s][j] =
-                kWhole ? LoadBytes(row + s * kStripSize) : LoadSome(row + s * kStripSize, present - s * kStripSize);
-          }
+          if constexpr (!kWhole) row = CopySome(row, present, copy);
+          for (int s = 0; s < kLines; ++s) rows[s][j] = LoadVector<IntBytes>(row + s * kLineColumns);
         } else {
           Bytes codes[2] = {};
           AddPlanes<Format>(m, first + r + j, n, present, codes);
-          rows[0][j] = codes[0];
-          rows[1][j] = codes[1];
+          for (int s = 0; s < kLines; ++s) {
+            rows[s][j] = LoadVector<IntBytes>(reinterpret_cast<const char*>(codes) + s * kLineColumns);
+          }
         }
       }
-      for (int s = 0; s < 2; ++s) {
-        Bytes quads[4];
+      for (int s = 0; s < kLines; ++s) {
+        IntBytes quads[4];
         QuadsOfRows(rows[s], quads);
-        for (int i = 0; i < 4; ++i) Put(quads[i], r / 4 * kPlaces, 128 * s + 32 * i, nan[4 * s + i]);
+        for (int i = 0; i < 4; ++i) Put(quads[i], r / 4 * kPlaces, 4 * kLineColumns * s + kIntBytes * i, nan);
       }
     }
   }
 
+  EFORMER_INLINE static const uint8_t* CopySome(const uint8_t* from, int64_t present, uint8_t (&copy)[kPanelColumns]) {
+    if (present >= kPanelColumns) return from;
+    std::memset(copy, 0, sizeof copy);
+    std::memcpy(copy, from, present);
+    return copy;
+  }
+
   template <bool kWhole>
-  void UnpackColumns(int64_t k, int64_t depth, int64_t n, Bytes (&nan)[8]) {
+  void UnpackColumns(int64_t k, int64_t depth, int64_t n, uint8_t (&nan)[kQuadRowBytes]) {
     const int64_t row_bytes = kPacked ? m.RowBytes(kPlaces) : kInt8PanelDepth + kRunValues;
     const int64_t first = kPacked ? k / kPlaces : 0, count = depth / kPlaces;
     alignas(32) uint8_t unpacked[8][kInt8PanelDepth + kRunValues];
     for (int part = 0; part < 8; ++part) {
       int64_t rows[8];
-      for (int i = 0; i < 8; ++i) rows[i] = n + part / 4 * 32 + kFourColumns[part % 4 * 2 + i / 4] + i % 4;
+      for (int i = 0; i < 8; ++i) rows[i] = n + kPanelFours[2 * part + i / 4] + i % 4;
       if constexpr (!kPacked) {
         std::memset(unpacked, 0, sizeof unpacked);
         for (int i = 0; i < 8 && rows[i] < m.rows; ++i) {
@@ -176,7 +205,7 @@ struct Int8Panels {
           }
         }
         QuadsOfColumns(columns, quads);
-        for (int u = 0; u < 8; ++u) Put(quads[u], (c / 4 + u) * kPlaces, 32 * part, nan[part]);
+        for (int u = 0; u < 8; ++u) Put(quads[u], (c / 4 + u) * kPlaces, 32 * part, nan);
       }
     }
   }
@@ -220,7 +249,7 @@ struct Int8PanelScales {
       from = static_cast<const float*>(std::memcpy(some, from, present * sizeof(float)));
     }
     for (int i = 0; i < 16; ++i) {
-      const float* four = from + i / 8 * kStripSize + kFourColumns[i % 8];
+      const float* four = from + kPanelFours[i];
       for (int j = 0; j < 4; ++j) to[4 * i + j] = four[j] * unit;
     }
   }
@@ -233,7 +262,7 @@ struct Int8PanelScales {
       const int64_t some = Min(kAtOnce, count - b);
       for (int part = 0; part < 8; ++part) {
         for (int i = 0; i < 8; ++i) {
-          const int64_t row = n + part / 4 * 32 + kFourColumns[part % 4 * 2 + i / 4] + i % 4;
+          const int64_t row = n + kPanelFours[2 * part + i / 4] + i % 4;
           if (row >= m.rows) {
             std::memset(of_scales[i], 0, sizeof of_scales[i]);
             std::memset(of_offsets[i], 0, sizeof of_offsets[i]);

@@ -9,8 +9,6 @@
 
 namespace eformer::EFORMER_ISA {
 
-typedef uint8_t Sixteen __attribute__((vector_size(16)));
-
 // Rounds kLanes floats to the nearest integers, halves to the even one.
 static inline Places Round(Vec v) {
 #if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
@@ -23,6 +21,8 @@ static inline Places Round(Vec v) {
   return (Places)_mm256_cvtps_epi32((__m256)v);
 #elif defined(__SSE2__)
   return (Places)_mm_cvtps_epi32((__m128)v);
+#elif defined(EFORMER_NEON)
+  return (Places)vcvtnq_s32_f32((float32x4_t)v);
 #else
   Places rounded;
   for (int i = 0; i < kLanes; ++i) rounded[i] = static_cast<int32_t>(__builtin_rintf(v[i]));
@@ -33,6 +33,8 @@ static inline Places Round(Vec v) {
 static inline int32_t Largest(Places v) {
 #if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
   return _mm512_reduce_max_epi32((__m512i)v);
+#elif defined(EFORMER_NEON)
+  return vmaxvq_s32((int32x4_t)v);
 #else
   int32_t largest = v[0];
   for (int i = 1; i < kLanes; ++i) largest = v[i] > largest ? v[i] : largest;
@@ -51,7 +53,12 @@ static inline void PutSixteen(Sixteen values, int64_t k, int8_t* to) {
           static_cast<uint8_t>(kPlaces * byte + place);
     }
   }
+#if defined(__clang__)  // it has no shuffle whose places are a variable, and makes a constant one of this
+  Sixteen ordered;
+  for (int i = 0; i < 16; ++i) ordered[i] = values[order[i]];
+#else
   const Sixteen ordered = __builtin_shuffle(values, order);
+#endif
   if constexpr (kPiece == kSpan || kPlaces == 1) {
     std::memcpy(to + k, &ordered, sizeof ordered);
   } else {

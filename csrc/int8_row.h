@@ -1,4 +1,4 @@
-// One row of x rounded to int8 times a matrix, contracted along its rows: four rows of bytes are read side by side,
+// One row of x rounded to int8 times a matrix, contracted along its rows: some rows of bytes are read side by side,
 // from left to right over a stripe of columns, while the sums of a block wait in L1.
 #pragma once
 
@@ -9,12 +9,25 @@
 namespace eformer::EFORMER_ISA {
 
 constexpr int64_t kStripeColumns = 4096;
+constexpr int64_t kLineRows = 16;    // rows of bytes that are read side by side; the best from memory, on Zen 5
+constexpr int64_t kLineAhead = 256;  // bytes from what is read to what is prefetched
+
+// Stores numbers that are in the order of panels.
+EFORMER_INLINE void StoreInOrder(float* to, const Reals (&v)[4]) {
+#if defined(EFORMER_BYTE_DOTS)
+  StoreLine(to, v);
+#else
+  for (int i = 0; i < 8; ++i) {
+    std::memcpy(to + kPanelFours[i], reinterpret_cast<const char*>(&v[i / 2]) + 16 * (i % 2), 16);
+  }
+#endif
+}
 
 template <class Format, bool kPacked>
 struct Int8Stripe {
   static constexpr int kPlaces = kPacked ? kValuesPerByte<Format> : 1;
   static constexpr bool kInBlocks = Format::kScales == ScaleKind::kPerBlock;
-  typedef StripDotsOf<Format> Dots;
+  typedef DotsOf<Format> Dots;
 
   const Matrix m;
   const Int8X& x;
@@ -23,28 +36,34 @@ struct Int8Stripe {
   alignas(64) float totals[kStripeColumns];  // from here on, columns are in order
   alignas(64) float scales[kStripeColumns];  // of a block
   alignas(64) float offsets[kStripeColumns];
-  alignas(64) Bytes nan[kStripeColumns / 8];  // bits of columns, in the order of panels
+  alignas(64) int32_t nan[kStripeColumns];  // bits of columns, in the order of panels
 
   Int8Stripe(const Matrix& m, const Int8X& x, int64_t n, int64_t width) : m(m), x(x), n(n), width(width) {
     const int64_t padded = CeilDiv(width, kPanelColumns) * kPanelColumns;
     std::memset(totals, 0, padded * sizeof(float));
     for (float* floats : {scales, offsets}) std::memset(floats + width, 0, (padded - width) * sizeof(float));
-    if (Int8Codes<Format>::kHasNaN) std::memset(nan, 0, padded * sizeof(uint32_t));
+    if (Int8Codes<Format>::kHasNaN) std::memset(nan, 0, padded * sizeof(int32_t));
   }
 
   // Adds x[k : k + block] @ matrix[k : k + block].
   void AddBlock(int64_t k, bool has_offsets) {
     const int64_t first = k / kPlaces, rows = Min(x.block / kPlaces, CeilDiv(m.rows, kPlaces) - first);
-    const int32_t start = -BiasOf<Format>(m) * x.sums[k / x.block];
-    for (int64_t r = 0; r < rows; r += 4) {
-      const int8_t* four = x.values + k + r * kPlaces;
-      const int64_t whole = width / kPanelColumns * kPanelColumns;
-      for (int64_t c = 0; c < whole; c += kPanelColumns)
-        AddFour<true>(first + r, Min(4, rows - r), c, four, r == 0, start);
-      if (whole < width) AddFour<false>(first + r, Min(4, rows - r), whole, four, r == 0, start);
+    for (int64_t r = 0; r < rows; r += kLineRows) {
+      const Part part = {first + r, Min(kLineRows, rows - r), k + r * kPlaces, k / x.block,
+                         r == 0,    r + kLineRows >= rows,    has_offsets};
+      const int64_t whole = part.count % 4 == 0 && kPacked ? width / kPanelColumns * kPanelColumns : 0;
+      for (int64_t c = 0; c < whole; c += kPanelColumns) {
+        const uint8_t* from = m.planes[0] + part.row * m.cols + n + c;
+        for (int64_t at = 0; at < kPanelColumns; at += kLineColumns) AddLine<true>(part, from + at, m.cols, c + at);
+      }
+      for (int64_t c = whole; c < width; c += kPanelColumns) {
+        alignas(64) uint8_t copy[kLineRows][kPanelColumns] = {};
+        CopyRows(part, c, copy);
+        for (int64_t at = 0; at < kPanelColumns; at += kLineColumns) {
+          AddLine<false>(part, copy[0] + at, kPanelColumns, c + at);
+        }
+      }
     }
-    const float step = x.steps[k / x.block], sum = step * static_cast<float>(x.sums[k / x.block]);
-    for (int64_t c = 0; c < width; c += kStripSize) Scale(c, step, sum, has_offsets);
   }
 
   // Reads the scales of a block of the matrix; true if it has offsets.
@@ -59,72 +78,88 @@ struct Int8Stripe {
   void Write(float* y) const {
     std::memcpy(y, totals, width * sizeof(float));
     if constexpr (Int8Codes<Format>::kHasNaN) {
-      for (int64_t c = 0; c < CeilDiv(width, 32) * 32; ++c) {
-        const int64_t column = c / 32 * 32 + kFourColumns[c % 32 / 4] + c % 4;
-        uint32_t bits;
-        std::memcpy(&bits, reinterpret_cast<const char*>(nan) + 4 * c, sizeof bits);
-        if (bits != 0 && column < width) y[column] = __builtin_nanf("");
+      for (int64_t c = 0; c < CeilDiv(width, kPanelColumns) * kPanelColumns; ++c) {
+        const int64_t at = c % kPanelColumns, column = c - at + kPanelFours[at / 4] + at % 4;
+        if (nan[c] != 0 && column < width) y[column] = __builtin_nanf("");
       }
     }
   }
 
  private:
-  // Adds four rows of bytes, or fewer, times 4 * kPlaces values of x, for 64 columns.
-  template <bool kWhole>
-  EFORMER_INLINE void AddFour(int64_t row, int64_t count, int64_t c, const int8_t* four, bool starts, int32_t start) {
-    Bytes rows[2][4] = {};
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      if (j >= count) break;
+  // Some rows of bytes of a block.
+  struct Part {
+    int64_t row, count;  // the first row, and how many
+    int64_t k, block;    // of x
+    bool starts, ends, has_offsets;
+  };
+
+  // Copies columns `c` and following, or their codes, with zeros behind the last row and column.
+  void CopyRows(const Part& part, int64_t c, uint8_t (&copy)[kLineRows][kPanelColumns]) const {
+    for (int64_t j = 0; j < part.count; ++j) {
       if constexpr (kPacked) {
-        const uint8_t* from = m.planes[0] + (row + j) * m.cols + n + c;
-        __builtin_prefetch(from + 4 * m.cols);
-#pragma GCC unroll 2
-        for (int s = 0; s < 2; ++s) {
-          rows[s][j] =
-              kWhole ? LoadBytes(from + s * kStripSize) : LoadSome(from + s * kStripSize, width - c - s * kStripSize);
-        }
+        std::memcpy(copy[j], m.planes[0] + (part.row + j) * m.cols + n + c, Min(kPanelColumns, width - c));
       } else {
         Bytes codes[2] = {};
-        AddPlanes<Format>(m, row + j, n + c, kWhole ? kPanelColumns : width - c, codes);
-        rows[0][j] = codes[0];
-        rows[1][j] = codes[1];
-      }
-    }
-    for (int s = 0; s < 2; ++s) {
-      Bytes quads[4];
-      QuadsOfRows(rows[s], quads);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const int64_t at = c + s * kStripSize + 8 * i;
-        const Bytes flipped = FlipPacked<Format, kPlaces>(quads[i]);
-        if constexpr (Int8Codes<Format>::kHasNaN) nan[at / 8] |= FindNaN(flipped);
-        typename Dots::Sum sum{};
-        ForEachPlace<kPlaces>([&](auto place) {
-          int32_t values;
-          std::memcpy(&values, four + 4 * place, sizeof values);
-          sum = Dots::Add(sum, Dots::Prepare(BytesAt<Format, kPlaces, place>(flipped)), values - StripInts{});
-        });
-        const StripInts before = starts ? start - StripInts{} : LoadVector<StripInts>(sums + at);
-        StoreVector(sums + at, before + Dots::Widen(sum));
+        AddPlanes<Format>(m, part.row + j, n + c, width - c, codes);
+        std::memcpy(copy[j], codes, sizeof codes);
       }
     }
   }
 
-  EFORMER_INLINE void Scale(int64_t c, float step, float x_sum, bool has_offsets) {
-    float found[kStripSize];
+  // Adds the part's rows of bytes, from columns `c` on, times x.
+  template <bool kAhead>
+  EFORMER_INLINE void AddLine(const Part& part, const uint8_t* from, int64_t stride, int64_t c) {
+    Ints dots[4];
+    const int32_t start = -BiasOf<Format>(m) * x.sums[part.block];
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const StripReals reals = ToStripReals(LoadVector<StripInts>(sums + c + 8 * i));
-      for (int half = 0; half < 2; ++half) {
-        std::memcpy(found + kFourColumns[2 * i + half], reinterpret_cast<const char*>(&reals) + 16 * half, 16);
+      dots[i] = part.starts ? start - Ints{} : LoadVector<Ints>(sums + c + i * kIntLanes);
+    }
+    const int8_t* xs = x.values + part.k;
+    for (int64_t r = 0; r < part.count; r += 4, xs += 4 * kPlaces) {
+      IntBytes rows[4], quads[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j, from += stride) {
+        if constexpr (kAhead) __builtin_prefetch(from + kLineAhead);
+        rows[j] = LoadVector<IntBytes>(from);
+      }
+      QuadsOfRows(rows, quads);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const IntBytes flipped = FlipPacked<Format, kPlaces>(quads[i]);
+        if constexpr (Int8Codes<Format>::kHasNaN) {
+          int32_t* to = nan + c + i * kIntLanes;
+          StoreVector(to, LoadVector<IntBytes>(to) | FindNaN(flipped));
+        }
+        typename Dots::Sum sum = Dots::Start(dots[i]);
+        ForEachPlace<kPlaces>([&](auto place) {
+          sum = Dots::Add(sum, Dots::Prepare(BytesAt<Format, kPlaces, place>(flipped)), SpreadFour(xs + 4 * place));
+        });
+        dots[i] = Dots::Finish(sum, dots[i]);
       }
     }
-    const Vec unit = Spread(step / Format::kInt8Steps);
-    for (int i = 0; i < kStripSize; i += kLanes) {
-      Vec total = Load(totals + c + i);
-      total += Load(found + i) * (kInBlocks ? unit * Load(scales + c + i) : unit);
-      if (has_offsets) total += Load(offsets + c + i) * x_sum;
-      Store(totals + c + i, total);
+    if (part.ends) return Scale(part, c, dots);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) StoreVector(sums + c + i * kIntLanes, dots[i]);
+  }
+
+  // Adds the sums of a block, scaled, to the totals.
+  EFORMER_INLINE void Scale(const Part& part, int64_t c, const Ints (&dots)[4]) {
+    const float step = x.steps[part.block];
+    const float x_sum = step * static_cast<float>(x.sums[part.block]);
+    Reals reals[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) reals[i] = ToReals(dots[i]);
+    alignas(64) float found[kLineColumns];
+    StoreInOrder(found, reals);
+    const Reals unit = step / Format::kInt8Steps - Reals{};
+#pragma GCC unroll 4
+    for (int i = 0; i < kLineColumns; i += kIntLanes) {
+      Reals total = LoadVector<Reals>(totals + c + i);
+      const Reals factor = kInBlocks ? unit * LoadVector<Reals>(scales + c + i) : unit;
+      total += LoadVector<Reals>(found + i) * factor;
+      if (part.has_offsets) total += LoadVector<Reals>(offsets + c + i) * x_sum;
+      StoreVector(totals + c + i, total);
     }
   }
 };

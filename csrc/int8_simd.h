@@ -8,6 +8,8 @@ namespace eformer::EFORMER_ISA {
 #if defined(EFORMER_VNNI) && defined(__AVX512VNNI__)
 #define EFORMER_BYTE_DOTS
 constexpr int kIntBytes = 64;
+#elif defined(EFORMER_NEON)
+constexpr int kIntBytes = 16;
 #else
 constexpr int kIntBytes = 32;
 #endif
@@ -46,8 +48,48 @@ EFORMER_INLINE Reals PickReals(Reals values, Ints places) {
   return (Reals)_mm512_permutexvar_ps((__m512i)places, (__m512)values);
 #elif defined(__AVX2__)
   return (Reals)_mm256_permutevar8x32_ps((__m256)values, (__m256i)places);
+#elif defined(EFORMER_NEON)
+  return Pick(values, places);
 #else
-  return __builtin_shuffle(values, places);
+  Reals found;
+  for (int i = 0; i < kIntLanes; ++i) found[i] = values[places[i]];
+  return found;
+#endif
+}
+
+// -1 in the first `count` lanes, and 0 in the others.
+EFORMER_INLINE Ints FirstLanes(int64_t count) {
+  Ints lanes;
+  for (int i = 0; i < kIntLanes; ++i) lanes[i] = i;
+  return lanes < static_cast<int32_t>(count < kIntLanes ? count : kIntLanes) - Ints{};
+}
+
+// The sums of all lanes of each vector.
+EFORMER_INLINE void AddUp(const Reals (&sums)[1], float* to) {
+  float lanes[kIntLanes], total = 0;
+  StoreVector(lanes, sums[0]);
+  for (float lane : lanes) total += lane;
+  *to = total;
+}
+
+EFORMER_INLINE void AddUp(const Reals (&sums)[4], float* to) {
+#if defined(__AVX2__)
+  __m256 halves[4];
+  for (int i = 0; i < 4; ++i) {
+#if defined(EFORMER_BYTE_DOTS)
+    const __m512 sum = (__m512)sums[i];
+    halves[i] = _mm512_castps512_ps256(sum) + _mm512_extractf32x8_ps(sum, 1);
+#else
+    halves[i] = (__m256)sums[i];
+#endif
+  }
+  const __m256 quarters = _mm256_hadd_ps(_mm256_hadd_ps(halves[0], halves[1]), _mm256_hadd_ps(halves[2], halves[3]));
+  _mm_storeu_ps(to, _mm256_castps256_ps128(quarters) + _mm256_extractf128_ps(quarters, 1));
+#else
+  for (int i = 0; i < 4; ++i) {
+    const Reals one[1] = {sums[i]};
+    AddUp(one, to + i);
+  }
 #endif
 }
 
@@ -67,11 +109,21 @@ EFORMER_INLINE IntBytes LookUpBytes(const ByteTable& table, IntBytes codes) {
   const __m512i twice = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(table.bytes)));
   return (IntBytes)_mm512_shuffle_epi8(twice, (__m512i)codes);
 }
+#elif defined(EFORMER_NEON)
+EFORMER_INLINE IntBytes ShiftDown(IntBytes codes, int bits) { return codes >> bits; }
+
+EFORMER_INLINE IntBytes LookUpBytes(const ByteTable& table, IntBytes codes) {
+  return (IntBytes)vqtbl1q_u8(vld1q_u8(table.bytes), (uint8x16_t)codes);
+}
 #endif
 
 EFORMER_INLINE Bytes LookUpBytes(const ByteTable& table, Bytes codes) {
 #if defined(__AVX2__)
   return (Bytes)_mm256_shuffle_epi8(_mm256_load_si256(reinterpret_cast<const __m256i*>(table.bytes)), (__m256i)codes);
+#elif defined(EFORMER_NEON)
+  uint8x16x2_t halves = HalvesOf(codes);
+  for (uint8x16_t& half : halves.val) half = vqtbl1q_u8(vld1q_u8(table.bytes), half);
+  return Joined(halves);
 #else
   for (int i = 0; i < kStripSize; ++i) codes[i] = table.bytes[codes[i] & 15];
   return codes;
@@ -118,7 +170,8 @@ EFORMER_INLINE void ForEachPlace(const Use& use) {
   if constexpr (kPlace + 1 < kPlaces) ForEachPlace<kPlaces, kPlace + 1>(use);
 }
 
-// Each lane's sum of four bytes of codes times four bytes of x, none of which is -128.
+// Each lane's sum of four bytes of codes times four bytes of x, none of which is -128. Sums that start with
+// Start(first) end with Finish(sum, first).
 struct ByteDots {
   typedef IntBytes Codes;
   typedef Ints Sum;
@@ -128,6 +181,14 @@ struct ByteDots {
   EFORMER_INLINE static Sum Add(Sum sum, Codes codes, Ints x) {
 #if defined(EFORMER_BYTE_DOTS)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#elif defined(__AVXVNNI__)
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
+#elif defined(EFORMER_NEON) && defined(__ARM_FEATURE_DOTPROD)
+    return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)x);
+#elif defined(EFORMER_NEON)
+    const int8x16_t a = (int8x16_t)codes, b = (int8x16_t)x;
+    const int16x8_t pairs = vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b));
+    return (Ints)vpadalq_s16((int32x4_t)sum, pairs);
 #else
     typedef int8_t Factors __attribute__((vector_size(kIntBytes)));
     const Factors factors = (Factors)x;
@@ -136,9 +197,11 @@ struct ByteDots {
 #endif
   }
   EFORMER_INLINE static Ints Widen(Sum sum) { return sum; }
+  EFORMER_INLINE static Sum Start(Ints first) { return first; }
+  EFORMER_INLINE static Ints Finish(Sum sum, Ints) { return sum; }
 };
 
-#if defined(__AVX2__) && !defined(EFORMER_BYTE_DOTS)
+#if defined(__AVX2__) && !defined(EFORMER_BYTE_DOTS) && !defined(__AVXVNNI__)
 
 // The same in 16 bits, for codes of few bits.
 template <int kTerms>
@@ -152,6 +215,8 @@ struct ShortDots {
     return sum + (Shorts)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
   }
   EFORMER_INLINE static Ints Widen(Sum sum) { return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
+  EFORMER_INLINE static Sum Start(Ints) { return Sum{}; }
+  EFORMER_INLINE static Ints Finish(Sum sum, Ints first) { return Widen(sum) + first; }
 };
 
 // The same for signed codes: their sizes, times x with their signs.
@@ -168,54 +233,32 @@ struct SignedDots {
     return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
   }
   EFORMER_INLINE static Ints Widen(Sum sum) { return sum; }
+  EFORMER_INLINE static Sum Start(Ints first) { return first; }
+  EFORMER_INLINE static Ints Finish(Sum sum, Ints) { return sum; }
 };
 
-template <class Format>
-constexpr int ShortTerms() {
+constexpr int ShortTerms(int fit) {
   int terms = ByteDots::kMaxTerms;
-  while (terms > Int8Codes<Format>::kShortSums) terms /= 2;
+  while (terms > fit) terms /= 2;
   return terms;
 }
 
 template <class Format>
-using DotsOf = std::conditional_t<Int8Codes<Format>::kSigned, SignedDots, ShortDots<ShortTerms<Format>()>>;
+using DotsOf =
+    std::conditional_t<Int8Codes<Format>::kSigned, SignedDots, ShortDots<ShortTerms(Int8Codes<Format>::kShortSums)>>;
+
+// For fields of few bits.
+template <int kBits>
+using FieldDots = ShortDots<ShortTerms(ShortSums((1 << kBits) - 1))>;
 
 #else
 
 template <class Format>
 using DotsOf = ByteDots;
 
+template <int kBits>
+using FieldDots = ByteDots;
+
 #endif
-
-// The same in vectors of 32 bytes.
-typedef int32_t StripInts __attribute__((vector_size(32)));
-typedef float StripReals __attribute__((vector_size(32)));
-
-#if defined(EFORMER_BYTE_DOTS)
-struct StripByteDots {
-  typedef Bytes Codes;
-  typedef StripInts Sum;
-
-  EFORMER_INLINE static Codes Prepare(Bytes codes) { return codes; }
-  EFORMER_INLINE static Sum Add(Sum sum, Codes codes, StripInts x) {
-    return (StripInts)_mm256_dpbusd_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
-  }
-  EFORMER_INLINE static StripInts Widen(Sum sum) { return sum; }
-};
-
-template <class Format>
-using StripDotsOf = StripByteDots;
-#else
-template <class Format>
-using StripDotsOf = DotsOf<Format>;
-#endif
-
-EFORMER_INLINE StripReals ToStripReals(StripInts ints) {
-#if defined(__AVX2__)
-  return (StripReals)_mm256_cvtepi32_ps((__m256i)ints);
-#else
-  return __builtin_convertvector(ints, StripReals);
-#endif
-}
 
 }  // namespace eformer::EFORMER_ISA

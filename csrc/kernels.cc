@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "bfloats.h"
+#include "dot_tiles.h"
 #include "format_list.h"  // made by CMake: includes formats/*.h and defines EFORMER_FORMATS(use) as use(Int8, "int8") ...
 #include "int8_dots.h"
 #include "int8_matmul.h"
@@ -37,6 +38,8 @@ constexpr Kernels KernelsOf() {
           RowMatmulOrNull<Format::RowMatmul>(),
           RowMatmulTransposedOf<Format>(),
           Matmul<Format>,
+          RowParts<Format>::DotOrderOf,
+          DotMatmul<Format>,
           kBfloatMatmul<Format>,
           Int8OrderOf<Format>,
           Int8DotsOrNull<Format>(),
@@ -52,42 +55,64 @@ EFORMER_FORMATS(EFORMER_CHECK_FORMAT)
 
 extern const InstructionSet kInstructionSet;
 
+#if defined(EFORMER_EXTENDS)
+
+// The kernels of another instruction set, which are not compiled again, and those that this one has better.
 #if defined(EFORMER_AMX)
+template <class Format>
+static void Replace(Kernels& kernels) {
+  kernels.bfloat_matmul = kBfloatMatmul<Format>;
+  kernels.int8_matmul = Int8MatmulOrNull<Format>();
+}
+#else
+template <class Format>
+static void Replace(Kernels& kernels) {
+  kernels.int8_dots = Int8DotsOrNull<Format>();
+  kernels.int8_matmul = Int8MatmulOrNull<Format>();
+}
+#endif
 
-// AMX adds tiles of bfloat16. All else is that of AVX-512 with VNNI, and not compiled again.
-#define EFORMER_BFLOAT_MATMUL_OF(Format, file_name) kBfloatMatmul<Format>,
-static constexpr decltype(Kernels::bfloat_matmul) kBfloatMatmuls[] = {EFORMER_FORMATS(EFORMER_BFLOAT_MATMUL_OF)};
+#define EFORMER_COUNT(Format, file_name) +1
+struct Extended {
+  Kernels all[EFORMER_FORMATS(EFORMER_COUNT)];
 
-struct WithTiles {
-  Kernels all[sizeof kBfloatMatmuls / sizeof *kBfloatMatmuls];
-
-  WithTiles() {
-    for (size_t i = 0; i < sizeof all / sizeof *all; ++i) {
-      all[i] = avx512_vnni::kInstructionSet.begin[i];
-      all[i].bfloat_matmul = kBfloatMatmuls[i];
-    }
+  Extended() {
+    Kernels* at = all;
+    const Kernels* from = EFORMER_EXTENDS::kInstructionSet.begin;
+#define EFORMER_REPLACE(Format, file_name) \
+  *at = *from++;                           \
+  Replace<Format>(*at++);
+    EFORMER_FORMATS(EFORMER_REPLACE)
   }
 };
 
-static InstructionSet WithKernels(const WithTiles& kernels) {
-  InstructionSet set = avx512_vnni::kInstructionSet;
+static InstructionSet WithKernels(const Extended& kernels) {
+  InstructionSet set = EFORMER_EXTENDS::kInstructionSet;
   set.name = EFORMER_STRING(EFORMER_ISA);
+  set.int8_tile_rows = kInt8TileRows;
   set.begin = kernels.all;
   set.end = kernels.all + sizeof kernels.all / sizeof *kernels.all;
   return set;
 }
 
-static const WithTiles kWithTiles;
-const InstructionSet kInstructionSet = WithKernels(kWithTiles);
+static const Extended kExtended;
+const InstructionSet kInstructionSet = WithKernels(kExtended);
 
 #else
 
 #define EFORMER_KERNELS_OF(Format, file_name) KernelsOf<Format>(),
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
-const InstructionSet kInstructionSet = {
-    EFORMER_STRING(EFORMER_ISA),      kTileRows, kInt8TileRows, kSplitTileRows, Interleave, RoundRow, SplitRow, kAll,
-    kAll + sizeof kAll / sizeof *kAll};
+const InstructionSet kInstructionSet = {EFORMER_STRING(EFORMER_ISA),
+                                        kTileRows,
+                                        kInt8TileRows,
+                                        kSplitTileRows,
+                                        Interleave,
+                                        OrderPairs,
+                                        RoundRow,
+                                        SplitRow,
+                                        kAll,
+                                        kAll + sizeof kAll / sizeof *kAll};
 
 #endif
 

@@ -88,6 +88,7 @@ constexpr int64_t kSliceColumns = 4096;  // columns of the result in a call of `
 constexpr int64_t kDepthStep = 64;       // the contracted axis is cut at multiples of this, and at whole blocks
 constexpr int64_t kPanelColumns = 64;    // columns of the result in a panel: the values that are decoded at a time
 constexpr int64_t kFewRows = 16;         // for fewer rows of x, decoding takes as long as multiplying
+constexpr int64_t kDotRows = 24;         // for more rows of x, it pays to transpose codes for `matmul`
 constexpr int64_t kMaxTileRows = 16;     // rows of x whose sums fit into the registers of any instruction set
 constexpr int64_t kChunkRows = 240;      // rows of x in a call of `matmul`: their sums stay in L2
 
@@ -100,6 +101,19 @@ struct RowGroups {
   EFORMER_INLINE RowGroups(int64_t rows, int64_t max_rows) : rows(rows), count(CeilDiv(rows, max_rows)) {}
   EFORMER_INLINE int64_t First(int64_t group) const { return rows * group / count; }
   EFORMER_INLINE int64_t Size(int64_t group) const { return First(group + 1) - First(group); }
+};
+
+// How `dot_matmul` wants rows of x.
+enum class DotOrder {
+  kNone,   // there is no such loop for the matrix
+  kPlain,  // as they are
+  kPairs,  // as InstructionSet::order_pairs makes them
+};
+
+// Rows of float32 x, `stride` apart, in a DotOrder. Zeros follow each, up to a multiple of kXPadding.
+struct PlainX {
+  const float* values;
+  int64_t stride;
 };
 
 // `bfloat_matmul` takes x in AMX tiles of 16 rows by 32 of depth. Tiles of the same rows follow each other along the
@@ -160,7 +174,14 @@ struct Kernels {
   void (*matmul)(const Matrix& matrix, const float* x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                  float* y);
 
-  // The same for up to kBfloatChunkRows rows of bfloat16 x, with values rounded to bfloat16; nullptr without AMX.
+  // The order that x must have for `dot_matmul`.
+  DotOrder (*dot_order)(const Matrix& matrix);
+
+  // As `matmul` for up to kDotRows rows of x, one behind the other, and contracted_axis 1; n0 may be any.
+  void (*dot_matmul)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
+                     int64_t n1, float* y);
+
+  // As `matmul` for up to kBfloatChunkRows rows of bfloat16 x, with values rounded to bfloat16; nullptr without AMX.
   void (*bfloat_matmul)(const Matrix& matrix, const uint16_t* x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
                         int64_t n1, float* y);
 
@@ -182,8 +203,8 @@ struct Kernels {
   void (*split_matmul)(const Matrix& matrix, const SplitX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
                        int64_t n1, float* y);
 
-  // All values of a row.
-  void (*decode)(const Matrix& matrix, int64_t row, float* values);
+  // All values of the rows r0 to r1.
+  void (*decode)(const Matrix& matrix, int64_t r0, int64_t r1, float* values);
 };
 
 struct InstructionSet {
@@ -194,6 +215,9 @@ struct InstructionSet {
 
   // Makes a group of RowGroups: to[k * rows + r] = x[r * stride + k] for r < rows and k < depth.
   void (*interleave)(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to);
+
+  // Puts `count` values, a multiple of kXPadding, into the order in which pairs of codes in a byte are decoded.
+  void (*order_pairs)(const float* x, int64_t count, float* to);
 
   // Rounds a row of x; false if it is not finite or beyond 2^100, or its steps are not. What follows the last block
   // stays as it is.
@@ -211,7 +235,11 @@ struct InstructionSet {
 namespace amx { extern const InstructionSet kInstructionSet; }
 namespace avx512_vnni { extern const InstructionSet kInstructionSet; }
 namespace avx512 { extern const InstructionSet kInstructionSet; }
+namespace avx2_vnni { extern const InstructionSet kInstructionSet; }
 namespace avx2 { extern const InstructionSet kInstructionSet; }
+namespace neon_i8mm { extern const InstructionSet kInstructionSet; }
+namespace neon_dot { extern const InstructionSet kInstructionSet; }
+namespace neon { extern const InstructionSet kInstructionSet; }
 namespace portable { extern const InstructionSet kInstructionSet; }
 
 }  // namespace eformer

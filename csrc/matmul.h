@@ -8,7 +8,12 @@
 
 namespace eformer::EFORMER_ISA {
 
-constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;  // rows of x whose sums fit into registers
+// Rows of x whose sums fit into registers. NEON has room for 12, but GCC 12 would keep some of them in memory.
+#if defined(EFORMER_NEON)
+constexpr int kTileRows = 8;
+#else
+constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
+#endif
 static_assert(kTileRows <= kMaxTileRows);
 
 // The sums of kRows rows of x.
@@ -21,17 +26,29 @@ struct Tile {
     Vec found[kRows][kVectors] = {};
     for (int64_t k = 0; k < depth; ++k, panel += kPanelStride, x += kRows) {
       Vec values[kVectors];
+#pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) values[j] = Load(panel + j * kLanes);
+#pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         const Vec factor = Spread(x[r]);
+#pragma GCC unroll 4
         for (int j = 0; j < kVectors; ++j) found[r][j] += values[j] * factor;
       }
     }
-    for (int j = 0; j < kVectors; ++j) {
-      const Vec factor = scale != nullptr ? Load(scale + j * kLanes) : Spread(1);
-      for (int r = 0; r < kRows; ++r) {
+    if (scale != nullptr) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        const Vec factor = Load(scale + j * kLanes);
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r) found[r][j] *= factor;
+      }
+    }
+#pragma GCC unroll 12  // without these, GCC 12 keeps the sums in memory too
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
         float* sum = sums + r * kPanelColumns + j * kLanes;
-        Store(sum, starts ? found[r][j] * factor : Load(sum) + found[r][j] * factor);
+        Store(sum, starts ? found[r][j] : Load(sum) + found[r][j]);
       }
     }
   }
@@ -62,46 +79,20 @@ constexpr decltype(Kernels::row_matmul_transposed) RowMatmulTransposedOf() {
   }
 }
 
-// Memory for floats that starts a cache line: no row of a panel is in more lines than it has to be.
-struct Lines {
-  float* values;
-
-  explicit Lines(int64_t count) : values(static_cast<float*>(std::aligned_alloc(64, CeilDiv(Max(count, 1), 16) * 64))) {
-    if (values == nullptr) OutOfMemory();
+// Writes the first `width` sums of the columns of a panel, in the order of the matrix.
+template <class Panels>
+EFORMER_INLINE void WriteSums(const Panels& panels, const float* sums, int64_t width, float* y) {
+  alignas(64) float row[kPanelColumns];
+  if (!panels.IsNatural()) {
+    panels.ToNatural(sums, row);
+    sums = row;
   }
-  ~Lines() { std::free(values); }
-  Lines(const Lines&) = delete;
-  Lines& operator=(const Lines&) = delete;
-};
-
-// Writes sums of the columns of a panel in the order of the matrix.
-struct PanelOrder {
-  int32_t places[kPanelColumns];  // of each column in the panel
-  bool natural = true;
-
-  template <class Panels>
-  explicit PanelOrder(const Panels& panels) {
-    uint8_t columns[kPanelColumns];
-    panels.Order(columns);
-    for (int i = 0; i < kPanelColumns; ++i) {
-      places[columns[i] % kPanelColumns] = i;
-      natural = natural && columns[i] == i;
-    }
+  if (width < kPanelColumns) {
+    std::memcpy(y, sums, width * sizeof(float));
+  } else {
+    for (int i = 0; i < kPanelColumns; i += kLanes) Store(y + i, Load(sums + i));
   }
-
-  EFORMER_INLINE void Write(const float* sums, int64_t width, float* y) const {
-    float row[kPanelColumns];
-    if (!natural) {
-      for (int i = 0; i < kPanelColumns; ++i) row[i] = sums[places[i]];
-      sums = row;
-    }
-    if (width < kPanelColumns) {
-      std::memcpy(y, sums, width * sizeof(float));
-    } else {
-      for (int i = 0; i < kPanelColumns; i += kLanes) Store(y + i, Load(sums + i));
-    }
-  }
-};
+}
 
 // As InstructionSet::interleave says.
 EFORMER_NOINLINE static void Interleave(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to) {
@@ -146,11 +137,10 @@ static void Matmul(const Matrix& m, const float* x, int64_t count, int64_t k0, i
       }
     }
   }
-  const PanelOrder order(panels);
   for (int64_t n = n0; n < n1; n += kPanelColumns) {
     const float* sums = all_sums.values + (n - n0) * count;
     for (int64_t r = 0; r < count; ++r, sums += kPanelColumns) {
-      order.Write(sums, Min(kPanelColumns, n1 - n), y + r * m.Width() + n);
+      WriteSums(panels, sums, Min(kPanelColumns, n1 - n), y + r * m.Width() + n);
     }
   }
 }

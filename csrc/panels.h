@@ -35,6 +35,29 @@ struct PrefetchDistances {
   void Prefetch(const uint8_t* codes, int64_t row) const { __builtin_prefetch(codes + bytes[row % kCount]); }
 };
 
+// Memory for floats that starts a cache line: no row of a panel is in more lines than it has to be.
+struct Lines {
+  float* values;
+
+  explicit Lines(int64_t count) : values(static_cast<float*>(std::aligned_alloc(64, CeilDiv(Max(count, 1), 16) * 64))) {
+    if (values == nullptr) OutOfMemory();
+  }
+  ~Lines() { std::free(values); }
+  Lines(const Lines&) = delete;
+  Lines& operator=(const Lines&) = delete;
+};
+
+// Puts the values of even columns and those of odd ones, both in lane order, side by side.
+static inline void StorePairs(const float* even, const float* odd, float* to) {
+  alignas(64) float halves[2][kStripSize];
+  StoreStrip(halves[0], ToNatural(LoadStrip(even)));
+  StoreStrip(halves[1], ToNatural(LoadStrip(odd)));
+  for (int i = 0; i < kStripSize; ++i) {
+    to[2 * i] = halves[0][i];
+    to[2 * i + 1] = halves[1][i];
+  }
+}
+
 // to[k][i] = from[i][k] for 8 x 8 floats.
 static inline void Transpose8(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
 #if defined(__AVX2__)
@@ -53,6 +76,19 @@ static inline void Transpose8(const float* from, int64_t from_stride, float* to,
   for (int i = 0; i < 4; ++i) {
     _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
     _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+  }
+#elif defined(EFORMER_NEON)
+  for (int i = 0; i < 8; i += 4) {
+    for (int k = 0; k < 8; k += 4) {
+      float32x4_t row[4];
+      for (int j = 0; j < 4; ++j) row[j] = (float32x4_t)Load(from + (i + j) * from_stride + k);
+      const float32x4x2_t even = vzipq_f32(row[0], row[2]), odd = vzipq_f32(row[1], row[3]);
+      for (int j = 0; j < 2; ++j) {
+        const float32x4x2_t columns = vzipq_f32(even.val[j], odd.val[j]);
+        Store(to + (k + 2 * j) * to_stride + i, (Vec)columns.val[0]);
+        Store(to + (k + 2 * j + 1) * to_stride + i, (Vec)columns.val[1]);
+      }
+    }
   }
 #else
   for (int i = 0; i < 8; ++i) {
@@ -87,10 +123,9 @@ struct DecodedPanels {
     return nullptr;
   }
 
-  // The column of the panel that each value of a row belongs to.
-  void Order(uint8_t (&columns)[kPanelColumns]) const {
-    for (int i = 0; i < kPanelColumns; ++i) columns[i] = static_cast<uint8_t>(i);
-  }
+  // Whether the values of a row are in the order of columns. Else `ToNatural` would bring them, or their sums, into it.
+  bool IsNatural() const { return true; }
+  void ToNatural(const float* values, float* to) const { std::memcpy(to, values, kPanelColumns * sizeof(float)); }
 
  private:
   // The byte of the first plane that has the value at (row, col).

@@ -173,6 +173,45 @@ struct PackedRows {
   }
 };
 
+// The rows of x for each matrix, times its outer scale, as Kernels::dot_matmul takes them: x itself where that fits.
+struct PlainRows {
+  int64_t rows;
+  int64_t stride;
+  RowGroups chunks;  // all rows in one
+  std::unique_ptr<float[]> copied;
+  const float* values;
+
+  static constexpr auto kMatmul = &Kernels::dot_matmul;
+  static constexpr int64_t kStep = kDepthStep;
+  static constexpr bool kIsScaled = true;
+
+  static TaskColumns Columns(const Matrix&, int64_t) { return {16, 128}; }
+  int64_t First(int64_t) const { return 0; }
+  int64_t Size(int64_t) const { return rows; }
+  PlainX Chunk(int64_t matrix, int64_t) const { return {values + matrix * rows * stride, stride}; }
+
+  PlainRows(const Stack& stack, const ffi::AnyBuffer& x, DotOrder order)
+      : rows(x.dimensions()[1]),
+        stride(CeilDiv(stack.first.Depth(), kXPadding) * kXPadding),
+        chunks(rows, rows),
+        values(static_cast<const float*>(x.untyped_data())) {
+    const int64_t depth = stack.first.Depth();
+    const bool is_scaled = OuterScale(stack.kernels->format, stack.first).of_depth != nullptr;
+    const bool in_pairs = order == DotOrder::kPairs;
+    if (x.element_type() == ffi::F32 && depth == stride && !is_scaled && !in_pairs) return;
+    copied.reset(new float[(stack.count * rows + in_pairs) * stride]);
+    values = copied.get();
+    float* natural = in_pairs ? &copied[stack.count * rows * stride] : nullptr;
+    for (int64_t row = 0; row < stack.count * rows; ++row) {
+      float* to = in_pairs ? natural : &copied[row * stride];
+      ReadFloats(x, row * depth, depth, to);
+      OuterScale(stack.kernels->format, stack[row / rows]).ScaleInput(0, depth, to);
+      std::memset(to + depth, 0, (stride - depth) * sizeof(float));
+      if (in_pairs) stack.instructions->order_pairs(natural, stride, &copied[row * stride]);
+    }
+  }
+};
+
 // The rows of bfloat16 x for each matrix in tiles, as Kernels::bfloat_matmul takes them.
 struct TiledRows {
   int64_t rows;

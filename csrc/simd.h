@@ -14,6 +14,9 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(EFORMER_NEON)
+#include <arm_neon.h>
+#endif
 #if defined(EFORMER_EMULATE_AVX512)  // to test it on processors that do not have it
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
@@ -35,16 +38,19 @@ constexpr int kLanes = 4;
 static inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Memory for `count` values, zero at first. A type of this namespace: the linker could take a std::vector's functions
+// Memory for `count` values, zero at first, which starts at a cache line: vectors of 64 bytes that cross one take twice
+// as long to load. A type of this namespace: the linker could take a std::vector's functions
 // from another instruction set.
 template <class T>
 struct Zeros {
+  void* all;
   T* values;
 
-  explicit Zeros(int64_t count) : values(static_cast<T*>(std::calloc(Max(count, 1), sizeof(T)))) {
-    if (values == nullptr) OutOfMemory();
+  explicit Zeros(int64_t count) : all(std::calloc(count + 64 / sizeof(T), sizeof(T))) {
+    if (all == nullptr) OutOfMemory();
+    values = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(all) + 63) / 64 * 64);
   }
-  ~Zeros() { std::free(values); }
+  ~Zeros() { std::free(all); }
   Zeros(const Zeros&) = delete;
   Zeros& operator=(const Zeros&) = delete;
 };
@@ -54,6 +60,7 @@ typedef Zeros<float> Floats;
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Places __attribute__((vector_size(4 * kLanes)));
 typedef uint8_t Bytes __attribute__((vector_size(32)));
+typedef uint8_t Sixteen __attribute__((vector_size(16)));
 
 constexpr int kStripSize = 32;  // floats
 constexpr int kStripVecs = kStripSize / kLanes;
@@ -62,7 +69,7 @@ struct Strip {
   Vec v[kStripVecs];
 };
 
-// Sixteen floats to look up. On AVX2, which looks up bytes, the first bytes of all sixteen come first.
+// Sixteen floats to look up. On AVX2 and NEON, which look up bytes, the first bytes of all sixteen come first.
 struct alignas(64) Table {
   uint8_t bytes[64];
 };
@@ -110,6 +117,8 @@ static inline Vec Pick(Vec values, Places places) {
   return (Vec)_mm512_permutexvar_ps((__m512i)places, (__m512)values);
 #elif defined(__AVX2__)
   return (Vec)_mm256_permutevar8x32_ps((__m256)values, (__m256i)places);
+#elif defined(EFORMER_NEON)
+  return (Vec)vqtbl1q_u8((uint8x16_t)values, (uint8x16_t)(places * 0x04040404 + 0x03020100));
 #else
   Vec found;
   for (int i = 0; i < kLanes; ++i) found[i] = values[places[i]];
@@ -178,6 +187,8 @@ static inline Strip Rounded(Strip values) {
   for (Vec& v : values.v) asm("" : "+v"(v));
 #elif defined(__x86_64__) && !defined(EFORMER_EMULATE_AVX512)
   for (Vec& v : values.v) asm("" : "+x"(v));
+#elif defined(EFORMER_NEON)
+  for (Vec& v : values.v) asm("" : "+w"(v));
 #else
   for (Vec& v : values.v) asm("" : "+m"(v));
 #endif
@@ -194,7 +205,7 @@ static inline float Sum(const Strip& s) {
   return Sum(sum);
 }
 
-#if defined(EFORMER_AVX512) || !defined(__AVX2__)
+#if defined(EFORMER_AVX512) || !(defined(__AVX2__) || defined(EFORMER_NEON))
 static inline Table MakeTable(const float (&values)[16]) {
   Table t;
   std::memcpy(t.bytes, values, 64);
@@ -358,6 +369,71 @@ static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int
   return (Vec)_mm256_permutevar_ps(table, _mm256_srli_epi32(words, shift));
 }
 
+#elif defined(EFORMER_NEON)
+
+static inline uint8x16x2_t HalvesOf(Bytes bytes) {
+  uint8x16x2_t halves;
+  std::memcpy(&halves, &bytes, sizeof halves);
+  return halves;
+}
+
+static inline Bytes Joined(uint8x16x2_t halves) {
+  Bytes bytes;
+  std::memcpy(&bytes, &halves, sizeof bytes);
+  return bytes;
+}
+
+// words[i] has bytes 4 i to 4 i + 3 of each: first those of four[0] to four[3] at place 4 i, and so on.
+static inline void InterleaveFour(const uint8x16_t (&four)[4], uint8x16_t (&words)[4]) {
+  const uint8x16x2_t low = vzipq_u8(four[0], four[1]), high = vzipq_u8(four[2], four[3]);
+  for (int i = 0; i < 2; ++i) {
+    const uint16x8x2_t zipped = vzipq_u16((uint16x8_t)low.val[i], (uint16x8_t)high.val[i]);
+    words[2 * i] = (uint8x16_t)zipped.val[0];
+    words[2 * i + 1] = (uint8x16_t)zipped.val[1];
+  }
+}
+
+// Four bytes as words.
+static inline Places ToWords(const uint8_t* p) {
+  uint32_t four;
+  std::memcpy(&four, p, sizeof four);
+  return (Places)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+}
+
+static inline Table MakeTable(const float (&values)[16]) {
+  Table t;
+  const uint8x16x4_t bytes = vld4q_u8(reinterpret_cast<const uint8_t*>(values));
+  for (int i = 0; i < 4; ++i) vst1q_u8(t.bytes + 16 * i, bytes.val[i]);
+  return t;
+}
+
+struct LoadedTable {
+  uint8x16_t byte[4];
+};
+
+static inline LoadedTable LoadTable(const Table& t) {
+  LoadedTable loaded;
+  for (int i = 0; i < 4; ++i) loaded.byte[i] = vld1q_u8(t.bytes + 16 * i);
+  return loaded;
+}
+
+// Looks up each byte of the floats, then interleaves them.
+static inline Strip LookUp(const LoadedTable& table, Bytes codes) {
+  const uint8x16x2_t halves = HalvesOf(codes);
+  Strip s;
+  for (int i = 0; i < 2; ++i) {
+    uint8x16_t four[4], words[4];
+    for (int j = 0; j < 4; ++j) four[j] = vqtbl1q_u8(table.byte[j], halves.val[i]);
+    InterleaveFour(four, words);
+    for (int j = 0; j < 4; ++j) s.v[4 * i + j] = (Vec)words[j];
+  }
+  return s;
+}
+
+static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
+  return Pick(Load(values), (ToWords(codes) >> shift) & 3);
+}
+
 #else
 
 struct LoadedTable {
@@ -376,6 +452,15 @@ static inline Strip LookUp(const LoadedTable& table, Bytes codes) {
   return LoadStrip(found);
 }
 
+static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
+  Vec found;
+  for (int i = 0; i < kLanes; ++i) found[i] = values[(codes[i] >> shift) & 3];
+  return found;
+}
+
+#endif
+
+#if !defined(EFORMER_AVX512) && !defined(__AVX2__)
 static inline Strip ToNatural(const Strip& s) { return s; }
 static inline Strip FromNatural(const Strip& s) { return s; }
 
@@ -390,13 +475,6 @@ static inline Strip FromUint8(const uint8_t* p) {
   for (int i = 0; i < kStripSize; ++i) values[i] = p[i];
   return LoadStrip(values);
 }
-
-static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
-  Vec found;
-  for (int i = 0; i < kLanes; ++i) found[i] = values[(codes[i] >> shift) & 3];
-  return found;
-}
-
 #endif
 
 #if !defined(EFORMER_AVX512)

@@ -89,7 +89,7 @@ template <class Format>
 static Int8Order SplitOrderOf(const Matrix& m) {
 #if defined(EFORMER_BYTE_DOTS)
   constexpr bool kByRows = true, kByColumns = true;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || (defined(EFORMER_NEON) && defined(__ARM_FEATURE_DOTPROD))
   constexpr bool kByRows = false, kByColumns = true;
 #else
   constexpr bool kByRows = false, kByColumns = false;

@@ -151,9 +151,10 @@ struct SplitPackedColumns {
   Floats steps;                       // of each block
   Floats x_sums;                      // of each block of the matrix
   const int64_t rows_at_once;
-  Floats scales, offsets;     // of these rows
-  Floats factors;             // their scales times steps
-  int32_t places[kIntLanes];  // the block of each lane of a span
+  Floats scales, offsets;      // of these rows
+  Floats factors;              // their scales times steps
+  int32_t places[kIntLanes];   // the block of each lane of a span
+  int32_t numbers[kIntLanes];  // 0, 1, ...
   bool fits;
 
   SplitPackedColumns(const Matrix& m, const float* x)
@@ -171,7 +172,10 @@ struct SplitPackedColumns {
         scales(rows_at_once * m.BlockScaleStride()),
         offsets(rows_at_once * m.BlockScaleStride()),
         factors(rows_at_once * blocks + kIntLanes) {
-    for (int i = 0; i < kIntLanes; ++i) places[i] = static_cast<int32_t>(4 * i * kPlaces / length);
+    for (int i = 0; i < kIntLanes; ++i) {
+      places[i] = static_cast<int32_t>(4 * i * kPlaces / length);
+      numbers[i] = i;
+    }
     fits = SplitEach(x, m.cols, length, [&](int64_t block, auto& parts, const BlockOfX& found) {
       const int64_t k = block * length;
       int8_t* to = values.values + k / kSpanDepth * kSpanDepth * kXParts;
@@ -248,21 +252,23 @@ struct SplitPackedColumns {
 
   EFORMER_INLINE float DotOfRow(const uint8_t* codes, const float* factor, Reals sum) const {
     constexpr int64_t kPrefetchBytes = 2048;
-    const Ints lanes = LoadVector<Ints>(places);
+    const Ints lanes = LoadVector<Ints>(places), lane_numbers = LoadVector<Ints>(numbers);
     const int64_t whole = m.cols / kSpanDepth;
     for (int64_t t = 0; t < whole; ++t) {
       __builtin_prefetch(codes + t * kSpan + kPrefetchBytes);
       sum += DotOfSpan(t, LoadVector<IntBytes>(codes + t * kSpan), factor, lanes);
     }
-    float total = Sum((Vec)sum);
-    if (whole == spans) return total;
+    if (whole == spans) return Sum((Vec)sum);
+    const uint8_t *rest = codes + whole * kSpan, *end = m.planes[0] + m.rows * row_bytes;
     IntBytes last{};
-    std::memcpy(&last, codes + whole * kSpan, row_bytes - whole * kSpan);
-    float rest[kIntLanes];
-    StoreVector(rest, DotOfSpan(whole, last, factor, lanes));
-    const int64_t left = CeilDiv(m.cols - whole * kSpanDepth, 4 * kPlaces);
-    for (int64_t i = 0; i < left; ++i) total += rest[i];  // not those behind the end: their scale may be infinite
-    return total;
+    if (end - rest >= kSpan) {
+      last = LoadVector<IntBytes>(rest);  // with codes of the next row, which zeros follow x for
+    } else {
+      std::memcpy(&last, rest, row_bytes - whole * kSpan);
+    }
+    const Ints kept = lane_numbers < static_cast<int32_t>(CeilDiv(m.cols - whole * kSpanDepth, 4 * kPlaces));
+    return Sum(
+        (Vec)(sum + (Reals)((Ints)DotOfSpan(whole, last, factor, lanes) & kept)));  // other scales may be infinite
   }
 };
 

@@ -79,6 +79,11 @@ template <>  // GCC 12 makes no vectors of the loop
 EFORMER_INLINE void ReadLanes<ReadFloat16>(const uint16_t* from, float* floats) {
   _mm512_storeu_ps(floats, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
+#elif defined(EFORMER_NEON)
+template <>
+EFORMER_INLINE void ReadLanes<ReadFloat16>(const uint16_t* from, float* floats) {
+  vst1q_f32(floats, vcvt_f32_f16((float16x4_t)vld1_u16(from)));
+}
 #endif
 
 // Converts `count` numbers, from the one at `start` on.
@@ -147,10 +152,33 @@ static inline void ScaleEntries(const Matrix& m, const BlockNumbers& all, int64_
   }
 }
 
+// The same for whole superblocks, whose factors are neighbours too. kShared is how many entries share one, or 0.
+template <int kShared>
+static inline void ScaleSuperblocks(const BlockNumbers& all, int64_t first, int64_t count, float* entries) {
+  constexpr int64_t kAtOnce = 64;
+  float factors[kAtOnce];
+  const int64_t shared = kShared == 0 ? all.per_factor : kShared;
+  for (int64_t f = 0; f < count; f += kAtOnce) {
+    const int64_t some = Min(kAtOnce, count - f);
+    ReadNumbers(all.factor_type, all.factors, first + f, 0, 1, some, factors);
+    for (int64_t j = 0; j < some; ++j, entries += shared) {
+      for (int64_t i = 0; i < shared; ++i) entries[i] *= factors[j];
+    }
+  }
+}
+
 // The same for entries that run on into the following rows.
 EFORMER_NOINLINE static void ScaleAllEntries(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col,
                                              int64_t count, float* entries) {
-  const int64_t stride = m.BlockScaleStride();
+  const int64_t stride = m.BlockScaleStride(), superblocks = stride / all.per_factor;
+  const bool whole = m.packed_axis == 1 && all.factor_col_step == 1 && all.factor_row_step == superblocks &&
+                     superblocks * all.per_factor == stride && col == 0 && count % all.per_factor == 0;
+  if (whole) {
+    const auto scale = all.per_factor == 8    ? ScaleSuperblocks<8>
+                       : all.per_factor == 16 ? ScaleSuperblocks<16>
+                                              : ScaleSuperblocks<0>;
+    return scale(all, row * superblocks, count / all.per_factor, entries);
+  }
   for (; count > 0; ++row, col = 0) {
     const int64_t some = Min(count, stride - col);
     ScaleEntries(m, all, row, col, some, entries);

@@ -11,27 +11,23 @@ namespace eformer::EFORMER_ISA {
 // to[b * to_stride + r] = from[r * stride + b] for r < 16 and b < 16, of which `rows` and `bytes` can be read.
 static inline void TransposeBytes16(const uint8_t* from, int64_t stride, int64_t rows, int64_t bytes, uint8_t* to,
                                     int64_t to_stride) {
-#if defined(__AVX2__)
-  __m128i a[16], b[16];
+#if defined(__AVX2__) || defined(EFORMER_NEON)
+  Sixteen a[16] = {}, b[16];
   for (int r = 0; r < 16; ++r) {
-    a[r] = _mm_setzero_si128();
     if (r < rows && bytes >= 16) {
-      a[r] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + r * stride));
+      std::memcpy(&a[r], from + r * stride, 16);
     } else if (r < rows && bytes > 0) {
       std::memcpy(&a[r], from + r * stride, bytes);
     }
   }
-  const auto interleave_halves = [](const __m128i(&in)[16], __m128i(&out)[16]) {  // four times, it transposes
-    for (int i = 0; i < 8; ++i) {
-      out[2 * i] = _mm_unpacklo_epi8(in[i], in[i + 8]);
-      out[2 * i + 1] = _mm_unpackhi_epi8(in[i], in[i + 8]);
-    }
+  const auto interleave_halves = [](const Sixteen(&in)[16], Sixteen(&out)[16]) {  // four times, it transposes
+    for (int i = 0; i < 8; ++i) Interleave(in[i], in[i + 8], out[2 * i], out[2 * i + 1]);
   };
   interleave_halves(a, b);
   interleave_halves(b, a);
   interleave_halves(a, b);
   interleave_halves(b, a);
-  for (int i = 0; i < 16; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * to_stride), a[i]);
+  for (int i = 0; i < 16; ++i) std::memcpy(to + i * to_stride, &a[i], 16);
 #else
   for (int b = 0; b < 16; ++b) {
     for (int r = 0; r < 16; ++r) to[b * to_stride + r] = r < rows && b < bytes ? from[r * stride + b] : 0;
@@ -105,10 +101,10 @@ struct TransposedCodes {
     const int64_t rows = CeilDiv(width, per_row), all_rows = matrix.BlockScaleStride();
     const int64_t first = k0 / per_column, count = (k0 + depth - 1) / per_column - first + 1;
     if (rows < all_rows) std::memset(to, 0, count * all_rows * sizeof(float));
+    float found[kPanelColumns * kMaxDepth / kMinBlock];
+    CopyNumbers(m, all, n / per_row, rows, first, count, found);
     for (int64_t r = 0; r < rows; ++r) {
-      float buffer[kMaxDepth];
-      const float* found = NumbersAt(m, all, n / per_row + r, first, count, buffer);
-      for (int64_t i = 0; i < count; ++i) to[i * all_rows + r] = found[i];
+      for (int64_t i = 0; i < count; ++i) to[i * all_rows + r] = found[r * count + i];
     }
     return {to, Number::kFloat32, Number::kFloat32, nullptr, 0, 0, 1};
   }

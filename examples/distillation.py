@@ -14,8 +14,8 @@ weights are those of BitNet b1.58: -1, 0 or 1 times the mean magnitude of their 
 stay as they are and updates of low rank are trained (QLoRA), with `--loftq` from what quantization lost.
 
 Everything is kept in the folder `--out`: the stories, which all runs share, and for each run a checkpoint from which
-the same command continues, the curve (curve.csv; curve.png if matplotlib is installed), the model, and what it tells
-beside the float model and the one that was only rounded (stories.txt).
+the same command continues, the curve (curve.csv), the model, and what it tells beside the float model and the one that
+was only rounded (stories.txt). If matplotlib is installed, curves.png shows all runs in the folder.
 """
 
 from __future__ import annotations
@@ -71,13 +71,15 @@ class Text(NamedTuple):
     tokens: np.ndarray  # (stories, length)
     states: np.ndarray  # the teacher's results of layers, float16 (stories, length, layers, width)
     vocabulary: np.ndarray  # the tokens that the teacher may use
+    minutes: float  # that telling took
+    cpu_minutes: float
 
 
 def tell(teacher: Params, sizes: Sizes, folder: Path, count: int, batch: int, vocabulary: int, seed: int) -> Text:
     """`count` stories; those that are in the folder already are read."""
     folder.mkdir(parents=True, exist_ok=True)
     run = functools.partial(sample, teacher, heads=sizes.heads, length=sizes.length)
-    key, start = jax.random.key(seed), time.perf_counter()
+    key, start = jax.random.key(seed), _clocks()
     chosen = folder / "vocabulary.safetensors"
     if not chosen.exists():
         _, states = run(jnp.full((min(batch, 16), 1), BEGINNING), key)
@@ -87,12 +89,19 @@ def tell(teacher: Params, sizes: Sizes, folder: Path, count: int, batch: int, vo
         path = folder / f"{i:03}.safetensors"
         if not path.exists():
             given = jnp.full((batch, 1), BEGINNING), jax.random.fold_in(key, i + 1)
-            tokens, states = run(*given, vocabulary=allowed)
-            save(path, {"tokens": tokens, "states": states})
-            print(f"{(i + 1) * batch} stories told in {time.perf_counter() - start:.0f} s", flush=True)
+            tokens, states = jax.block_until_ready(run(*given, vocabulary=allowed))
+            seconds, start = _clocks() - start, _clocks()
+            save(path, {"tokens": tokens, "states": states, "seconds": seconds})
+            print(f"stories {i * batch} to {(i + 1) * batch} told in {seconds[0]:.0f} s", flush=True)
         parts.append(load(path))
     tokens, states = (np.concatenate([part[name] for part in parts])[:count] for name in ("tokens", "states"))
-    return Text(tokens, states, np.asarray(allowed))
+    minutes, cpu_minutes = sum(np.asarray(part["seconds"]) for part in parts) / 60
+    return Text(tokens, states, np.asarray(allowed), minutes, cpu_minutes)
+
+
+def _clocks() -> np.ndarray:
+    """Seconds, and seconds of CPU of this process."""
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 def likely_tokens(teacher: Params, states: jax.Array, count: int) -> np.ndarray:
@@ -222,51 +231,57 @@ COLUMNS = ("step", "minutes", "cpu_minutes", "divergence", "distance", "perplexi
 
 
 class Curve:
-    """A row every so many steps, in a table that a run which continues goes on with."""
+    """A row every so many steps, in a table that a run which continues goes on with.
 
-    def __init__(self, path: Path, step: int) -> None:
+    Minutes are those of telling the stories, also if another run told them, plus those of training and judging.
+    """
+
+    def __init__(self, path: Path, step: int, text: Text) -> None:
         self.path, self.rows = path, []
         if step:
             with path.open(newline="") as file:
                 rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
             self.rows = [row for row in rows if row["step"] <= step]
-        last = self.rows[-1] if self.rows else {"minutes": 0.0, "cpu_minutes": 0.0}
-        self._start = time.perf_counter() - 60 * last["minutes"]
-        self._cpu_start = time.process_time() - 60 * last["cpu_minutes"]
+        last = self.rows[-1] if self.rows else {"minutes": text.minutes, "cpu_minutes": text.cpu_minutes}
+        self._start = _clocks() - 60 * np.array([last["minutes"], last["cpu_minutes"]])
 
-    def minutes(self) -> float:
-        return (time.perf_counter() - self._start) / 60
+    def minutes(self) -> np.ndarray:
+        """Minutes, and minutes of CPU."""
+        return (_clocks() - self._start) / 60
 
     def add(self, run: Run, parts: list[tuple[float, float]], found: float) -> None:
         divergence, distance = np.mean(parts, axis=0) if parts else (math.nan, math.nan)
-        cpu_minutes = (time.process_time() - self._cpu_start) / 60
-        values = (run.step, self.minutes(), cpu_minutes, divergence, distance, found)
+        minutes, cpu_minutes = self.minutes()
+        values = (run.step, minutes, cpu_minutes, divergence, distance, found)
         self.rows.append(dict(zip(COLUMNS, values, strict=True)))
         with self.path.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
             writer.writerows([f"{value:.6g}" for value in row.values()] for row in self.rows)
         print(
-            f"step {run.step} of {run.steps or '?'}, {values[1]:.1f} min ({cpu_minutes:.1f} of CPU): divergence "
+            f"step {run.step} of {run.steps or '?'}, {minutes:.1f} min ({cpu_minutes:.1f} of CPU): divergence "
             f"{divergence:.4f}, distance {distance:.4f}, perplexity {found:.3f}",
             flush=True,
         )
 
-    def draw(self, path: Path, title: str, levels: dict[str, float]) -> None:
-        try:
-            import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]  # optional
-        except ImportError:
-            print(f"matplotlib is not installed: no {path.name}")
-            return
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        minutes, found = ([row[name] for row in self.rows] for name in ("cpu_minutes", "perplexity"))
-        axes.plot(minutes, found, marker=".", label=title)
-        for (name, level), style in zip(levels.items(), ("--", ":"), strict=True):
-            axes.axhline(level, linestyle=style, color="gray", label=f"{name}: {level:.4g}")
-        axes.set(xlabel="minutes of CPU", ylabel="perplexity", yscale="log")
-        axes.legend()
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+
+def draw(folder: Path, level: float) -> None:
+    """A picture of all runs in the folder: how far their perplexity is above `level`, that of the float model."""
+    try:
+        import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]  # optional
+    except ImportError:
+        print("matplotlib is not installed: no curves.png")
+        return
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for path in sorted(folder.glob("*/curve.csv")):
+        minutes, found = np.loadtxt(path, delimiter=",", skiprows=1, usecols=(2, 5), ndmin=2).T
+        above = np.maximum(100 * (found / level - 1), 0.01)  # 0 has no logarithm
+        axes.plot(minutes, above, marker=".", label=path.parent.name)
+    axes.set(xlabel="minutes of CPU", ylabel="% above the perplexity of float32", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(folder / "curves.png", dpi=120)
+    plt.close(figure)
 
 
 def train(run: Run, curve: Curve, judge: Callable[[Params], float], checkpoint: Path, args: argparse.Namespace) -> None:
@@ -284,7 +299,8 @@ def train(run: Run, curve: Curve, judge: Callable[[Params], float], checkpoint: 
             before = time.perf_counter()  # the first step compiled
         if not run.steps and run.step == first + MEASURED:
             a_step = (time.perf_counter() - before) / MEASURED + judging / args.every
-            run.steps = run.step + max(1, int(60 * (args.minutes - curve.minutes()) / a_step))
+            left = args.minutes - (curve.minutes()[0] - run.text.minutes)
+            run.steps = run.step + max(1, int(60 * left / a_step))
         if run.step % args.every == 0 or run.step == run.steps:
             curve.add(run, recent, judge(run.final()))
             recent = []
@@ -342,14 +358,15 @@ def main() -> None:
     else:
         (folder / "settings.json").write_text(json.dumps(_settings(args)), "utf-8")
         args.minutes -= (time.perf_counter() - began) / 60
-    curve = Curve(folder / "curve.csv", run.step)
+    curve = Curve(folder / "curve.csv", run.step, text)
     train(run, curve, lambda params: judge(params, args.judged), checkpoint, args)
 
     final = run.final()
     save(folder / "model.safetensors", dict(final), overwrite=True)
     models = {"float32": teacher, "rounded": quantize_model(teacher, rules(args.format)), title: final}
     levels = {name: judge(params) for name, params in models.items()}
-    curve.draw(folder / "curve.png", title, {name: levels[name] for name in ("float32", "rounded")})
+    if rows is not None:
+        draw(args.out, judge(teacher, args.judged))
     shown = [f"{name}, perplexity {levels[name]:.4f}:\n{told_by(models[name], model, args.told)}\n" for name in models]
     (folder / "stories.txt").write_text("\n".join(shown), "utf-8")
     print(*shown, sep="\n")

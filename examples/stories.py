@@ -127,15 +127,25 @@ def forward(params: Params, tokens: jax.Array, heads: int) -> jax.Array:
 
 
 def layers(params: Params, x: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
-    """The last layer's result for embedded tokens `x`, and the results of all, stacked."""
-    angles = _angles(jnp.arange(x.shape[1]), x.shape[-1] // heads)
+    """The last layer's result for embedded tokens `x`, and the results of all, stacked.
+
+    Layers take a matrix (batch * length, width): XLA:CPU transposes operands of matmuls that have more axes, and the
+    gradient takes an eighth longer.
+    """
+    batch, length, width = x.shape
+    size = width // heads
+    angles, seen = _angles(jnp.arange(length), size), jnp.tri(length, dtype=bool)[None, None]
 
     def layer(x: jax.Array, w: Params) -> tuple[jax.Array, jax.Array]:
-        query, key, value = _attention_inputs(x, w, heads, angles)
-        x = _rest_of_layer(x, w, jax.nn.dot_product_attention(query, key, value, is_causal=True))
+        inputs = _attention_inputs(x, w, (batch, length, heads, size), angles)
+        query, key, value = (jnp.swapaxes(each, 1, 2) for each in inputs)
+        scores = jnp.einsum("bhqd,bhkd->bhqk", query, key) / math.sqrt(size)
+        shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+        x = _rest_of_layer(x, w, jnp.swapaxes(jnp.einsum("bhqk,bhkd->bhqd", shares, value), 1, 2))
         return x, x
 
-    return lax.scan(layer, x, of_layers(params))
+    last, found = lax.scan(layer, x.reshape(-1, width), of_layers(params))
+    return last.reshape(x.shape), found.reshape(-1, *x.shape)
 
 
 def output_norm(params: Params, x: jax.Array) -> jax.Array:
@@ -153,9 +163,11 @@ def of_layers(params: Params) -> dict[str, Any]:
     return {name: leaf for name, leaf in params.items() if name not in ("embed", "last_norm")}
 
 
-def _attention_inputs(x: jax.Array, w: Params, heads: int, angles: jax.Array) -> tuple[jax.Array, ...]:
+def _attention_inputs(
+    x: jax.Array, w: Params, shape: tuple[int, int, int, int], angles: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Queries, keys and values of `shape`, (batch, length, heads, size), for x (batch * length, width)."""
     y = _norm(x, w["attention_norm"])
-    shape = (*x.shape[:-1], heads, x.shape[-1] // heads)
     query, key, value = ((y @ w[f"{name}.weight"].T).reshape(shape) for name in ("query", "key", "value"))
     return _rotated(query, angles), _rotated(key, angles), value
 
@@ -225,7 +237,8 @@ def _sample(
         angles, seen = _angles(position[None], size), (jnp.arange(length) <= position)[None, None]
         x, made, states = params["embed"][token], [], []
         for w, (keys, values) in zip(weights, caches, strict=True):
-            query, key_, value = (jnp.swapaxes(each, 1, 2) for each in _attention_inputs(x[:, None], w, heads, angles))
+            inputs = _attention_inputs(x, w, (batch, 1, heads, size), angles)
+            query, key_, value = (jnp.swapaxes(each, 1, 2) for each in inputs)
             keys, values = (
                 lax.dynamic_update_slice_in_dim(cache, new, position, 2)
                 for cache, new in ((keys, key_), (values, value))

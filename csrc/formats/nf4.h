@@ -234,14 +234,12 @@ struct Nf4::Panels {
     return nullptr;
   }
 
-  void Order(uint8_t (&columns)[kPanelColumns]) const {
-    if (kind == kPlain) return plain.Order(columns);
-    float lanes[kStripSize];
-    for (int i = 0; i < kStripSize; ++i) lanes[i] = static_cast<float>(i);
-    StoreStrip(lanes, FromNatural(LoadStrip(lanes)));
-    for (int i = 0; i < kPanelColumns; ++i) {
-      const int place = static_cast<int>(lanes[i % kStripSize]), half = i / kStripSize;
-      columns[i] = static_cast<uint8_t>(kind == kColumns ? 2 * place + half : kStripSize * half + place);
+  bool IsNatural() const { return kind == kPlain; }
+
+  void ToNatural(const float* values, float* to) const {
+    if (kind == kColumns) return StorePairs(values, values + kStripSize, to);
+    for (int i = 0; i < kPanelColumns; i += kStripSize) {
+      StoreStrip(to + i, EFORMER_ISA::ToNatural(LoadStrip(values + i)));
     }
   }
 

@@ -118,6 +118,34 @@ def test_each_matrix_of_a_stack_has_its_own_name(tmp_path: Path):
     np.testing.assert_array_equal(apart["layers.1.attn.weight"].a, tree["layers.attn.weight"].a[1])
 
 
+@pytest.mark.parametrize(
+    ("name", "embedding"),
+    [
+        ("model.embed_tokens.weight", True),
+        ("wte.weight", True),
+        ("tok_embeddings.weight", True),
+        ("embed.embedding", True),
+        ("embed_out.weight", False),
+        ("vision.patch_embed.weight", False),
+        ("embedder.proj.weight", False),
+    ],
+)
+def test_an_embedding_is_written_as_peft_writes_it(tmp_path: Path, name: str, embedding: bool):
+    """PEFT has `lora_embedding_A` (rank, vocabulary) for an embedding (vocabulary, width)."""
+    tree = {name: LoraArray(normal(64, 80), normal(64, 4), normal(4, 80), jnp.float32(2))}
+    folder = save_adapter(tmp_path, tree)
+    module = f"base_model.model.{name.removesuffix('.weight').removesuffix('.embedding')}"
+    tensors = load(folder / "adapter_model.safetensors", flat=True)
+    if embedding:
+        assert tensors[f"{module}.lora_embedding_A"].shape == (4, 64)
+        assert tensors[f"{module}.lora_embedding_B"].shape == (80, 4)
+    else:
+        assert tensors[f"{module}.lora_A.weight"].shape == (4, 80)
+        assert tensors[f"{module}.lora_B.weight"].shape == (64, 4)
+    found: Any = load_adapter(folder, {name: normal(64, 80)})
+    assert np.array_equal(found[name].update(), tree[name].update())
+
+
 def test_layers_that_an_adapter_leaves_out(tmp_path: Path):
     """Only two layers of three, of different ranks: the others get no update."""
     two = {

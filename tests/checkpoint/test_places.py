@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from eformer.checkpoint import CheckpointError, convert, load, open_checkpoint, save, save_bitsandbytes, save_gguf
 from eformer.checkpoint._file import MappedFile, check_plain
+from eformer.ops.quantization import quantize
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 
@@ -75,6 +77,16 @@ def test_only_plain_files_are_shards(make: Callable[[Path], Any], kind: str, tmp
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
     with pytest.raises(CheckpointError, match=f"it is {kind}, and must be a plain file|is a link to another folder"):
         load(index)
+
+
+def test_a_configuration_that_leads_to_itself_is_refused(tmp_path: Path):
+    q = quantize(jnp.ones((4, 64)), format="int4", symmetric=True)
+    save(tmp_path / "model", {"m": {"weight": q}}, kind="compressed-tensors")
+    config = tmp_path / "model" / "config.json"
+    config.unlink()
+    config.symlink_to(config)
+    with pytest.raises(CheckpointError, match=r"config.json: it can't be read: "):
+        load(tmp_path / "model")
 
 
 def test_a_file_that_becomes_a_pipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -166,6 +166,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any], str]] = {
         {"weight": np.full((8, 64), 0b11, np.uint8)},
         "the code 3",
     ),
+    "a format that is no text": (
+        "gptq-4-asym",
+        {"quant_method": "gptq", "checkpoint_format": 1e308},
+        {},
+        "`checkpoint_format` of the configuration must be text, got '1e\\+308'",
+    ),
     "groups of any size": ("awq-gemv", {"quant_method": "awq", "version": "gemv"}, {}, "it says nothing"),
     "groups of another size": ("awq-gemv", {"quant_method": "awq", "q_group_size": 64}, {}, "do not have 32 scales"),
 }

@@ -131,10 +131,10 @@ def float8_blocks(w: jax.Array, axis: int, block_size: int, dtype: Any = jnp.flo
 
 
 def integers(w: jax.Array, axis: int, block_size: int, bits: int, symmetric: bool = False) -> Matrix:
-    codes, *scales = grouped.encode(w, bits, block_size, axis, symmetric, jnp.float32, fit=False)
-    planes, scales = grouped.pack_codes(codes, bits, axis), [each for each in scales if each is not None]
+    codes, scales = grouped.encode(w, bits, block_size, axis, symmetric, jnp.float32, fit=False)
+    planes = tuple(grouped.pack_codes(codes, bits, axis))
     sizes = {"rows": w.shape[1], "cols": w.shape[2], "packed_axis": axis - 1, "block_size": block_size}
-    return Matrix(f"uint{bits}", tuple(planes), tuple(scales), **sizes, scale_names=("scale", "offset")[: len(scales)])
+    return Matrix(f"uint{bits}", planes, tuple(scales.values()), **sizes, scale_names=tuple(scales))
 
 
 def from_codebook(w: jax.Array, axis: int, block_size: int, name: str) -> Matrix:

@@ -30,12 +30,12 @@ BROAD = ("int8 per row", "nf4 64 along 1", "nf4 64 along 2", "nf4 20 along 2", "
 BROAD += ("e4m3 per row", "e5m2 64 along 2")
 BROAD += ("uint4 64 offset along 1", "uint4 64 offset along 2", "uint6 16 two levels along 2")
 SHAPED = [(name, (2, 70, 33)) for name in FORMATS]
-SHAPED += [(name, s) for name in BROAD for s in [(1, 530, 200), (1, 1, 1), (1, 7, 5), (1, 128, 64), (1, 259, 4105)]]
+SHAPED += [(name, s) for name in BROAD for s in [(1, 800, 200), (1, 1, 1), (1, 7, 5), (1, 128, 64), (1, 259, 4105)]]
 # The best instruction set with all of them, the others with each format once.
 CASES = [(*case, best) for best in SETS[:1] for case in SHAPED]
 CASES += [(name, (2, 70, 33), other) for other in SETS[1:] for name in FORMATS]
 every_case = pytest.mark.parametrize(("name", "shape", "instructions"), CASES, ids=str)
-ROWS = [1, 2, 5, 40]
+ROWS = [1, 2, 5, 20, 40]
 
 
 def normal(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -92,13 +92,24 @@ def test_matmuls_and_values(name, shape, instructions):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_xla_multiplies_many_rows_by_a_small_matrix(axis):
-    matrix, values = example("nf4 64 along 1", (1, 70, 33))
-    x = normal((1, 512, values.shape[1 + axis]), seed=1)
+def test_xla_multiplies_many_rows_by_a_matrix_of_medium_size(axis):
+    matrix, values = example("nf4 64 along 1", (1, 200, 100))
+    x = normal((1, 384, values.shape[1 + axis]), seed=1)
     run = jax.jit(lambda x, codes, scales: cpu.matmul(x, replace(matrix, codes=codes, scales=scales), axis))
     assert_matmul(run(x, matrix.codes, matrix.scales), x, values, axis, magnitudes(matrix, values))
     assert "eformer_matmul" not in run.lower(x, matrix.codes, matrix.scales).as_text()
     assert "eformer_matmul" in run.lower(x[:, 1:], matrix.codes, matrix.scales).as_text()
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "x_rows"), [(128, 128, 1024), (1024, 4096, 511), (4096, 2048, 2048)], ids=["small", "few", "large"]
+)
+def test_xla_does_not_multiply_by_small_or_large_matrices(rows, cols, x_rows):
+    shaped = jax.ShapeDtypeStruct
+    matrix = Matrix("int8", (jnp.zeros((1, 1, 1), jnp.int8),), (), rows, cols)
+    run = jax.jit(lambda x, codes: cpu.matmul(x, replace(matrix, codes=(codes,)), 0))
+    program = run.lower(shaped((1, x_rows, rows), jnp.float32), shaped((1, rows, cols), jnp.int8))
+    assert "eformer_matmul" in program.as_text()
 
 
 @every_set
@@ -254,7 +265,7 @@ def test_special_numbers_in_x(name, special):
 @pytest.mark.parametrize("factor", [1e-33, 1e-20, 1e8, 1e31], ids=str)
 def test_a_block_of_x_unlike_the_others(factor, rows, contracted_axis):
     """And one value in it unlike its neighbours, which some kernels round to its digits."""
-    matrix, values = example(f"uint4 64 offset along {contracted_axis + 1}", (1, 530, 200))
+    matrix, values = example(f"uint4 64 offset along {contracted_axis + 1}", (1, 800, 800))
     x = normal((1, 3, values.shape[1 + contracted_axis]), seed=1)
     x[0, 0, 64:128] *= np.float32(factor)
     x[0, :, 70] *= np.float32(1e4)
@@ -262,13 +273,14 @@ def test_a_block_of_x_unlike_the_others(factor, rows, contracted_axis):
     assert_matmul(out, x[:, :rows], values, contracted_axis, magnitudes(matrix, values))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("block_size", [20, 64])
-def test_infinite_scale_of_a_block_that_ends_early(block_size):
+def test_infinite_scale_of_a_block_that_ends_early(block_size, rows):
     """What a vector holds behind the end of a row is not multiplied by its scale."""
     matrix = nf4(jnp.ones((1, 3, 65)), 2, block_size)
     matrix = replace(matrix, scales=(matrix.scales[0].at[0, 1, -1].set(np.inf),))
-    out = cpu.matmul(jnp.ones((1, 1, 65)), matrix, 1)
-    np.testing.assert_array_equal(out, [[[65, np.inf, 65]]])
+    out = cpu.matmul(jnp.ones((1, rows, 65)), matrix, 1)
+    np.testing.assert_array_equal(out, [[[65, np.inf, 65]] * rows])
 
 
 @pytest.mark.parametrize("special", [np.nan, np.inf], ids=str)

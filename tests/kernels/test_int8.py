@@ -74,6 +74,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "uint8, offsets": ("uint8", 1, 16, "offset"),
     "uint4, blocks of 48": ("uint4", 1, 48, "offset"),
     "uint4, blocks of 128": ("uint4", 1, 128),
+    "uint5, blocks of 16": ("uint5", 1, 16, "offset"),
+    "uint6, blocks of 16": ("uint6", 1, 16),
+    "uint6, zero points": ("uint6", 1, 96, "zero"),
 }
 
 
@@ -138,6 +141,39 @@ def test_nan_weights_reach_their_columns_alone(axis, contracted_axis, instructio
         found = matmuls(matrix, contracted_axis, integers((1, sum(ROWS), 70)))
     expected = np.isnan(values.sum(1 + contracted_axis, keepdims=True).reshape(1, 1, 70))
     np.testing.assert_array_equal(np.isnan(found), np.broadcast_to(expected, found.shape))
+
+
+@pytest.mark.parametrize("instructions", SETS)
+@pytest.mark.parametrize("contracted_axis", [0, 1])
+def test_scales_reach_their_columns_alone(contracted_axis, instructions):
+    """Rows that end within a vector: what follows them belongs to the next row."""
+    shape = (1, 72, 70) if contracted_axis == 0 else (1, 70, 72)
+    matrix = integer_matrix("uint4", shape, contracted_axis + 1, 16, "offset")
+    scale, offset = (np.array(s, np.float32).swapaxes(1, 2 - contracted_axis) for s in matrix.scales)
+    scale[:, 40], offset[:, 50] = np.inf, np.nan
+    scales = tuple(jnp.asarray(s.swapaxes(1, 2 - contracted_axis), jnp.bfloat16) for s in (scale, offset))
+    with cpu.instruction_set(instructions):
+        found = matmuls(replace(matrix, scales=scales), contracted_axis, integers((1, sum(ROWS), 72)))
+    expected = np.isin(np.arange(70), [40, 50])
+    np.testing.assert_array_equal(~np.isfinite(found), np.broadcast_to(expected, found.shape))
+
+
+@pytest.mark.parametrize("per_superblock", [2, 8, 16])
+@pytest.mark.parametrize("contracted_axis", [0, 1])
+def test_scales_of_superblocks(contracted_axis, per_superblock):
+    """As Q4_K and Q6_K of GGUF have them: integers times a float for each superblock."""
+    shape = (2, 512, 70) if contracted_axis == 0 else (2, 70, 512)
+    matrix = integer_matrix("uint6", shape, contracted_axis + 1, 16)
+    rng, blocks = np.random.default_rng(4), matrix.scales[0].shape
+    scale = jnp.asarray(rng.integers(-9, 9, blocks), jnp.int8)
+    over = [size if axis != contracted_axis + 1 else size // per_superblock for axis, size in enumerate(blocks)]
+    scales = (scale, jnp.asarray(rng.integers(1, 3, over), jnp.float16))
+    names, size = ("scale", "scale_scale"), 16 * per_superblock
+    matrix = replace(matrix, scales=scales, scale_names=names, superblock_size=size)
+    values = np.asarray(cpu.decode(matrix), np.float64)
+    x = integers((2, sum(ROWS), 512))
+    expected = x.astype(np.float64) @ (values if contracted_axis == 0 else values.swapaxes(1, 2))
+    np.testing.assert_array_equal(matmuls(matrix, contracted_axis, x), expected)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def assert_product(out: Any, x: Any, values: np.ndarray, contracted_axis: int, r
     values = values if contracted_axis == 0 else values.swapaxes(1, 2)
     bound = np.abs(x) @ np.abs(values) * roundings * 2.0**-8 * 1.01
     assert out.dtype == jnp.float32
-    np.testing.assert_array_less(np.abs(np.asarray(out) - x @ values), bound)
+    off = np.abs(np.asarray(out) - x @ values)
+    assert np.all(off <= bound), np.max(off - bound)
 
 
 def run_on_tpu(matrix: Matrix, x: jax.Array, contracted_axis: int, **options: Any) -> jax.Array:

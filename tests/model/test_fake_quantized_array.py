@@ -40,6 +40,7 @@ def apply(tree: Any, x: jax.Array) -> jax.Array:
 X = normal(4, 64, seed=3)
 
 
+@pytest.mark.usefixtures("optimized")  # bits are compared
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_forward_pass_is_that_of_the_final_model(format: str):
     tree, rules = params(), default_rules(format, activation_dtype="int8", min_size=0)
@@ -70,6 +71,7 @@ def test_gradients_of_quantized_arrays_are_not_rounded():
     assert np.all(np.abs(found - ct @ q.materialize().T) <= bound)
 
 
+@pytest.mark.usefixtures("optimized")  # bits are compared
 def test_learned_scales_mixing_and_freezing():
     tree, rules = params(), default_rules("int8", activation_dtype="int8", min_size=0)
     scales = init_scales(tree, rules)

@@ -26,3 +26,7 @@ def test_the_error_names_leaves():
         check_finite({"kernel": jnp.array([jnp.nan, jnp.inf, -jnp.inf, 0]), "bias": jnp.zeros(3)})
     with pytest.raises(FloatingPointError, match="and 2 more"):
         check_finite([jnp.array(jnp.nan)] * 7)
+    with pytest.raises(FloatingPointError, match=r"not finite: 'loss' \(1 NaN, 0 infinite\)$"):
+        check_finite({"loss": float("nan"), "step": 3, "rate": 0.1})
+    with pytest.raises(TypeError, match="values are not known under `jit`: return them"):
+        jax.jit(check_finite)({"loss": jnp.float32(1)})

@@ -14,6 +14,7 @@ from jax import lax
 from eformer.jaximus import explain, implicit
 from eformer.model import (
     LoraArray,
+    Rule,
     add_lora,
     combine,
     default_rules,
@@ -146,6 +147,7 @@ def apply(params: Any, x: jax.Array) -> jax.Array:
     return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x @ params["two"]["weight"].T, params["layers"]["kernel"])[0]
 
 
+@pytest.mark.usefixtures("optimized")  # bits are compared
 def test_the_update_is_nothing_at_first():
     params = quantize_model(model())
     tree, x = add_lora(params, rank=RANK, key=jax.random.key(0)), normal(5, 64)
@@ -203,6 +205,10 @@ def test_what_quantization_lost_is_the_first_update():
     values = np.linalg.svd(whole["kernel"] - dequantize(params)["kernel"], compute_uv=False)
     left = np.linalg.norm(whole["kernel"] - merge_lora(part)["kernel"])
     np.testing.assert_allclose(left, np.sqrt(np.sum(values[8:] ** 2)), rtol=1e-4)
+    # A dense weight has lost nothing. Were both factors zero, no gradient would ever reach them.
+    dense: Any = add_lora(whole, rank=8, key=jax.random.key(0), original=whole, rules=["kernel"])["kernel"]
+    assert np.any(dense.a)
+    assert not np.any(dense.b)
 
 
 @pytest.mark.parametrize("format", ["nf4", "int4", "ternary"])
@@ -262,8 +268,15 @@ def test_errors(change: dict[str, Any], error: type[Exception], words: str):
 
 def test_more_errors():
     key = jax.random.key(0)
-    with pytest.raises(ValueError, match="no leaf is quantized: give `rules`"):
+    with pytest.raises(ValueError, match="no matrix is quantized, but perhaps embeddings: give `rules`"):
         add_lora(model(), key=key)
+    with pytest.raises(ValueError, match="no matrix is quantized, but perhaps embeddings: give `rules`"):
+        add_lora(quantize_model({"embed": {"table": jnp.ones((64, 64))}}, [Rule("", "int8")]), key=key)
+    quantized = quantize_model({"kernel": jnp.ones((64, 128))})
+    with pytest.raises(ValueError, match=r"'kernel' must be a dense array \(64, 128\), and is ArrayNF4 \(64, 128\)"):
+        add_lora(quantized, key=key, original=quantized)
+    with pytest.raises(ValueError, match=r"'kernel' must be a dense array \(64, 128\), and is .* \(128, 64\)"):
+        add_lora(quantized, key=key, original={"kernel": jnp.ones((128, 64))})
     with pytest.raises(ValueError, match="has an update of low rank already"):
         add_lora(add_lora(quantize_model(model()), key=key), key=key)
     with pytest.raises(ValueError, match=r"`a` \(3, 2\) @ `b` \(2, 5\) is no update of a weight \(4, 5\)"):

@@ -18,7 +18,7 @@ import numpy as np
 from eformer.model import LoraArray, contracted_axis, named_weights
 
 from ._adapter_config import CONFIG, Wrong, factor_of, read_config, written_config
-from ._adapter_names import Index, find_leaf, modules_of
+from ._adapter_names import Index, find_leaf, is_embedding, modules_of
 from ._file import CheckpointError, StrPath
 from ._header import Json
 from ._open import Checkpoint, open_checkpoint
@@ -63,7 +63,7 @@ def save_adapter(path: StrPath, tree: object, *, base_model: str | None = None, 
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for name, q in adapted:
-        names = EMBEDDING if name.endswith(".embedding") else LINEAR
+        names = EMBEDDING if is_embedding(name) else LINEAR
         inputs_first = names.inputs_first or contracted_axis(name, q.shape[-2:]) != -1
         scaling = np.asarray(q.scaling)
         for module, index in modules_of(name, q.shape[:-2]):

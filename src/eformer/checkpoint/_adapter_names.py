@@ -7,12 +7,21 @@ matrix is a module: the place in the stack follows the part of the name that say
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 ENDS = (".weight", ".kernel", ".embedding", "")  # of the leaf that holds the weight of a module
 STACKS = ("layers", "layer", "blocks", "block", "h", "experts")  # parts of names that stacks go by
 MAX_PLACES = 4  # numbers in a name that may be places in a stack
+# The leaf of an embedding in Flax, or the module of one in torch, which PEFT writes with other names and transposed.
+# `embed_out` and `patch_embed` are no embeddings.
+EMBEDDING = re.compile(r"\.embedding$|(^|\.)(embed(_tokens|_positions)?|wte|wpe|\w*embeddings?)\.weight$", re.ASCII)
 Index = tuple[int, ...]
+
+
+def is_embedding(name: str) -> bool:
+    """Whether the leaf `name` is an embedding, whose rows are looked up."""
+    return EMBEDDING.search(name) is not None
 
 
 def modules_of(name: str, stack: Sequence[int]) -> list[tuple[str, Index]]:

@@ -75,6 +75,7 @@ def read_header(file: MappedFile) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not isinstance(header, dict):
         raise file.wrong("the header is no JSON object")
     metadata = header.pop(METADATA, {})
+    metadata = {} if metadata is None else metadata  # as MLX writes
     if not _maps_text_to_text(metadata):
         raise file.wrong(f"`{METADATA}` must map text to text")
     if len(header) > MAX_TENSORS:

@@ -52,6 +52,9 @@ def _is_planar(config: Config, bits: int) -> bool:
 
 def _check_dialect(group: Group, form: Form) -> None:
     config = group.config()
+    for key in ("checkpoint_format", "format"):
+        if not isinstance(config.get(key), str | None):
+            raise group.wrong(f"`{key}` of the configuration must be text, got {str(config[key])[:50]!r}")
     stated = said(config, "checkpoint_format", "format")
     if _is_gptq(config) and not _is_auto_round(config) and stated and stated not in FORMATS:
         raise group.wrong(

@@ -62,6 +62,8 @@ def read_json(path: Path) -> Json:
             text = file.read(min(size, MAX_CONFIG) + 1)  # which is also the memory it takes
     except FileNotFoundError:
         return None
+    except OSError as error:  # no permission, a link to itself
+        raise CheckpointError(f"it can't be read: {error.strerror}", file=str(path)) from error
     if len(text) > MAX_CONFIG:
         raise CheckpointError(f"a configuration of more than {MAX_CONFIG} bytes", file=str(path))
     return parse_json(text, str(path), "the configuration")

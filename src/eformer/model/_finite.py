@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from eformer.jaximus import materialize
 
@@ -20,14 +21,17 @@ class Nonfinite(NamedTuple):
 
 
 def find_nonfinite(tree: object) -> dict[str, Nonfinite]:
-    """The floating point arrays of `tree`, dense and quantized, that hold NaN or infinity, by path.
+    """The floating point arrays of `tree`, dense and quantized, and its floats, that hold NaN or infinity, by path.
 
     >>> import jax.numpy as jnp
     >>> from eformer.model import find_nonfinite
     >>> find_nonfinite({"loss": jnp.float32(1), "gradients": {"kernel": jnp.array([1, jnp.nan, jnp.inf])}})
     {'gradients.kernel': Nonfinite(nan=1, infinite=1)}
     """
-    arrays = {path: leaf for path, leaf in named_leaves(tree)[0] if is_weight(leaf) and is_array(leaf)}
+    named = [(path, np.asarray(x) if isinstance(x, (float, np.floating)) else x) for path, x in named_leaves(tree)[0]]
+    arrays = {path: leaf for path, leaf in named if is_weight(leaf) and is_array(leaf)}
+    if any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(arrays)):
+        raise TypeError("values are not known under `jit`: return them from the jitted function, and check these")
     counts = jax.device_get({path: _counted(leaf) for path, leaf in arrays.items()})
     found = {path: Nonfinite(*map(int, count)) for path, count in counts.items()}
     return {path: count for path, count in found.items() if any(count)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import jax
@@ -58,9 +58,10 @@ def add_lora(
     `alpha` is twice the rank unless given.
 
     The update is zero at first: the factor that activations meet first is random, and the other is zero. With
-    `original`, the tree before it was quantized, the update starts as the best one of this rank for what quantization
-    lost, by its singular vectors (LoftQ, arXiv 2310.08659). With more `steps`, what the update leaves is quantized
-    again, and then the singular vectors are taken again: the weights of the result are not those of `tree` then.
+    `original`, the tree before it was quantized, the update of a quantized weight starts as the best one of this rank
+    for what quantization lost, by its singular vectors (LoftQ, arXiv 2310.08659). With more `steps`, what the update
+    leaves is quantized again, and then the singular vectors are taken again: the weights of the result are not those of
+    `tree` then.
 
     `partition` then trains `a` and `b` and freezes all else:
 
@@ -76,7 +77,7 @@ def add_lora(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1 or (steps > 1 and original is None):
         raise ValueError(f"`steps={steps!r}` must be an int of at least 1, and more than 1 only with `original`")
     named, structure = named_weights(tree)
-    before = None if original is None else _originals(original, [path for path, _ in named])
+    before = None if original is None else dict(named_leaves(original)[0])
     used: set[Pattern] = set()
     leaves = []
     for number, (path, leaf) in enumerate(named):
@@ -87,12 +88,12 @@ def add_lora(
         if rank > min(rows, cols):
             raise ValueError(f"`rank={rank}` does not fit {path!r} {leaf.shape}: it can be {min(rows, cols)} at most")
         factor = (2.0 * rank if alpha is None else float(alpha)) / (math.sqrt(rank) if rank_stabilized else rank)
-        if before is None:
+        if before is None or not is_quantized(leaf):
             a, b = _zero_update(path, leaf, rank, jax.random.fold_in(key, number), dtype)
         else:
-            leaf, a, b = loftq(before[path], leaf, rank, factor, dtype, steps if is_quantized(leaf) else 1)
+            leaf, a, b = loftq(_original(before, path, leaf), leaf, rank, factor, dtype, steps)
         leaves.append(LoraArray(leaf, a, b, jnp.full(stack, factor, jnp.float32)))
-    _check_rules(rules, used, named)
+    _check_rules(rules, used, named, found=any(map(is_lora, leaves)))
     return jtu.tree_unflatten(structure, leaves)
 
 
@@ -151,10 +152,15 @@ def _is_adapted(path: str, leaf: Any, rules: Sequence[Pattern] | None, used: set
     return bool(found)
 
 
-def _check_rules(rules: Sequence[Pattern] | None, used: set[Pattern], named: Sequence[tuple[str, Any]]) -> None:
+def _check_rules(
+    rules: Sequence[Pattern] | None, used: set[Pattern], named: Sequence[tuple[str, Any]], found: bool
+) -> None:
     some = ", ".join(repr(path) for path, leaf in named if is_weight(leaf) and len(leaf.shape) >= 2)[:300] or "none"
-    if rules is None and not any(is_quantized(leaf) for _, leaf in named):
-        raise ValueError(f"no leaf is quantized: give `rules` for the dense weights to adapt; matrices are: {some}")
+    if rules is None and not found:
+        raise ValueError(
+            f"no matrix is quantized, but perhaps embeddings: give `rules` for the weights to adapt; "
+            f"matrices are: {some}"
+        )
     unused = [rule for rule in rules or () if rule not in used]
     if unused:
         raise ValueError(f"no matrix matches {', '.join(map(repr, unused))}; matrices are: {some}")
@@ -171,9 +177,13 @@ def _zero_update(path: str, leaf: Any, rank: int, key: jax.Array, dtype: DTypeLi
     )
 
 
-def _originals(original: object, paths: Sequence[str]) -> dict[str, Any]:
-    found = dict(named_leaves(original)[0])
-    missing = next((path for path in paths if is_abstract(found.get(path)) or path not in found), None)
-    if missing is not None:
-        raise ValueError(f"`original` must be the tree before it was quantized, and has no array {missing!r}")
-    return found
+def _original(before: Mapping[str, Any], path: str, leaf: Any) -> Any:
+    """The weight `path` before it was quantized; a ValueError if `before` does not have it, dense and in its shape."""
+    found = before.get(path)
+    if is_weight(found) and not is_quantized(found) and not is_abstract(found) and found.shape == leaf.shape:
+        return found
+    has = f"{type(found).__name__} {found.shape}" if is_weight(found) else "no array"
+    raise ValueError(
+        f"`original` must be the tree before it was quantized: {path!r} must be a dense array {leaf.shape}, "
+        f"and is {has}"
+    )

@@ -67,7 +67,7 @@ def supports(matrix: Matrix) -> bool:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Those of "amx", "avx512_vnni", "avx512", "avx2" and "portable" that this processor runs, the best first."""
+    """The processor's own, the best first: of "amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2" and "portable"."""
     core = _core()
     return () if core is None else core.instruction_sets()
 
@@ -96,13 +96,22 @@ def _attributes(matrix: Matrix) -> dict[str, str | int]:
     }
 
 
-# From so many rows of float32 x on, and for one matrix of up to so many values, XLA's matmul with the decoded matrix is
-# faster than the core. CPU time on one Ice Lake core, as a multiple of JAX float32's speed, in the core and decoded:
-#   384 x 384, 640 rows: 0.75 and 0.93; 1536 x 384: 0.76 to 0.84 and 0.91 to 0.94; 256 x 256, 1,024 rows: 0.62 and 0.86;
-#   384 x 1536, 256 rows: 0.87 to 0.90 and 0.87 to 0.92; 384 x 384, 128 rows: 0.97 and 0.82;
-#   1024 x 1024, 640 rows: 0.86 to 0.89 and 0.88 to 0.96; 1024 x 4096, 640 rows: 0.89 to 0.95 and 0.80 to 0.84.
-_MANY_ROWS = 512
-_FEW_VALUES = 1 << 20
+# XLA's matmul with the decoded matrix is faster than the core for one matrix and many rows of float32 x: from
+# _MANY_ROWS on, and from a row for each _VALUES_PER_ROW values of the matrix. Decoding costs a second call, which small
+# ones feel, and memory traffic, which large ones feel: up to _FEW_VALUES or above _MANY_VALUES they stay in the core.
+# Multiples of JAX float32's speed on two cores of Zen 5 (AVX-512), in the core and decoded:
+#   INT8, 64 x 64, 640 rows: 1.31 and 0.64; 384 x 384, 128 rows: 0.98 and 0.75, 640 rows: 0.77 and 0.92;
+#   1024 x 1024, 256 rows: 0.89 and 0.85, 640 rows: 0.82 and 0.92; 1024 x 4096, 640 rows: 0.92 and 0.93;
+#   4096 x 4096, 640 rows: 0.92 and 0.71; INT4 stored (out, in), 1024 x 4096, 640 rows: 0.89 and 0.95.
+_MANY_ROWS = 384
+_VALUES_PER_ROW = 1 << 13
+_FEW_VALUES, _MANY_VALUES = 1 << 14, 1 << 22
+
+
+def _is_faster_decoded(x: jax.Array, matrix: Matrix) -> bool:
+    values, rows = matrix.rows * matrix.cols, x.shape[1]
+    is_fitting = x.shape[0] == 1 and _FEW_VALUES < values <= _MANY_VALUES and x.dtype == jnp.float32
+    return is_fitting and rows >= max(_MANY_ROWS, values // _VALUES_PER_ROW)
 
 
 def matmul(
@@ -113,8 +122,7 @@ def matmul(
     x is float32, bfloat16 or float16. `round_x` lets the core round a single row of x to 8 bits where that is faster;
     `round_values` lets it round the values of the matrix to bfloat16 if x is bfloat16.
     """
-    is_small = x.shape[0] == 1 and matrix.rows * matrix.cols <= _FEW_VALUES
-    if is_small and x.shape[1] >= _MANY_ROWS and x.dtype == jnp.float32 and not round_x:
+    if not round_x and _is_faster_decoded(x, matrix):
         contracted = ((1,), (contracted_axis,))
         return lax.dot_general(x[0], decode(matrix)[0], (contracted, ((), ())), lax.Precision.HIGHEST)[None]
     width = matrix.cols if contracted_axis == 0 else matrix.rows

@@ -151,9 +151,9 @@ def _quantize(
     if scale not in known:
         raise ValueError(f"`scale={scale!r}` must be one of {', '.join(map(repr, known))}")
     a_bool("fit", fit)
-    if fit and scale in (None, ABSMEAN):
-        given = "there is none" if scale is None else "that of `scale='absmean'` is given"
-        raise ValueError(f"`fit=True` fits a scale, and {given}; use `scale='channel'` or `scale='tensor'`")
+    if fit and scale == ABSMEAN:
+        raise ValueError("`fit=True` fits a scale, and that of `scale='absmean'` is given; use `scale='channel'`")
+    scale = "tensor" if fit and scale is None else scale
     fit = fit and rule is reference.ternary  # of signs, the mean magnitude is the best scale already
     encode = functools.partial(_rounded, rule, scale, fit)
     return Array1B._quantized(name, array, _pack_axis(getattr(array, "ndim", 0)), encode, use_kernel=use_kernel)
@@ -165,7 +165,7 @@ def quantize_binary(
     """The sign of each element, 1 for zero; NaN stays NaN. Integers raise a ValueError unless they are held exactly.
 
     `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude, which is lost without. No
-    scale has a smaller squared error, so `fit` changes nothing.
+    scale has a smaller squared error, so `fit` changes nothing but that it takes "tensor" for no scale.
     """
     return _quantize("binary", reference.signs, array, scale, fit, use_kernel)
 
@@ -176,7 +176,8 @@ def quantize_ternary(
     """1 above half a standard deviation of the whole array, -1 below minus that, else 0; of integers, if that is exact.
 
     `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude of what is not 0. `fit`
-    searches for scales with the smallest squared error, their thresholds at half a scale. `scale="absmean"` is the rule
+    searches for scales with the smallest squared error, their thresholds at half a scale; without a `scale`, for one
+    of the whole array. `scale="absmean"` is the rule
     of BitNet b1.58 (arXiv 2402.17764), for training: the scale of each matrix is the mean magnitude of all its
     elements, and an element becomes the nearest of -1, 0 and 1 times it. With a NaN or an infinity the array, or with
     "absmean" the matrix, becomes all NaN. On a sharded array the deviation is summed in another order, so an element

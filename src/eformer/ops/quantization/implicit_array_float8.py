@@ -19,7 +19,7 @@ from ._input import checked_array, normalized_axes, without_loss
 from ._leafwise import AxisMap, LeafwiseArray, replaced
 from ._registry import register_format
 from ._sharding import laid_out
-from ._validation import FLOATS, MAX_LENGTH, Leaf, Rules, an_int, check_fields
+from ._validation import FLOATS, MAX_LENGTH, Leaf, Rules, a_bool, an_int, check_fields
 
 CODES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}  # by the names of their kernels
 NAMES = {"e4m3": "fp8", "e5m2": "fp8_e5m2"}  # of the formats
@@ -74,13 +74,17 @@ class ArrayFloat8(LeafwiseArray):
         *,
         block_shape: Sequence[int] | None = None,
         code_dtype: DTypeLike = jnp.float8_e4m3fn,
+        fit: bool = False,
         use_kernel: bool = True,
     ) -> Self:
         """`array` in FP8 with a float32 scale per slice along `axis`, the last by default; any axes, in any number.
 
         With `block_shape`, such as (128, 128), there is a scale for each block along the last axes instead, whatever
-        `axis` is. The sharding is kept. Integers raise a ValueError unless they are held exactly.
+        `axis` is. The sharding is kept. `fit` tries larger scales, too, and takes the one with the smallest squared
+        error; codes are as dense as their values are small, so it gains little, and the less the more elements share a
+        scale. Integers raise a ValueError unless they are held exactly.
         """
+        a_bool("fit", fit)
         x, name = checked_array(array), _code_name(code_dtype)
         lengths = tuple(block_shape or ())
         if len(lengths) > x.ndim:
@@ -91,7 +95,7 @@ class ArrayFloat8(LeafwiseArray):
         _a_block_shape("block_shape", lengths)
 
         def make(x: jax.Array) -> Self:
-            weight, scale = _encode(x, axes, lengths, CODES[name])
+            weight, scale = _encode(x, axes, lengths, CODES[name], fit)
             return cls(weight, scale, block_shape=lengths, dtype=x.dtype, use_kernel=use_kernel)
 
         return without_loss(lambda x: laid_out(make, x), x, NAMES[name])
@@ -210,11 +214,11 @@ def _blocks(block_shape: Sequence[int], shape: Sequence[int]) -> dict[int, int]:
     return {first + i: length for i, length in enumerate(block_shape) if length > 1}
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _encode(
-    x: jax.Array, axis: tuple[int, ...], block_shape: tuple[int, ...], dtype: DTypeLike
+    x: jax.Array, axis: tuple[int, ...], block_shape: tuple[int, ...], dtype: DTypeLike, fit: bool
 ) -> tuple[jax.Array, jax.Array]:
-    return reference.encode_float8(x, axis, _blocks(block_shape, x.shape), dtype)
+    return reference.encode_float8(x, axis, _blocks(block_shape, x.shape), dtype, fit)
 
 
 def _register(code: str) -> None:
@@ -223,9 +227,10 @@ def _register(code: str) -> None:
         axis: int | tuple[int, ...] | None = None,
         *,
         block_shape: Sequence[int] | None = None,
+        fit: bool = False,
         use_kernel: bool = True,
     ) -> ArrayFloat8:
-        options: dict[str, Any] = {"block_shape": block_shape, "use_kernel": use_kernel}
+        options: dict[str, Any] = {"block_shape": block_shape, "fit": fit, "use_kernel": use_kernel}
         return ArrayFloat8.quantize(array, axis, code_dtype=CODES[code], **options)
 
     register_format(NAMES[code], ArrayFloat8, encode)

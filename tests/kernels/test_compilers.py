@@ -1,0 +1,38 @@
+"""The kernels compile without warnings for processors that are not here, and with the compilers that are."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[2] / "csrc"
+AVX2 = ("-DEFORMER_ISA=avx2", "-mavx2", "-mfma")
+ARM = ("-DEFORMER_ISA=neon_i8mm", "-march=armv8.2-a+dotprod+i8mm", "-DEFORMER_NEON")
+# Clang needs the headers of Debian's cross compiler; it may be installed with its version behind its name.
+CASES = {
+    "GCC, ARM64": (["aarch64-linux-gnu-g++"], ARM),
+    "Clang, ARM64": (["clang++", "aarch64-linux-gnu-g++"], (*ARM, "--target=aarch64-linux-gnu")),
+    "Clang, AVX2": (["clang++"], AVX2),
+    "Clang, portable": (["clang++"], ("-DEFORMER_ISA=portable",)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_compile(case, tmp_path):
+    needed, flags = CASES[case]
+    found = [next(filter(None, map(shutil.which, (name, f"{name}-14"))), None) for name in needed]
+    if None in found:
+        pytest.skip(f"there is no {needed[found.index(None)]}")
+    headers = sorted(CSRC.glob("formats/*.h"))
+    uses = (f' use({header.stem.capitalize()}, "{header.stem}")' for header in headers)
+    (tmp_path / "format_list.h").write_text(  # as CMakeLists.txt makes it
+        "".join(f'#include "formats/{header.name}"\n' for header in headers)
+        + f"#define EFORMER_FORMATS(use){''.join(uses)}\n"
+    )
+    warnings = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi")
+    command = [found[0], "-std=c++17", "-fsyntax-only", *warnings, *flags, f"-I{CSRC}", f"-I{tmp_path}"]
+    done = subprocess.run([*command, CSRC / "kernels.cc"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
