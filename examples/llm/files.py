@@ -93,8 +93,7 @@ def joined(params: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """
     params = dict(params)
     for layer, names in itertools.product(range(config.layers), (QUERY_KEY_VALUE, GATE_UP)):
-        weights = [params.get(f"blk.{layer}.{name}.weight") for name in names]
-        if any(weight is None for weight in weights) or sum(weight.size for weight in weights) > MOST_JOINED:
+        if sum(params[f"blk.{layer}.{name}.weight"].size for name in names) > MOST_JOINED:
             continue
         for end in ("weight", "bias"):
             parts = [f"blk.{layer}.{name}.{end}" for name in names]
