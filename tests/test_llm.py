@@ -78,7 +78,6 @@ def test_token_by_token_is_all_at_once(family: str, tmp_path: Path):
 @pytest.mark.usefixtures("optimized")
 def test_weights_that_meet_the_same_activations_are_one_matmul(tmp_path: Path):
     params, config, _ = load_model(write_gguf(tmp_path / "m.gguf", "llama", layers=1))
-    assert len(jax.tree.leaves(params)) < len(jax.tree.leaves(dict(params)))
     run = jax.jit(implicit(functools.partial(forward, config=config)))
     program = run.lower(params, jnp.asarray([PROMPT], jnp.int32)).compile().as_text()
     assert program is not None

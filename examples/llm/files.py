@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import re
@@ -15,10 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from eformer import implicit, materialization_error
 from eformer.checkpoint import open_checkpoint
-from eformer.model import Fused, fuse
+from eformer.jaximus import MaterializationError
 
-from .model import Config
+from .model import GATE_UP, JOINT, QUERY_KEY_VALUE, Config
 from .tokenizer import Tokenizer, read_json
 
 NEIGHBOURS = {"llama": True, "qwen2": False}  # the families that `model.py` runs, and how GGUF orders heads for RoPE
@@ -33,20 +33,13 @@ LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-# Weights that meet the same activations; the second line is for files that store values in more bits.
-SHARING = (
-    ("attn_q", "attn_k", "attn_v"),
-    ("attn_q", "attn_k"),
-    ("ffn_gate", "ffn_up"),
-)
-MOST_FUSED = 1 << 24  # values: a call on two cores costs some 10 us, which counts for small matrices only
-AND = " + "  # between the names of fused weights
+MOST_JOINED = 1 << 24  # values: a call on two cores costs some 10 us, which counts for small matrices only
 READERS = 2  # arrays that are read at the same time: most of it is memory that the system has to clear
 REST = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 class Model(NamedTuple):
-    params: Weights
+    params: dict[str, Any]
     config: Config
     tokenizer: Callable[[], Tokenizer]  # made when it is needed: it takes longer than small models to load
 
@@ -59,7 +52,7 @@ def load_model(
     """The model in a GGUF file or a Hugging Face folder; arrays that are quantized there stay so.
 
     `change(name, array)` may put another array in the place of each. Dense arrays become float32. Weights that are
-    multiplied by the same activations are fused, where that leaves them quantized: fewer, larger matmuls.
+    multiplied by the same activations are joined, where that leaves them quantized: fewer, larger matmuls.
     """
     path = Path(path)
     with open_checkpoint(path) as checkpoint:
@@ -78,8 +71,7 @@ def load_model(
             done += checkpoint.info(name).nbytes
             if progress is not None:
                 progress(name, done, total)
-    _fuse(params, config.layers)
-    return Model(Weights(params), config, tokenizer)
+    return Model(joined(params, config), config, tokenizer)
 
 
 def _read_ahead(read: Callable[[str], Any], names: Iterable[str], count: int = READERS) -> Iterator[Any]:
@@ -94,42 +86,27 @@ def _read_ahead(read: Callable[[str], Any], names: Iterable[str], count: int = R
             yield waiting.popleft().result()
 
 
-def _fuse(params: dict[str, Any], layers: int) -> None:
-    """Put weights that meet the same activations in one array, under their joint names, unless their formats differ."""
-    for layer, names in itertools.product(range(layers), SHARING):
-        parts = [f"blk.{layer}.{name}.weight" for name in names]
-        if all(part in params for part in parts) and sum(params[part].size for part in parts) <= MOST_FUSED:
-            with contextlib.suppress(ValueError):
-                params[AND.join(parts)] = jax.block_until_ready(fuse([params[part] for part in parts]))
-                for part in parts:
-                    del params[part]
+def joined(params: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """`params` with query, key and value of each layer in one array, and gate and up, unless their formats differ.
 
-
-@jax.tree_util.register_pytree_node_class
-class Weights(Mapping[str, Any]):
-    """Arrays by name. Fused ones are looked up as before: a name gives its part of the whole."""
-
-    def __init__(self, arrays: Mapping[str, Any]) -> None:
-        self._arrays = dict(arrays)
-        self._places = {name: (key, i) for key in arrays for i, name in enumerate(key.split(AND))}
-
-    def __getitem__(self, name: str) -> Any:
-        key, i = self._places[name]
-        array = self._arrays[key]
-        return array.parts()[i] if isinstance(array, Fused) else array
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        return tuple(self._arrays.values()), tuple(self._arrays)
-
-    @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], arrays: Iterable[Any]) -> Weights:
-        return cls(dict(zip(names, arrays, strict=True)))
+    One matmul in place of three: 1.2 times the tokens/s of SmolLM2-135M on two cores. Large matrices gain nothing.
+    """
+    params = dict(params)
+    for layer, names in itertools.product(range(config.layers), (QUERY_KEY_VALUE, GATE_UP)):
+        if sum(params[f"blk.{layer}.{name}.weight"].size for name in names) > MOST_JOINED:
+            continue
+        for end in ("weight", "bias"):
+            parts = [f"blk.{layer}.{name}.{end}" for name in names]
+            if not all(part in params for part in parts):
+                continue
+            try:
+                with materialization_error():
+                    together = jax.block_until_ready(implicit(jnp.concatenate)([params[part] for part in parts]))
+            except MaterializationError:
+                break  # quantized differently
+            params = {name: array for name, array in params.items() if name not in parts}
+            params[f"blk.{layer}.{JOINT.join(names)}.{end}"] = together
+    return params
 
 
 def read_config(metadata: Mapping[str, Any]) -> Config:

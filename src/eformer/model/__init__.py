@@ -10,9 +10,6 @@ from ._finite import Nonfinite as Nonfinite
 from ._finite import check_finite as check_finite
 from ._finite import find_nonfinite as find_nonfinite
 from ._from_use import rules_from_use as rules_from_use
-from ._fuse import Fused as Fused
-from ._fuse import FusedPart as FusedPart
-from ._fuse import fuse as fuse
 from ._learned_scales import init_scales as init_scales
 from ._lora import add_lora as add_lora
 from ._lora import drop_lora as drop_lora
