@@ -70,12 +70,19 @@ struct DotTileFunctions<std::integer_sequence<int, kRowsLessOne...>> {
   static constexpr decltype(&DotTile<1>::Add) kOf[] = {nullptr, DotTile<kRowsLessOne + 1>::Add...};
 };
 
-// Hardware prefetchers do not follow so many rows.
+// Prefetches codes, scales and offsets of a part: hardware prefetchers do not follow so many rows.
 template <class Format>
 EFORMER_INLINE void PrefetchPart(const Matrix& m, int64_t row, int64_t c) {
   constexpr int kPerByte = kValuesPerByte<Format>;
   const uint8_t* codes = m.planes[0] + row * m.RowBytes(kPerByte) + c / kPerByte;
   for (int64_t i = 0; i < kDotDepth / kPerByte; i += 64) __builtin_prefetch(codes + i);
+  if constexpr (RowParts<Format>::kInBlocks) {
+    for (const BlockNumbers* numbers : {&m.scales, &m.offsets}) {
+      const int64_t size = numbers->type == Number::kFloat32 ? 4 : numbers->type <= Number::kFloat16 ? 2 : 1;
+      const int64_t entry = row * m.BlockScaleStride() + c / m.block;
+      if (numbers->entries != nullptr) __builtin_prefetch(static_cast<const uint8_t*>(numbers->entries) + entry * size);
+    }
+  }
 }
 
 // As Kernels::dot_matmul says.
@@ -84,6 +91,7 @@ static void DotMatmul(const Matrix& m, const PlainX& x, int64_t count, int64_t k
                       float* y) {
   const RowParts<Format> parts(m, RowParts<Format>::DotOrderOf(m));
   const RowGroups groups(count, kDotTileRows);
+  constexpr int64_t kRowsAhead = 2 * kDotColumns;
   alignas(64) float panel[kDotColumns][kDotStride];
   const Lines all_sums(count * CeilDiv(n1 - n0, kDotColumns) * kDotColumns);
   const auto begin = reinterpret_cast<float (*)[kDotColumns]>(all_sums.values);
@@ -94,6 +102,7 @@ static void DotMatmul(const Matrix& m, const PlainX& x, int64_t count, int64_t k
       for (int64_t i = 0; i < kDotColumns; ++i) {
         if (n + i < n1) {
           if (k + depth < k1) PrefetchPart<Format>(m, n + i, k + depth);
+          if (k == k0 && n + i + kRowsAhead < n1) PrefetchPart<Format>(m, n + i + kRowsAhead, k);
           parts.Decode(n + i, k, depth, panel[i]);
         } else {
           std::memset(panel[i], 0, padded * sizeof(float));
