@@ -22,6 +22,8 @@ constexpr int64_t kLineColumns = kIntBytes;  // a vector of a row of bytes
 // The first of each four columns of a panel.
 #if defined(EFORMER_BYTE_DOTS)
 constexpr int kPanelFours[16] = {0, 16, 32, 48, 4, 20, 36, 52, 8, 24, 40, 56, 12, 28, 44, 60};
+#elif defined(EFORMER_NEON)
+constexpr int kPanelFours[16] = {0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60};
 #else
 constexpr int kPanelFours[16] = {0, 16, 4, 20, 8, 24, 12, 28, 32, 48, 36, 52, 40, 56, 44, 60};
 #endif
@@ -39,14 +41,10 @@ EFORMER_INLINE void QuadsOfRows(const IntBytes (&rows)[4], IntBytes (&quads)[4])
   quads[2] = (Bytes)_mm256_unpacklo_epi16(high01, high23);
   quads[3] = (Bytes)_mm256_unpackhi_epi16(high01, high23);
 #elif defined(EFORMER_NEON)
-  uint8x16x2_t found[4];
-  for (int half = 0; half < 2; ++half) {
-    uint8x16_t four[4], words[4];
-    for (int j = 0; j < 4; ++j) four[j] = HalvesOf(rows[j]).val[half];
-    InterleaveFour(four, words);
-    for (int i = 0; i < 4; ++i) found[i].val[half] = words[i];
-  }
-  for (int i = 0; i < 4; ++i) quads[i] = Joined(found[i]);
+  uint8x16_t four[4], words[4];
+  for (int j = 0; j < 4; ++j) four[j] = (uint8x16_t)rows[j];
+  InterleaveFour(four, words);
+  for (int i = 0; i < 4; ++i) quads[i] = (IntBytes)words[i];
 #else
   for (int i = 0; i < kStripSize; ++i) {
     for (int j = 0; j < 4; ++j) quads[i / 8][4 * (i % 8) + j] = rows[j][kPanelFours[i / 4] + i % 4];

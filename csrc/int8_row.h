@@ -17,8 +17,8 @@ EFORMER_INLINE void StoreInOrder(float* to, const Reals (&v)[4]) {
 #if defined(EFORMER_BYTE_DOTS)
   StoreLine(to, v);
 #else
-  for (int i = 0; i < 8; ++i) {
-    std::memcpy(to + kPanelFours[i], reinterpret_cast<const char*>(&v[i / 2]) + 16 * (i % 2), 16);
+  for (int i = 0; i < kLineColumns / 4; ++i) {
+    std::memcpy(to + kPanelFours[i], reinterpret_cast<const char*>(v) + 16 * i, 16);
   }
 #endif
 }
