@@ -95,7 +95,7 @@ def tell(teacher: Params, sizes: Sizes, folder: Path, count: int, batch: int, vo
             print(f"stories {i * batch} to {(i + 1) * batch} told in {seconds[0]:.0f} s", flush=True)
         parts.append(load(path))
     tokens, states = (np.concatenate([part[name] for part in parts])[:count] for name in ("tokens", "states"))
-    minutes, cpu_minutes = sum(np.asarray(part["seconds"]) for part in parts) / 60
+    minutes, cpu_minutes = np.sum([part["seconds"] for part in parts], axis=0) / 60
     return Text(tokens, states, np.asarray(allowed), minutes, cpu_minutes)
 
 

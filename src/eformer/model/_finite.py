@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from eformer.jaximus import materialize
 
@@ -30,7 +31,7 @@ def find_nonfinite(tree: object) -> dict[str, Nonfinite]:
     """
     named = [(path, np.asarray(x) if isinstance(x, (float, np.floating)) else x) for path, x in named_leaves(tree)[0]]
     arrays = {path: leaf for path, leaf in named if is_weight(leaf) and is_array(leaf)}
-    if any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(arrays)):
+    if any(isinstance(part, Tracer) for part in jax.tree.leaves(arrays)):
         raise TypeError("values are not known under `jit`: return them from the jitted function, and check these")
     counts = jax.device_get({path: _counted(leaf) for path, leaf in arrays.items()})
     found = {path: Nonfinite(*map(int, count)) for path, count in counts.items()}
