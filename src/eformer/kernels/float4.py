@@ -28,7 +28,7 @@ def nearest_e2m1(x: jax.Array) -> jax.Array:
     return code | jnp.signbit(x).astype(jnp.uint8) << 3
 
 
-def _nearest(x: jax.Array, scale: jax.Array, _: None = None) -> jax.Array:
+def _nearest(x: jax.Array, scale: jax.Array, _: jax.Array | None = None) -> jax.Array:
     """What the nearest codes stand for."""
     return reference.round_to_float(x / jnp.where(scale == 0, jnp.inf, scale), E2M1) * scale
 

@@ -144,7 +144,7 @@ def decode_int8(weight: jax.Array, scale: jax.Array) -> jax.Array:
     return weight.astype(scale.dtype) * scale
 
 
-def round_to_float(x: jax.Array, info: jnp.finfo) -> jax.Array:
+def round_to_float(x: jax.Array, info: Any) -> jax.Array:  # a `finfo` of NumPy or of ml_dtypes
     """The nearest value of a smaller floating point type, as the dtype of `x`; what is larger than all becomes largest.
 
     Casts to 8 and 4 bits do the same, element by element; this is vectorized.
@@ -181,7 +181,7 @@ def _fitted_float8(
     blocks: Mapping[int, int],
     scale: jax.Array,
     peak: jax.Array,
-    info: jnp.finfo,
+    info: Any,  # as `round_to_float` takes
 ) -> jax.Array:
     """`scale`, or a better one. Codes are as dense as their values are small, so only digits of the scale matter."""
     axes = list(axis)
