@@ -51,19 +51,19 @@ GROUPS = {
     "the file, Q4_K_M": ("as in the file", "as in the file, int8 x", "llama.cpp Q4_K"),
     "2 bits": ("ternary, int8 x", "llama.cpp TQ2_0"),
 }
-# Rows of the table of ratios: ours, the contenders of which the best counts, what is compared, and the goals for models
-# below and above 200 million weights.
+FOUR_BITS = tuple(f"{name}{x}" for name in ("int4", "int4 in blocks of 32", "nf4") for x in ("", ROUNDED))
+# Rows of the table of ratios: ours and the others, of each of which the best counts, what is compared, and the goals
+# for models below and above 200 million weights.
 RATIOS = (
-    ("int8, int8 x", ("llama.cpp Q8_0",), "decode", 0.85, 1.0),
-    ("int4, int8 x", ("llama.cpp Q4_0", "llama.cpp Q4_K"), "decode", 0.85, 1.0),
-    ("int4 in blocks of 32, int8 x", ("llama.cpp Q4_0", "llama.cpp Q4_K"), "decode", 0.85, 1.0),
-    ("as in the file, int8 x", ("llama.cpp Q4_K",), "decode", 0.85, 1.0),
-    ("ternary, int8 x", ("llama.cpp TQ2_0",), "decode", None, 1.0),
-    ("int8", ("float32",), "prefill", 1.0, 1.0),
-    ("int4", ("float32",), "prefill", 1.0, 1.0),
-    ("nf4", ("float32",), "prefill", 1.0, 1.0),
-    ("int4, int8 x", ("float32",), "prefill", 1.6, 1.6),
-    ("int4, int8 x", ("llama.cpp Q4_0",), "prefill", 1.0, 1.0),
+    (("int8", "int8, int8 x"), ("llama.cpp Q8_0",), "decode", 0.85, 1.0),
+    (FOUR_BITS, ("llama.cpp Q4_0", "llama.cpp Q4_K"), "decode", 0.85, 1.0),
+    (("as in the file", "as in the file, int8 x"), ("llama.cpp Q4_K",), "decode", 0.85, 1.0),
+    (("ternary", "ternary, int8 x"), ("llama.cpp TQ2_0",), "decode", None, 1.0),
+    (("int8",), ("float32",), "prefill", 1.0, 1.0),
+    (("int4",), ("float32",), "prefill", 1.0, 1.0),
+    (("nf4",), ("float32",), "prefill", 1.0, 1.0),
+    (("int4, int8 x",), ("float32",), "prefill", 1.6, 1.6),
+    (("int4, int8 x",), ("llama.cpp Q4_0",), "prefill", 1.0, 1.0),
 )
 MOST_LOGITS, MOST_PERPLEXITY, MOST_MEMORY, MOST_START = 0.04, 0.01, 1.25, 1.5
 
@@ -355,11 +355,11 @@ class Goal(NamedTuple):
 def goals(rows: Rows, file_bytes: int) -> list[Goal]:
     """Each comparison that has a goal, and some that have none."""
     found, small = [], file_bytes < 2e8
-    for name, others, what, goal_small, goal in RATIOS:
-        there = [other for other in others if what in rows.get(other, {})]
+    for names, others, what, goal_small, goal in RATIOS:
+        ours, there = ([name for name in each if what in rows.get(name, {})] for each in (names, others))
         wanted = goal_small if small else goal
-        if what in rows.get(name, {}) and there:
-            best = max(there, key=lambda other: rows[other][what])
+        if ours and there:
+            name, best = (max(each, key=lambda name: rows[name][what]) for each in (ours, there))
             ratio = rows[name][what] / rows[best][what]
             shown = "" if wanted is None else f"{wanted}x"
             found.append(Goal(f"{what}, {name} : {best}", ratio, f"{ratio:.2f}x", shown, ratio >= (wanted or 0)))

@@ -19,7 +19,7 @@ from eformer.ops.quantization import Format, QuantizedArray, formats, quantize, 
 OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "int8": ({"axis": 0}, {"axis": (-2, -1)}),
     "nf4": ({"block_size": 4}, {"block_size": 4, "axis": 0}, {"block_size": 4, "double_quantization": True}),
-    "ternary": ({"scale": "tensor"}, {"scale": "channel"}, {"scale": "absmean"}),
+    "ternary": ({"scale": "tensor"}, {"scale": "channel"}, {"scale": "channel", "axis": -1}, {"scale": "absmean"}),
     "binary": ({"scale": "channel"},),
     "int4": (
         {"block_size": 4, "axis": 0},

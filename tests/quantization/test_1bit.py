@@ -82,11 +82,13 @@ def test_other_values_are_rounded_and_clipped_under_tracing():
 
 @pytest.mark.parametrize("dtype", ["binary", "ternary"])
 @pytest.mark.parametrize("scale", ["tensor", "channel"])
-def test_scales_are_the_mean_magnitude_of_what_is_kept(dtype, scale):
+@pytest.mark.parametrize("along", [None, -2, -1])
+def test_scales_are_the_mean_magnitude_of_what_is_kept(dtype, scale, along):
     w = normal((9, 7))
-    q = quantize(w, dtype=dtype, scale=scale)
+    q = quantize(w, dtype=dtype, scale=scale, axis=along)
+    assert q.weight.shape == ((9, 2) if along == -1 else (3, 7))  # four values a byte
     values = f64(quantize(w, dtype=dtype).materialize())
-    axis = (0, 1) if scale == "tensor" else (0,)
+    axis = (0, 1) if scale == "tensor" else (1,) if along == -1 else (0,)
     magnitude = np.where(values != 0, np.abs(f64(w)), 0)
     expected = magnitude.sum(axis, keepdims=True) / np.maximum((values != 0).sum(axis, keepdims=True), 1)
     np.testing.assert_allclose(q.scale, expected, rtol=2.0**-20)

@@ -118,7 +118,8 @@ def sums_of(
         return [sum_of(each, axes) for each in terms(x, present)]
 
     def of_row(row: jax.Array | int) -> list[jax.Array]:
-        return list(terms(*(None if each is None else _every(each, rows, row, axis) for each in (x, present))))
+        some = None if present is None else _every(present, rows, row, axis)
+        return list(terms(_every(x, rows, row, axis), some))
 
     sums = lax.fori_loop(1, rows, lambda row, sums: list(map(jnp.add, sums, of_row(row))), of_row(0), unroll=UNROLL)
     return [sum_of(each, axes) for each in sums]

@@ -29,9 +29,9 @@ ABSMEAN = "absmean"  # of ternary alone
 class Array1B(PackedArray):
     """`decode() == value * scale`, with four values of {-1, 0, 1} a byte along `axis`; without a scale, 1.
 
-    The axis is the first of a matrix or vector; axes before it stack matrices. The last byte is filled up (`padding`).
-    `Array1B(array)` of a dense array alone quantizes it: integers must be in {-1, 0, 1}, and floating point is rounded
-    as by `quantize(array, dtype="ternary")`.
+    The axis is the first of a matrix or vector unless another is asked for; axes before it stack matrices. The last
+    byte is filled up (`padding`). `Array1B(array)` of a dense array alone quantizes it: integers must be in {-1, 0, 1},
+    and floating point is rounded as by `quantize(array, dtype="ternary")`.
     """
 
     _values_per_byte: ClassVar = {"weight": 4}
@@ -137,7 +137,7 @@ def _rounded(rule: Callable[[jax.Array], jax.Array], scale: str | None, fit: boo
     values = rule(x)
     if scale is None:
         return {"weight": reference.pack_ternary(values, axis)}
-    axes = range(x.ndim) if scale == "tensor" else range(x.ndim)[-2:-1]
+    axes = range(x.ndim) if scale == "tensor" else [axis % x.ndim] if x.ndim > 1 else []
     found = reference.mean_magnitude(x, values, axes)
     if fit:
         values, found = reference.fitted_ternary(x, values, found, axes)
@@ -145,7 +145,13 @@ def _rounded(rule: Callable[[jax.Array], jax.Array], scale: str | None, fit: boo
 
 
 def _quantize(
-    name: str, rule: Callable[[jax.Array], jax.Array], array: jax.Array, scale: str | None, fit: bool, use_kernel: bool
+    name: str,
+    rule: Callable[[jax.Array], jax.Array],
+    array: jax.Array,
+    scale: str | None,
+    axis: int | None,
+    fit: bool,
+    use_kernel: bool,
 ) -> Array1B:
     known = (*SCALES, ABSMEAN) if rule is reference.ternary else SCALES
     if scale not in known:
@@ -156,34 +162,37 @@ def _quantize(
     scale = "tensor" if fit and scale is None else scale
     fit = fit and rule is reference.ternary  # of signs, the mean magnitude is the best scale already
     encode = functools.partial(_rounded, rule, scale, fit)
-    return Array1B._quantized(name, array, _pack_axis(getattr(array, "ndim", 0)), encode, use_kernel=use_kernel)
+    along = _pack_axis(getattr(array, "ndim", 0)) if axis is None else axis
+    return Array1B._quantized(name, array, along, encode, use_kernel=use_kernel)
 
 
 def quantize_binary(
-    array: jax.Array, scale: str | None = None, *, fit: bool = False, use_kernel: bool = True
+    array: jax.Array, scale: str | None = None, *, axis: int | None = None, fit: bool = False, use_kernel: bool = True
 ) -> Array1B:
     """The sign of each element, 1 for zero; NaN stays NaN. Integers raise a ValueError unless they are held exactly.
 
-    `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude, which is lost without. No
+    `scale`, "tensor" or "channel" (per slice along `axis`), keeps the mean magnitude, which is lost without. Four
+    values along `axis`, the first of a matrix if it is None, share a byte: matmuls that contract it are fastest. No
     scale has a smaller squared error, so `fit` changes nothing but that it takes "tensor" for no scale.
     """
-    return _quantize("binary", reference.signs, array, scale, fit, use_kernel)
+    return _quantize("binary", reference.signs, array, scale, axis, fit, use_kernel)
 
 
 def quantize_ternary(
-    array: jax.Array, scale: str | None = None, *, fit: bool = False, use_kernel: bool = True
+    array: jax.Array, scale: str | None = None, *, axis: int | None = None, fit: bool = False, use_kernel: bool = True
 ) -> Array1B:
     """1 above half a standard deviation of the whole array, -1 below minus that, else 0; of integers, if that is exact.
 
-    `scale`, "tensor" or "channel" (per column of the last axis), keeps the mean magnitude of what is not 0. `fit`
+    `scale`, "tensor" or "channel" (per slice along `axis`), keeps the mean magnitude of what is not 0. Four values
+    along `axis`, the first of a matrix if it is None, share a byte: matmuls that contract it are fastest. `fit`
     searches for scales with the smallest squared error, their thresholds at half a scale; without a `scale`, for one
-    of the whole array. `scale="absmean"` is the rule
-    of BitNet b1.58 (arXiv 2402.17764), for training: the scale of each matrix is the mean magnitude of all its
-    elements, and an element becomes the nearest of -1, 0 and 1 times it. With a NaN or an infinity the array, or with
-    "absmean" the matrix, becomes all NaN. On a sharded array the deviation is summed in another order, so an element
-    that lies on the threshold to the last bit can fall on its other side.
+    of the whole array. `scale="absmean"` is the rule of BitNet b1.58 (arXiv 2402.17764), for training: the scale of
+    each matrix is the mean magnitude of all its elements, and an element becomes the nearest of -1, 0 and 1 times it.
+    With a NaN or an infinity the array, or with "absmean" the matrix, becomes all NaN. On a sharded array the
+    deviation is summed in another order, so an element that lies on the threshold to the last bit can fall on its
+    other side.
     """
-    return _quantize("ternary", reference.ternary, array, scale, fit, use_kernel)
+    return _quantize("ternary", reference.ternary, array, scale, axis, fit, use_kernel)
 
 
 register_format("ternary", Array1B, quantize_ternary)
