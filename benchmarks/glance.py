@@ -19,8 +19,8 @@ from eformer._svg import element, scale, text
 HERE = Path(__file__).parent
 README, MODELS = HERE.parent / "README.md", HERE.parent / "docs" / "models.md"
 RESULTS, PICTURE = HERE / "results" / "peers.json", HERE / "results" / "glance.svg"
-FORMATS = {"8 bits": "int8", "4 bits": "nf4", "2 bits": "ternary, embeddings int8"}  # group: row of the MiniLM table
-NAMES = {"8 bits": "INT8", "4 bits": "NF4", "2 bits": "ternary"}
+GROUPS = {"INT8": "8 bits", "INT4": "4 bits", "NF4": "4 bits", "ternary": "2 bits"}  # of our weights, by how they begin
+PICTURED = {"INT8": "int8", "NF4": "nf4", "ternary": "ternary, embeddings int8"}  # and their rows of the MiniLM table
 ROWS = ("1", "8", "512")  # of x
 LABELS, COLUMN, GAP, BAR, TOP = 130, 130, 64, 26, 62
 
@@ -44,9 +44,9 @@ def qualities(page: str) -> dict[str, Quality]:
     return {name: Quality(float(megabytes), float(spearman)) for name, megabytes, spearman in cells}
 
 
-def ours(results: Results, group: str, activations: str = "float32") -> Mapping[str, Any]:
-    chosen = ("eformer", group, activations)
-    return next(r for r in results if (r["library"], r["group"], r["activations"]) == chosen)
+def ours(results: Results, name: str, activations: str = "float32") -> Mapping[str, Any]:
+    chosen = (r for r in results if (r["library"], r["activations"]) == ("eformer", activations))
+    return next(r for r in chosen if r["weight"].startswith(name))
 
 
 def best_peer(results: Results, group: str, rows: str) -> str:
@@ -57,17 +57,17 @@ def best_peer(results: Results, group: str, rows: str) -> str:
 
 def columns(results: Results, found: Mapping[str, Quality]) -> dict[str, list[Bar]]:
     """A bar for float32, then one for each format."""
-    models = [found["float32"], *(found[name] for name in FORMATS.values())]
+    models = [found["float32"], *(found[name] for name in PICTURED.values())]
 
     def speeds(rows: str) -> list[Bar]:
-        values = [1.0, *(ours(results, group)["speed"][rows] for group in FORMATS)]
+        values = [1.0, *(ours(results, name)["speed"][rows] for name in PICTURED)]
         return [Bar(value, f"{value:.2f}x") for value in values]
 
     return {
         "MiniLM, MB": [Bar(m.megabytes, f"{m.megabytes:.1f}") for m in models],
         "MiniLM, quality": [Bar(m.spearman, f"{m.spearman:.4f}") for m in models],
-        "speed, 1 row of x": speeds("1"),
-        "speed, 512 rows": speeds("512"),
+        "speed, M=1": speeds("1"),
+        "speed, M=512": speeds("512"),
     }
 
 
@@ -78,7 +78,7 @@ def machine(measured: Mapping[str, Any]) -> str:
 
 def picture(measured: Mapping[str, Any], found: Mapping[str, Quality]) -> str:
     """An SVG with a column of bars for size, quality and speed each."""
-    names, drawn = ["float32", *NAMES.values()], columns(measured["results"], found)
+    names, drawn = ["float32", *PICTURED], columns(measured["results"], found)
     width, height = LABELS + len(drawn) * (COLUMN + GAP), TOP + BAR * len(names) + 34
     title = "Quantized weights beside float32: size, quality and speed"
     notes = [
@@ -104,12 +104,11 @@ def picture(measured: Mapping[str, Any], found: Mapping[str, Quality]) -> str:
 def table(results: Results) -> str:
     """Our speed with float32 x, with int8 x, and the fastest other library, for each format and number of rows."""
     lines = []
-    for group, name in NAMES.items():
+    for name, group in GROUPS.items():
         for rows in ROWS:
-            rounded = ours(results, group, "int8")["speed"].get(rows)
-            cells = [f"{ours(results, group)['speed'][rows]:.2f}x", f"{rounded:.2f}x" if rounded else ""]
+            cells = [f"{ours(results, name, x)['speed'][rows]:.2f}x" for x in ("float32", "int8")]
             lines.append([name, rows, *cells, best_peer(results, group, rows)])
-    return markdown(["weight", "rows of x", "float32 x", "int8 x", "fastest other library"], lines)
+    return markdown(["weight", "M", "float32 x", "int8 x", "fastest other library"], lines)
 
 
 def main() -> None:
