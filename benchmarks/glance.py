@@ -22,6 +22,7 @@ RESULTS, PICTURE = HERE / "results" / "peers.json", HERE / "results" / "glance.s
 GROUPS = {"INT8": "8 bits", "INT4": "4 bits", "NF4": "4 bits", "ternary": "2 bits"}  # of our weights, by how they begin
 PICTURED = {"INT8": "int8", "NF4": "nf4", "ternary": "ternary, embeddings int8"}  # and their rows of the MiniLM table
 ROWS = ("1", "8", "512")  # of x
+INSTRUCTIONS = ("AMX", "AVX-512 VNNI", "AVX-512", "AVX2")  # the best first
 LABELS, COLUMN, GAP, BAR, TOP = 130, 130, 64, 26, 62
 
 Results = Sequence[Mapping[str, Any]]
@@ -73,7 +74,8 @@ def columns(results: Results, found: Mapping[str, Quality]) -> dict[str, list[Ba
 
 def machine(measured: Mapping[str, Any]) -> str:
     where = measured["machine"]
-    return f"{where['processor']}, {where['cores']} cores, {where['instructions'][0]}"
+    best = next((name for name in INSTRUCTIONS if name in where["instructions"]), where["instructions"][0])
+    return f"{where['processor']}, {where['cores']} cores, {best}"
 
 
 def picture(measured: Mapping[str, Any], found: Mapping[str, Quality]) -> str:
