@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chart import STYLE
+from libraries import OUT_IN
 from rings import markdown, rewrite
 
 from eformer._svg import element, scale, text
@@ -47,7 +48,7 @@ def qualities(page: str) -> dict[str, Quality]:
 
 def ours(results: Results, name: str, activations: str = "float32") -> Mapping[str, Any]:
     chosen = (r for r in results if (r["library"], r["activations"]) == ("eformer", activations))
-    return next(r for r in chosen if r["weight"].startswith(name))
+    return next(r for r in chosen if r["weight"].startswith(name) and not r["weight"].endswith(OUT_IN))
 
 
 def best_peer(results: Results, group: str, rows: str) -> str:

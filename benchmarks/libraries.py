@@ -67,35 +67,42 @@ def ring(distinct: Sequence[Any], duplicate: Callable[[Any], Any], each: int, pr
 # JAX and this package
 
 
+OUT_IN = ", (out, in)"  # weights stored as torch stores them, and as most other libraries do
+
+
 def with_jax(problem: Problem) -> Products:
-    formats: dict[str, tuple[str, Callable[[jax.Array], Any]]] = {
+    formats: dict[str, tuple[str, Callable[..., Any]]] = {
         "": (DENSE, lambda w: w),
         "INT8, a scale per column": (INT8, functools.partial(quantize, dtype="int8", axis=0)),
         "NF4, blocks of 64": (BITS4, functools.partial(quantize, dtype="nf4", axis=0, block_size=GROUP)),
         "INT4, blocks of 64": (BITS4, functools.partial(quantize, format="int4", axis=0, block_size=GROUP)),
-        "ternary": (BITS2, functools.partial(quantize, dtype="ternary", scale="channel")),
+        "ternary": (BITS2, functools.partial(quantize, dtype="ternary", scale="channel", axis=0)),
     }
 
-    def make(weight: str, activations: str) -> Product:
+    def make(weight: str, activations: str, out_in: bool = False) -> Product:
         group, encode = formats[weight]
         dtype = "float32" if activations == "int8" else activations
-        distinct = [encode(jnp.asarray(w)).astype(dtype) for w in problem.weights]
+        distinct = [encode(w.T, axis=-1) if out_in else encode(w) for w in map(jnp.asarray, problem.weights)]
+        distinct = [q.astype(dtype) for q in distinct]
         if activations == "int8":
             distinct = [q.with_activation_dtype("int8") for q in distinct]
         each = stored_bytes(distinct[0])
         x = jnp.asarray(problem.x, dtype)
-        product = jax.jit(lambda x, w: x @ w)
+        product = jax.jit((lambda x, w: x @ w.T) if out_in else (lambda x, w: x @ w))
         weights = ring(distinct, functools.partial(jax.tree.map, jnp.copy), each, problem)
         contender = Contender(lambda w: product(x, w).block_until_ready(), weights)
         first = distinct[0].astype("float32")
-        library = "JAX" if group == DENSE else "eformer"
-        return Product(library, weight or dtype, group, activations, each, contender, lambda: materialize(first))
+        library, name = "JAX" if group == DENSE else "eformer", f"{weight or dtype}{OUT_IN if out_in else ''}"
+        decoded = (lambda: materialize(first).T) if out_in else (lambda: materialize(first))
+        return Product(library, name, group, activations, each, contender, decoded)
 
     for weight in formats:
         yield functools.partial(make, weight, "float32")
         yield functools.partial(make, weight, "bfloat16")
         if weight:
             yield functools.partial(make, weight, "int8")
+            yield functools.partial(make, weight, "float32", out_in=True)
+            yield functools.partial(make, weight, "int8", out_in=True)
 
 
 # torch and what is built on it
