@@ -283,7 +283,7 @@ def _checked_matrix(call: Call, sets: tuple[str, ...]) -> Weights | None:
     if not 0 <= rows <= LONGEST or not 0 <= cols <= LONGEST:
         return None
     if form in (*FLOAT_SCALES, *GROUPED):
-        unit = 2 if form == "nf4" else 1
+        unit = 2 if form in FLOAT_SCALES else 1
         if block < unit or block % unit or a["superblock_size"] < 0 or a["superblock_size"] % block:
             return None
     planes, scales = args[: len(PLANES[form])], args[len(PLANES[form]) :]
