@@ -209,7 +209,7 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens (batch, length), those of `begin` (batch, some) and what the model says after them; and what it thought.
 
-    That is, the hidden states of all layers for each token, float16 (batch, length, layers, width). `vocabulary` are the
+    That is, the hidden states of all layers for each token, float16 (batch, length, layers, width). `vocabulary` is the
     tokens that may be said, all unless given. `temperature=0` takes the likeliest.
     """
     return implicit(_sample)(params, begin, key, vocabulary, jnp.float32(temperature), heads, length)
