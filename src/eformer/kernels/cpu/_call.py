@@ -119,7 +119,7 @@ def matmul(
 ) -> jax.Array:
     """x (count, m, k) @ matrix (count, k, n), or @ matrix.T for `contracted_axis=1`, as float32 (count, m, n).
 
-    x is float32, bfloat16 or float16. `round_x` lets the core round a single row of x to 8 bits where that is faster;
+    x is float32, bfloat16 or float16. `round_x` lets the core round x to 8 bits where it sums integers;
     `round_values` lets it round the values of the matrix to bfloat16 if x is bfloat16.
     """
     if not round_x and _is_faster_decoded(x, matrix):
