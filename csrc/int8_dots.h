@@ -5,6 +5,8 @@
 // they are packed along the other axis, or where four bytes of a plane reach beyond a block.
 #pragma once
 
+#include <numeric>
+
 #include "int8_matmul.h"
 #include "int8_round.h"
 
@@ -26,18 +28,25 @@ struct Int8DotsOf {
   template <int kPart>
   static constexpr int kPlaces = kPacked ? 8 / Format::kPlaneBits[kPart] : 1;
 
+  static constexpr int64_t SpanValues() {
+    int64_t least = kSpan * (kPacked ? 8 : 1);
+    for (int bits : Format::kPlaneBits) least = Min(least, kPacked ? kSpan * 8 / bits : kSpan);
+    return least;
+  }
+  static constexpr int64_t kSpanValues = SpanValues();  // in a span of any part
+
   template <int kPart>
   using Dots = std::conditional_t<kParts == 1, DotsOf<Format>, FieldDots<8 / kPlaces<kPart>>>;
 
   // What a part is multiplied by.
   struct PartX {
     int64_t row_bytes, spans;
-    int64_t span_blocks;                      // of x
+    int64_t span_scales;                      // of a row, for a span
     const int8_t* values;                     // of x, in the order of the part
     float* steps;                             // of each lane
     int32_t* corrections;                     // of each lane, for the bias
-    int64_t first_block[kSpanVectors];        // in a span, of each of its vectors
-    int32_t places[kSpanVectors][kIntLanes];  // the block of each lane, from that one on
+    int64_t first_scale[kSpanVectors];        // in a span, of each of its vectors
+    int32_t places[kSpanVectors][kIntLanes];  // the scale of each lane, from that one on
     uint8_t present[kSpan];                   // 255 for bytes of the last span that are in the row
     int32_t present_lanes[kSpanLanes];        // -1 for lanes that are
   };
@@ -52,17 +61,20 @@ struct Int8DotsOf {
   Floats x_sums{kInBlocks ? CeilDiv(m.cols, m.block) + kIntLanes : 0};  // of the blocks of the matrix
   PartX parts[kParts];
 
+  // Values that a scale is for: a block of the matrix, or a part of it that spans do not cut.
+  const int64_t scaled = kInBlocks ? std::gcd(m.block, kSpanValues) : x.block, row_scales = CeilDiv(m.cols, scaled);
+
   // Rows whose scales are read at once.
-  const int64_t each = kInBlocks ? m.block / x.block : 1, count = kInBlocks ? m.BlockScaleStride() : 0;
-  const int64_t rows_at_once = Max(4, 1024 / blocks / 4 * 4);
-  Floats factors{kInBlocks ? rows_at_once * blocks + kIntLanes : 0};  // of the blocks of x
+  const int64_t each = kInBlocks ? m.block / scaled : 1, count = kInBlocks ? m.BlockScaleStride() : 0;
+  const int64_t rows_at_once = Max(4, 1024 / row_scales / 4 * 4);
+  Floats factors{kInBlocks ? rows_at_once * row_scales + kIntLanes : 0};
   Floats scales{each > 1 ? rows_at_once * count : 0};
   Floats offsets{kInBlocks ? rows_at_once * count + kIntLanes : 0};
 
   Int8DotsOf(const Matrix& m, const Int8X& x) : m(m), x(x) {
     AddParts<0, 0>(ordered.values, steps.values);
     for (int64_t b = 0; b < blocks && kInBlocks; ++b) {
-      x_sums.values[b / each] += x.steps[b] * static_cast<float>(x.sums[b]);
+      x_sums.values[b * x.block / m.block] += x.steps[b] * static_cast<float>(x.sums[b]);
     }
   }
 
@@ -73,7 +85,7 @@ struct Int8DotsOf {
     PartX& part = parts[kPart];
     part.row_bytes = kPacked ? CeilDiv(m.cols, kEach) : m.cols;
     part.spans = CeilDiv(part.row_bytes, kSpan);
-    part.span_blocks = kSpan * kEach / x.block;
+    part.span_scales = kSpan * kEach / scaled;
     part.values = x.values;
     if constexpr (kParts > 1) {
       for (int64_t k = 0; k < x.depth; k += 16) {
@@ -99,9 +111,9 @@ struct Int8DotsOf {
       }
     }
     for (int h = 0; h < kSpanVectors; ++h) {
-      part.first_block[h] = h * kIntBytes * kEach / x.block;
+      part.first_scale[h] = h * kIntBytes * kEach / scaled;
       for (int i = 0; i < kIntLanes; ++i) {
-        part.places[h][i] = static_cast<int32_t>((h * kIntBytes + 4 * i) * kEach / x.block - part.first_block[h]);
+        part.places[h][i] = static_cast<int32_t>((h * kIntBytes + 4 * i) * kEach / scaled - part.first_scale[h]);
       }
     }
     const int64_t present = part.row_bytes - (part.spans - 1) * kSpan;
@@ -122,9 +134,9 @@ struct Int8DotsOf {
       if (found != to) std::memcpy(to, found, rows * count * sizeof(float));
     } else {
       for (int64_t row = 0; row < rows; ++row) {
-        float* at = factors.values + row * blocks;
-        for (int64_t b = 0; b < blocks; b += each, ++found) {
-          for (int64_t i = b; i < Min(b + each, blocks); ++i) at[i] = *found;
+        float* at = factors.values + row * row_scales;
+        for (int64_t b = 0; b < row_scales; b += each, ++found) {
+          for (int64_t i = b; i < Min(b + each, row_scales); ++i) at[i] = *found;
         }
       }
     }
@@ -162,7 +174,7 @@ struct Int8DotsOf {
         });
         Reals found = ToReals(Multiply::Finish(sum, correction)) * step;
         if constexpr (kInBlocks) {
-          Reals scale = PickReals(LoadVector<Reals>(factor + r * blocks + part.first_block[h]), places);
+          Reals scale = PickReals(LoadVector<Reals>(factor + r * row_scales + part.first_scale[h]), places);
           if constexpr (kLast) {
             scale = (Reals)((Ints)scale & LoadVector<Ints>(part.present_lanes + h * kIntLanes));
           }
@@ -199,13 +211,13 @@ struct Int8DotsOf {
     for (int64_t t = 0; t < whole; ++t) {
       for (int r = 0; r < kRows && kPacked; ++r) __builtin_prefetch(codes[r] + 4 * row_bytes);
       for (int r = 0; r < kRows && !kPacked; ++r) codes[r] = CopySpan<kPart>(n + r, t, copies[r]);
-      AddSpan<kPart, kRows, false>(t, codes, factor + t * part.span_blocks, sums, nan);
+      AddSpan<kPart, kRows, false>(t, codes, factor + t * part.span_scales, sums, nan);
       for (int r = 0; r < kRows && kPacked; ++r) codes[r] += kSpan;
     }
     if (whole < part.spans) {
       const bool is_readable = kPacked && (n + kRows - 1) * row_bytes + part.spans * kSpan <= m.rows * row_bytes;
       for (int r = 0; r < kRows && !is_readable; ++r) codes[r] = CopySpan<kPart>(n + r, whole, copies[r]);
-      AddSpan<kPart, kRows, true>(whole, codes, factor + whole * part.span_blocks, sums, nan);
+      AddSpan<kPart, kRows, true>(whole, codes, factor + whole * part.span_scales, sums, nan);
     }
     if constexpr (kPart + 1 < kParts) AddRows<kRows, kPart + 1>(n, factor, sums, nan);
   }
@@ -225,7 +237,7 @@ struct Int8DotsOf {
         }
       }
     }
-    AddRows<kRows>(n, factors.values + taken * blocks, sums, nan);
+    AddRows<kRows>(n, factors.values + taken * row_scales, sums, nan);
     AddUp(sums, y + n);
     for (int r = 0; r < kRows && Int8Codes<Format>::kHasNaN; ++r) {
       uint64_t bits[kIntBytes / 8], any = 0;

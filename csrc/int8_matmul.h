@@ -15,13 +15,20 @@ namespace eformer::EFORMER_ISA {
 #if defined(EFORMER_AMX)
 constexpr int kInt8TileRows = 1;
 #elif defined(EFORMER_BYTE_DOTS)
-constexpr int kInt8TileRows = 12;
+constexpr int kInt8TileRows = 4;
 #elif defined(EFORMER_NEON)
 constexpr int kInt8TileRows = 8;
 #elif defined(__AVX2__)
 constexpr int kInt8TileRows = 6;
 #else
 constexpr int kInt8TileRows = 4;
+#endif
+
+// Whether there are registers for the totals of a tile too, which are loaded and stored once for a panel.
+#if defined(EFORMER_BYTE_DOTS)
+constexpr bool kHoldsTotals = true;
+#else
+constexpr bool kHoldsTotals = false;
 #endif
 
 // Vectors of columns whose sums are in registers together with those of `rows` rows of x.
@@ -40,6 +47,13 @@ struct Int8Part {
   bool has_scales, has_offsets;
   const float* scales[kMaxPanelBlocks + 1];  // of each block
   const float* offsets[kMaxPanelBlocks + 1];
+
+  // The block behind those that have the scales of block `b`.
+  EFORMER_INLINE int64_t EndOfScales(int64_t b) const {
+    int64_t end = b + 1;
+    while (end < blocks && (!has_scales || scales[end] == scales[b])) ++end;
+    return end;
+  }
 };
 
 // found[r][v] += four bytes of row r of x times quads of vector v, for each of `quads` rows of the panel.
@@ -141,20 +155,79 @@ struct Int8Tile {
   }
 
  private:
+  typedef Reals Totals[kRows][kVectors];
+  typedef Ints Sums[kRows][kVectors];
+
   EFORMER_INLINE static void AddColumns(const Int8Part& part, int64_t c, const int8_t* x, const float* steps,
                                         const int32_t* sums, float* totals) {
-    const int64_t quads = part.quads;
-    const uint8_t* panel = part.panel + 4 * c;
-    for (int64_t b = 0; b < part.blocks; ++b, steps += kRows, sums += kRows) {
-      Ints dots[kRows][kVectors];
+    if constexpr (kHoldsTotals) {
+      AddToHeld(part, c, x, steps, sums, totals);
+    } else {
+      AddToMemory(part, c, x, steps, sums, totals);
+    }
+  }
+
+  // The sums of a block of x, from columns `c` on.
+  EFORMER_INLINE static void AddBlock(const Int8Part& part, int64_t block, int64_t c, const int8_t* x,
+                                      const int32_t* sums, Sums& dots) {
 #pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) dots[r][v] = -part.bias * sums[r] - Ints{};
+      for (int v = 0; v < kVectors; ++v) dots[r][v] = -part.bias * sums[block * kRows + r] - Ints{};
+    }
+    AddAllQuads<Dots>(part.panel + block * part.quads * kQuadRowBytes + 4 * c, part.quads,
+                      x + block * part.quads * 4 * kRows, dots);
+  }
+
+  // Blocks of x that share the scales of the matrix are added first, and scaled together.
+  EFORMER_INLINE static void AddToHeld(const Int8Part& part, int64_t c, const int8_t* x, const float* steps,
+                                       const int32_t* sums, float* totals) {
+    Totals held;
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) held[r][v] = LoadVector<Reals>(totals + r * kPanelColumns + v * kIntLanes);
+    }
+    for (int64_t start = 0, end; start < part.blocks; start = end) {
+      end = part.EndOfScales(start);
+      Totals found = {};
+      float x_sums[kRows] = {};
+      for (int64_t b = start; b < end; ++b) {
+        Sums dots;
+        AddBlock(part, b, c, x, sums, dots);
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) found[r][v] += ToReals(dots[r][v]) * steps[b * kRows + r];
+        }
+        for (int r = 0; r < kRows && part.has_offsets; ++r) {
+          x_sums[r] += steps[b * kRows + r] * static_cast<float>(sums[b * kRows + r]);
+        }
       }
-      AddAllQuads<Dots>(panel, quads, x, dots);
-      panel += quads * kQuadRowBytes;
-      x += quads * 4 * kRows;
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t at = c + v * kIntLanes;
+        const Reals scale = part.has_scales ? LoadVector<Reals>(part.scales[start] + at) : 1 - Reals{};
+        const Reals offset = part.has_offsets ? LoadVector<Reals>(part.offsets[start] + at) : Reals{};
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r) {
+          held[r][v] += found[r][v] * scale;
+          if (part.has_offsets) held[r][v] += offset * x_sums[r];
+        }
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) StoreVector(totals + r * kPanelColumns + v * kIntLanes, held[r][v]);
+    }
+  }
+
+  EFORMER_INLINE static void AddToMemory(const Int8Part& part, int64_t c, const int8_t* x, const float* steps,
+                                         const int32_t* sums, float* totals) {
+    for (int64_t b = 0; b < part.blocks; ++b, steps += kRows) {
+      Sums dots;
+      AddBlock(part, b, c, x, sums, dots);
 #pragma GCC unroll 4  // in full, or the compiler stores all sums first
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = c + v * kIntLanes;
@@ -164,7 +237,7 @@ struct Int8Tile {
         for (int r = 0; r < kRows; ++r) {
           float* to = totals + r * kPanelColumns + v * kIntLanes;
           Reals total = LoadVector<Reals>(to) + ToReals(dots[r][v]) * (scale * steps[r]);
-          if (part.has_offsets) total += offset * (steps[r] * static_cast<float>(sums[r]));
+          if (part.has_offsets) total += offset * (steps[r] * static_cast<float>(sums[b * kRows + r]));
           StoreVector(to, total);
         }
       }
@@ -328,10 +401,10 @@ constexpr decltype(Kernels::int8_matmul) Int8MatmulOrNull() {
 }
 
 // As Kernels::int8_order says. Blocks of x divide those of the matrix.
-template <class Format>
+template <class Format, int64_t kLongest = kInt8Block>
 static Int8Order Int8OrderOf(const Matrix& m, bool dots) {
   constexpr bool kInBlocks = Format::kScales == ScaleKind::kPerBlock;
-  int64_t block = kMaxInt8Block;
+  int64_t block = kLongest;
   if (Format::kInt8Steps == 0 || (kInBlocks && (m.packed_axis != m.contracted_axis || m.block % 16 != 0))) return {};
   while (kInBlocks && m.block % block != 0) block /= 2;
   return {block, IsPackedAlongDepth<Format>(m) ? kValuesPerByte<Format> : 1, dots ? 64 : 4};

@@ -75,7 +75,7 @@ constexpr int32_t kTooLarge = 0x71800000;  // the bits of 2^100: sums of x that 
 template <int kPlaces, int kSpan>
 static bool RoundRowOf(const float* x, int64_t depth, int64_t block, int8_t* values, float* steps, int32_t* sums) {
   for (int64_t k = 0; k < depth; k += block) {
-    float padded[kMaxInt8Block];
+    float padded[kInt8Block];
     const float* from = x + k;
     if (depth - k < block) {
       std::memset(padded, 0, sizeof padded);

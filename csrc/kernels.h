@@ -123,8 +123,10 @@ constexpr int kAmxDepth = 32;
 constexpr int64_t kBfloatChunkRows = 512;  // rows of x in a call of `bfloat_matmul`: their sums stay in L2
 
 // Rows of x rounded to int8. Blocks of a row share a step: x is about an integer from -127 to 127 times it. Zeros
-// follow each row, up to a multiple of kInt8Padding.
-constexpr int64_t kMaxInt8Block = 64;
+// follow each row, up to a multiple of kInt8Padding. On the logits of SmolLM2-135M, blocks of 64 cost a third more than
+// blocks of 32 (4.2% instead of 3.2% in norm).
+constexpr int64_t kInt8Block = 32;
+constexpr int64_t kMaxInt8Block = 64;  // of x that is split into bytes
 constexpr int64_t kInt8Padding = 256;
 constexpr int64_t kInt8DepthStep = 256;  // the contracted axis is cut at multiples of this
 constexpr int64_t kInt8ChunkRows = 240;  // rows of x in a call of `int8_matmul`: their sums stay in L2
@@ -132,7 +134,7 @@ constexpr int64_t kInt8ChunkRows = 240;  // rows of x in a call of `int8_matmul`
 // The order of a row of rounded x: value `places` * byte + place is at byte / span * span * places + place * span +
 // byte % span.
 struct Int8Order {
-  int64_t block;  // 16, 32 or 64; 0: there is no loop for int8
+  int64_t block;  // of x: 16, 32 or 64; 0: there is no loop for int8
   int64_t places;
   int64_t span;
 };

@@ -95,7 +95,8 @@ static Int8Order SplitOrderOf(const Matrix& m) {
   constexpr bool kByRows = false, kByColumns = false;
 #endif
   const bool is_faster = m.contracted_axis == 0 ? kByRows : kByColumns;
-  return Format::kSplitsX && is_faster && m.block % 32 == 0 ? Int8OrderOf<Format>(m, false) : Int8Order{};
+  const bool fits = Format::kSplitsX && is_faster && m.block % 32 == 0;
+  return fits ? Int8OrderOf<Format, kMaxInt8Block>(m, false) : Int8Order{};
 }
 
 }  // namespace eformer::EFORMER_ISA

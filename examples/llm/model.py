@@ -101,10 +101,11 @@ def _layer(
 def _attention(query: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
     """(batch, length, heads * size); heads of `query` that share a head of keys are rows of one matmul."""
     batch, heads, length, size = query.shape
-    shared = query.reshape(len(keys), -1, size)
-    scores = (shared @ keys).reshape(batch, heads, length, -1) / size**0.5
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
-    mixed = weights.reshape(*shared.shape[:2], -1) @ values
+    shared = query.reshape(len(keys), -1, size) / size**0.5
+    scores = jnp.where(seen, (shared @ keys).reshape(batch, heads, length, -1), -1e30)
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    total = jnp.sum(weights, axis=-1).reshape(*shared.shape[:2], 1)
+    mixed = weights.reshape(*shared.shape[:2], -1) @ values / total  # fewer divisions than for the weights
     return mixed.reshape(query.shape).swapaxes(1, 2).reshape(batch, length, -1)
 
 
@@ -130,7 +131,9 @@ def _places(
         frequencies = frequencies / params["rope_freqs.weight"]
     positions = (entries[None] - padding[:, None]).astype(jnp.float32)
     angles = positions[:, None, :, None] * frequencies
-    return Places(start, seen, jnp.cos(angles), jnp.sin(angles))
+    # Kept as they are: XLA would compute them again for every layer.
+    cos, sin = jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+    return Places(start, seen, cos, sin)
 
 
 def _rotated(x: jax.Array, places: Places, config: Config) -> jax.Array:

@@ -133,9 +133,9 @@ class QuantizedArray(ImplicitArray):
     def with_activation_dtype(self, activation_dtype: str | None) -> Self:
         """The same array, whose matmuls may round the activations to "int8" where that is faster; None: never.
 
-        On CPU the native core rounds each row of activations in blocks of 64 along the contracted axis, or of 32 or 16
-        where blocks of the weights are no multiple of 64: to integers from -127 to 127 times a step, the block's
-        largest magnitude / 127. Sums of a block are exact, and blocks are added in float32. So a term is off by at most
+        On CPU the native core rounds each row of activations in blocks of 32 along the contracted axis, or of 16 where
+        blocks of the weights are no multiple of 32: to integers from -127 to 127 times a step, the block's largest
+        magnitude / 127. Sums of a block are exact, and blocks are added in float32. So a term is off by at most
         half a step of its activation times the weight; scales along the contracted axis are applied before rounding,
         and the values of NF4 are rounded too, to multiples of absmax / 127. Activations are not rounded where blocks of
         the weights run along the other axis or are no multiple of 16, where a scale varies along both axes, where
