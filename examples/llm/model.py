@@ -131,9 +131,7 @@ def _places(
         frequencies = frequencies / params["rope_freqs.weight"]
     positions = (entries[None] - padding[:, None]).astype(jnp.float32)
     angles = positions[:, None, :, None] * frequencies
-    # Kept as they are: XLA would compute them again for every layer.
-    cos, sin = jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
-    return Places(start, seen, cos, sin)
+    return Places(start, seen, jnp.cos(angles), jnp.sin(angles))
 
 
 def _rotated(x: jax.Array, places: Places, config: Config) -> jax.Array:
