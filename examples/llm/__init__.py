@@ -1,7 +1,9 @@
 """Llama, SmolLM2 and Qwen2.5 in plain JAX, from GGUF files and Hugging Face folders; `python -m` runs it."""
 
 from .files import load_model as load_model
+from .files import open_model as open_model
 from .files import read_config as read_config
+from .generation import Request as Request
 from .generation import Sampling as Sampling
 from .generation import generate as generate
 from .int8_cache import empty_int8_cache as empty_int8_cache
