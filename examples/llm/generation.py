@@ -19,7 +19,7 @@ from .model import Cache, Config, Params, empty_cache, hidden, logits
 
 STEPS = 16  # tokens that the loop makes before it comes back, at most
 BUCKET = 64  # lengths of long prompts and of the cache are multiples of it, so that few shapes are compiled
-SHORTEST = 16  # shorter prompts are filled up
+SHORTEST = 8  # shorter prompts are filled up
 
 
 class Sampling(NamedTuple):
