@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from eformer.examples.llm import Tokenizer
+from eformer.examples.llm.tokenizer import CUTS
 
 from eformer.checkpoint import save, save_gguf
 
@@ -19,7 +19,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TOKENIZER = {
+TOKENIZER: dict[str, Any] = {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "smollm",
     "tokenizer.ggml.tokens": TOKENS,
@@ -53,6 +53,21 @@ FOLDER_NAMES = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
+
+
+def hugging_face_tokenizer() -> Any:
+    """The tokenizer of `TOKENIZER`, of the package that Hugging Face folders are for."""
+    import tokenizers
+
+    vocabulary, split = {token: i for i, token in enumerate(TOKENS)}, tokenizers.pre_tokenizers
+    pairs = [tuple(merge.split(" ", 1)) for merge in MERGES]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, pairs))
+    parts = [split.Split(tokenizers.Regex(cut), "isolated") for cut in CUTS[TOKENIZER["tokenizer.ggml.pre"]]]
+    made.pre_tokenizer = split.Sequence([*parts, split.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.decoder = tokenizers.decoders.ByteLevel()
+    special = [token for token in TOKENS if token.startswith("<|")]
+    made.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special])
+    return made
 
 
 def random_weights(family: str, layers: int = 2) -> dict[str, np.ndarray]:
@@ -102,6 +117,6 @@ def write_folder(folder: Path, family: str) -> Path:
         "rope_theta": 10000.0,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    Tokenizer.from_gguf(TOKENIZER)._tokenizer.save(str(folder / "tokenizer.json"))
+    hugging_face_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder

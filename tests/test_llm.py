@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eformer.examples.llm import (
+    Config,
+    Request,
     Sampling,
     Tokenizer,
     empty_cache,
@@ -23,12 +25,14 @@ from eformer.examples.llm import (
     hidden,
     load_model,
     logits,
+    open_model,
 )
 from eformer.examples.llm.__main__ import Stream, main
 from eformer.examples.llm.generation import choose
 from eformer.examples.llm.int8_cache import Int8Cache
+from eformer.examples.llm.model import Cache
 from eformer.examples.llm.quantize import quantizing
-from small_llm import TOKENIZER, TOKENS, write_folder, write_gguf
+from small_llm import TOKENIZER, TOKENS, hugging_face_tokenizer, write_folder, write_gguf
 
 from eformer import explain, implicit, materialize, stored_bytes
 from eformer.kernels import cpu
@@ -103,6 +107,36 @@ def test_generation_takes_the_likeliest_token_of_each_step(tmp_path: Path):
     assert shorter == found[0][: found[0].index(end)]
 
 
+@pytest.mark.parametrize("activations", ["float", "int8"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_first_token_is_compiled_before_the_weights_are_read(family: str, activations: str, tmp_path: Path):
+    change, traced = quantizing("file", activations=activations), []
+
+    def counted(config: Config, batch: int, length: int) -> Cache:
+        traced.append(batch)
+        return empty_cache(config, batch, length)
+
+    with open_model(write_gguf(tmp_path / "m.gguf", family)) as opened:
+        request = Request(opened.config, [PROMPT], 3, new_cache=counted)
+        like = opened.like(change)
+        request.compile(like)
+        params = opened.read(change)
+    assert jax.tree.structure(like) == jax.tree.structure(params)
+    assert [(a.shape, a.dtype) for a in jax.tree.leaves(like)] == [(a.shape, a.dtype) for a in jax.tree.leaves(params)]
+    assert traced == [1]
+    (found,) = joined_portions(request.run(params))
+    assert traced == [1]
+    assert [found] == joined_portions(generate(params, request.config, [PROMPT], 3))
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, 2**31, 2**32 - 1])
+def test_a_seed_is_that_of_jax(seed: int):
+    config = Config(1, 1, 1, 2, 1e-5, 1e4, True, None)
+    (_, _, given), _ = Request(config, [PROMPT], 1, seed=seed).inputs()
+    keys = [jax.random.key_data(key) for key in (jax.jit(jax.random.key)(given), jax.random.key(seed))]
+    assert np.array_equal(*keys)
+
+
 def test_an_int8_cache_is_small_and_near(tmp_path: Path):
     """Only what a token writes is rounded, by half a step of its own scale; and nothing is made dense on the way."""
     params, config, _ = load_model(write_gguf(tmp_path / "m.gguf", "llama"))
@@ -146,12 +180,29 @@ def test_choices():
         Sampling(top_p=0.0).checked()
 
 
-@pytest.mark.parametrize("text", ["the the\nthe 123", " a<|im_start|>b"])
+TEXTS = [
+    "",
+    "the the\nthe 123",
+    " a<|im_start|>b",
+    "<|im_end|><|im_end|> the<|im_end",
+    "h" * 50 + "hehehethethe" * 20 + "  the",
+    "caf\u00e9 \U0001f600 the",  # of these bytes the vocabulary has none
+    "".join(np.random.default_rng(0).choice([*"the <|>\n", "<|im_end|>"], 500)),
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_text_and_back(text: str):
-    tokenizer = Tokenizer.from_gguf(TOKENIZER)
+    tokenizer, expected = Tokenizer.from_gguf(TOKENIZER), hugging_face_tokenizer()
     tokens = tokenizer.encode(text)
-    assert tokenizer._tokenizer.decode(tokens, skip_special_tokens=False) == text
-    assert "<|" not in tokenizer.decode(tokens)
+    assert tokens == expected.encode(text).ids
+    assert tokenizer.decode(tokens) == expected.decode(tokens)
+    assert tokenizer.decode(tokens) == text.replace("<|im_start|>", "").replace("<|im_end|>", "") or not text.isascii()
+    assert tokenizer.decode([*tokens, len(TOKENS), 10**6]) == tokenizer.decode(tokens)
+
+
+def test_merges_come_in_their_order():
+    tokenizer = Tokenizer.from_gguf(TOKENIZER)
     pieces = [TOKENS[token] for token in tokenizer.encode("the the\nthe 12")]
     assert pieces == ["t", "he", "Ġthe", "Ċ", "t", "he", "Ġ", "1", "2"]
 

@@ -1,13 +1,33 @@
 """Llama, SmolLM2 and Qwen2.5 in plain JAX, from GGUF files and Hugging Face folders; `python -m` runs it."""
 
-from .files import load_model as load_model
-from .files import read_config as read_config
-from .generation import Sampling as Sampling
-from .generation import generate as generate
-from .int8_cache import empty_int8_cache as empty_int8_cache
-from .model import Config as Config
-from .model import empty_cache as empty_cache
-from .model import forward as forward
-from .model import hidden as hidden
-from .model import logits as logits
-from .tokenizer import Tokenizer as Tokenizer
+import contextlib as _contextlib
+import gc as _gc
+from collections.abc import Iterator as _Iterator
+
+
+@_contextlib.contextmanager
+def _no_collection() -> _Iterator[None]:
+    """While JAX and this package are imported there is no garbage: looking for it would take an eighth of the time."""
+    was_enabled = _gc.isenabled()
+    _gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            _gc.enable()
+
+
+with _no_collection():
+    from .files import load_model as load_model
+    from .files import open_model as open_model
+    from .files import read_config as read_config
+    from .generation import Request as Request
+    from .generation import Sampling as Sampling
+    from .generation import generate as generate
+    from .int8_cache import empty_int8_cache as empty_int8_cache
+    from .model import Config as Config
+    from .model import empty_cache as empty_cache
+    from .model import forward as forward
+    from .model import hidden as hidden
+    from .model import logits as logits
+    from .tokenizer import Tokenizer as Tokenizer

@@ -7,18 +7,20 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from eformer.model import stored_bytes
 
-from .files import load_model
-from .generation import Sampling, generate
+from .files import open_model
+from .generation import Request, Sampling
 from .int8_cache import empty_int8_cache
 from .model import empty_cache
-from .quantize import quantizing
+from .quantize import AS_IN_FILE, quantizing
 from .tokenizer import Tokenizer
 
 CACHES = {"float32": empty_cache, "int8": empty_int8_cache}
+SWITCH = 1e-4  # seconds that threads which read weights wait for Python's lock while JAX traces; they need it often
 HELP = """\
 Write text with a language model of the Llama or Qwen2 family, in plain JAX, on dense or quantized weights.
 
@@ -80,20 +82,25 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> None:
     started = time.perf_counter()
+    sys.setswitchinterval(SWITCH)
     sampling = Sampling(args.temperature, args.top_k, args.top_p).checked()
     change = quantizing(args.format, embeddings=args.embeddings, activations=args.activations)
-    with showing(args.quiet) as progress:
-        params, config, tokenizer = load_model(args.model, change, progress)
-    tokenizer, prompts = tokenizer(), [sys.stdin.read().strip() if text == "-" else text for text in args.prompts]
-    if args.chat:
-        system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        prompts = [tokenizer.chat([*system, {"role": "user", "content": text}]) for text in prompts]
-    tokens = [tokenizer.encode(text) for text in prompts]
+    prompts = [sys.stdin.read().strip() if text == "-" else text for text in args.prompts]
+    with open_model(args.model) as opened, showing(args.quiet) as progress, ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(opened.read, change, progress)
+        tokenizer = opened.tokenizer()
+        if args.chat:
+            system = [] if args.system is None else [{"role": "system", "content": args.system}]
+            prompts = [tokenizer.chat([*system, {"role": "user", "content": text}]) for text in prompts]
+        tokens, cache = [tokenizer.encode(text) for text in prompts], CACHES[args.cache]
+        request = Request(opened.config, tokens, args.count, sampling, args.seed, tokenizer.ends, cache)
+        if args.format == AS_IN_FILE:  # else weights take their shapes only as they are quantized
+            request.compile(opened.like(change))
+        params = reading.result()
     times, counts = [time.perf_counter()], []
     found: list[list[int]] = [[] for _ in prompts]
     stream = Stream(tokenizer)
-    options = {"sampling": sampling, "seed": args.seed, "ends": tokenizer.ends, "new_cache": CACHES[args.cache]}
-    made = generate(params, config, tokens, args.count, **options)
+    made = request.run(params)
     for portion in made:
         times.append(time.perf_counter())
         counts.append(sum(map(len, portion)))

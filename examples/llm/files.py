@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from eformer import implicit, materialization_error
-from eformer.checkpoint import open_checkpoint
+from eformer.checkpoint import Checkpoint, open_checkpoint
 from eformer.jaximus import MaterializationError
 
 from .model import GATE_UP, JOINT, QUERY_KEY_VALUE, Config
@@ -44,34 +45,65 @@ class Model(NamedTuple):
     tokenizer: Callable[[], Tokenizer]  # made when it is needed: it takes longer than small models to load
 
 
-def load_model(
-    path: str | Path,
-    change: Callable[[str, Any], Any] | None = None,
-    progress: Callable[[str, int, int], object] | None = None,
-) -> Model:
+Change = Callable[[str, Any], Any]  # from the name of an array and the array to the one that takes its place
+Progress = Callable[[str, int, int], object]
+
+
+class ModelFile:
+    """An open GGUF file or Hugging Face folder: `config` and `tokenizer` are there before the weights are read."""
+
+    def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        if checkpoint.kind == "gguf":
+            metadata = checkpoint.metadata
+            self.config, self._names = read_config(metadata), {name: name for name in checkpoint}
+            self.tokenizer = functools.partial(Tokenizer.from_gguf, metadata)
+        else:
+            folder = path if path.is_dir() else path.parent
+            self.config, self._names = folder_config(read_json(folder / "config.json")), _gguf_names(checkpoint)
+            self.tokenizer = functools.partial(Tokenizer.from_folder, folder)
+
+    def read(self, change: Change | None = None, progress: Progress | None = None) -> dict[str, Any]:
+        """The parameters; see `load_model`."""
+        checkpoint, done, params = self._checkpoint, 0, {}
+        total = sum(checkpoint.info(name).nbytes for name in self._names)
+        for (name, own), array in zip(self._names.items(), _read_ahead(checkpoint.read, self._names), strict=True):
+            params[own] = _changed(own, array, change)
+            done += checkpoint.info(name).nbytes
+            if progress is not None:
+                progress(name, done, total)
+        return joined(params, self.config)
+
+    def like(self, change: Change | None = None) -> dict[str, Any]:
+        """The parameters that `read` will give, without values: JAX compiles a function of them meanwhile."""
+        likes = {own: self._checkpoint.entry(name).like for name, own in self._names.items()}
+
+        def params(arrays: Mapping[str, Any]) -> dict[str, Any]:
+            return joined({own: _changed(own, array, change) for own, array in arrays.items()}, self.config)
+
+        return jax.eval_shape(params, likes)
+
+
+@contextlib.contextmanager
+def open_model(path: str | Path) -> Iterator[ModelFile]:
+    """The model in a GGUF file or a Hugging Face folder, of which only headers are read."""
+    with open_checkpoint(path) as checkpoint:
+        yield ModelFile(Path(path), checkpoint)
+
+
+def load_model(path: str | Path, change: Change | None = None, progress: Progress | None = None) -> Model:
     """The model in a GGUF file or a Hugging Face folder; arrays that are quantized there stay so.
 
     `change(name, array)` may put another array in the place of each. Dense arrays become float32. Weights that are
     multiplied by the same activations are joined, where that leaves them quantized: fewer, larger matmuls.
     """
-    path = Path(path)
-    with open_checkpoint(path) as checkpoint:
-        if checkpoint.kind == "gguf":
-            metadata = checkpoint.metadata
-            config, names = read_config(metadata), {name: name for name in checkpoint}
-            tokenizer = functools.partial(Tokenizer.from_gguf, metadata)
-        else:
-            folder = path if path.is_dir() else path.parent
-            config, names = folder_config(read_json(folder / "config.json")), _gguf_names(checkpoint)
-            tokenizer = functools.partial(Tokenizer.from_folder, folder)
-        total, done, params = sum(checkpoint.info(name).nbytes for name in names), 0, {}
-        for (name, own), array in zip(names.items(), _read_ahead(checkpoint.read, names), strict=True):
-            array = array.astype(jnp.float32)
-            params[own] = array if change is None else change(own, array)
-            done += checkpoint.info(name).nbytes
-            if progress is not None:
-                progress(name, done, total)
-    return Model(joined(params, config), config, tokenizer)
+    with open_model(path) as opened:
+        return Model(opened.read(change, progress), opened.config, opened.tokenizer)
+
+
+def _changed(name: str, array: Any, change: Change | None) -> Any:
+    array = array.astype(jnp.float32)
+    return array if change is None else change(name, array)
 
 
 def _read_ahead(read: Callable[[str], Any], names: Iterable[str], count: int = READERS) -> Iterator[Any]:

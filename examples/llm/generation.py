@@ -5,8 +5,9 @@ It runs any model of `model.py` under `implicit`, so its weights may be dense or
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from .model import Cache, Config, Params, empty_cache, hidden, logits
 
 STEPS = 16  # tokens that the loop makes before it comes back, at most
 BUCKET = 64  # lengths of long prompts and of the cache are multiples of it, so that few shapes are compiled
-SHORTEST = 16  # shorter prompts are filled up
+SHORTEST = 8  # shorter prompts are filled up
 
 
 class Sampling(NamedTuple):
@@ -117,50 +118,92 @@ def _advance(
 
 
 STATIC = ("config", "sampling", "ends")
-prefill = jax.jit(implicit(_prefill), static_argnames=STATIC, donate_argnames="cache")
 advance = jax.jit(implicit(_advance), static_argnames=STATIC, donate_argnames="state")
 
 
-def padded(prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnames=(*STATIC, "new_cache", "capacity"))
+def prefill(
+    params: Params,
+    tokens: jax.Array,
+    padding: jax.Array,
+    seed: jax.Array,
+    *,
+    new_cache: Callable[[Config, int, int], Cache],
+    capacity: int,
+    **options: Any,
+) -> State:
+    """`_prefill` with a new cache of `capacity` tokens; made one by one, its 56 arrays would take 70 ms."""
+    cache = new_cache(options["config"], len(tokens), capacity)
+    return implicit(_prefill)(params, tokens, padding, jax.random.key(seed), cache, **options)
+
+
+def padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """The prompts as one array (batch, length), and the padding in front of each; few lengths are possible."""
     longest = max(map(len, prompts))
     short = max(SHORTEST, 1 << (longest - 1).bit_length())  # a power of two
     width = short if short <= BUCKET else -(-longest // BUCKET) * BUCKET
     rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    return jnp.asarray(rows, jnp.int32), jnp.asarray([width - len(prompt) for prompt in prompts], jnp.int32)
+    return np.array(rows, np.int32), np.array([width - len(prompt) for prompt in prompts], np.int32)
+
+
+class Request(NamedTuple):
+    """Texts to go on with: up to `count` tokens after each of the prompts, which end at one of the tokens `ends`.
+
+    `new_cache` makes a cache of the model, for a batch and a length: of floating point numbers, or `empty_int8_cache`.
+    """
+
+    config: Config
+    prompts: Sequence[Sequence[int]]
+    count: int
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    ends: Sequence[int] = ()
+    new_cache: Callable[[Config, int, int], Cache] = empty_cache
+
+    def checked(self) -> Request:
+        """Itself; a ValueError for prompts that the model can't go on with."""
+        if not self.prompts or not all(self.prompts):
+            raise ValueError("a prompt is empty: every prompt needs at least one token")
+        longest, context = max(map(len, self.prompts)), self.config.context
+        if context is not None and longest + self.count > context:
+            raise ValueError(
+                f"a prompt of {longest} tokens and {self.count} more do not fit into the model's context of {context}"
+            )
+        self.sampling.checked()
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """What both compiled programs depend on."""
+        return {"config": self.config, "sampling": self.sampling, "ends": tuple(self.ends)}
+
+    def inputs(self) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+        """The arguments of `prefill` besides the parameters."""
+        tokens, padding = padded(self.prompts)
+        capacity = -(-(tokens.shape[1] + self.count) // BUCKET) * BUCKET
+        arrays = tokens, padding, np.array(self.seed % 2**32, np.uint32)
+        return arrays, {**self.options(), "new_cache": self.new_cache, "capacity": capacity}
+
+    def compile(self, like: Params) -> None:
+        """Compile what the first token needs, for parameters with these shapes, while their values are still read."""
+        arrays, options = self.checked().inputs()
+        prefill.lower(like, *arrays, **options).compile()  # JAX keeps it for the call
+
+    def run(self, params: Params) -> Iterator[list[list[int]]]:
+        """The tokens, in portions: the first of each text, then more and more at once; without the ends of texts."""
+        arrays, options = self.checked().inputs()
+        state = prefill(params, *arrays, **options)
+        yield [[] if token in self.ends else [token] for token in np.asarray(state.token).tolist()]
+        made, steps = 1, 1
+        while made < self.count and not np.all(state.done):
+            steps = min(2 * steps, STEPS)
+            state, found = advance(params, state, np.int32(min(steps, self.count - made)), **self.options())
+            rows = np.asarray(found).tolist()
+            yield [[token for token in row if token >= 0 and token not in self.ends] for row in rows]
+            made += steps
 
 
 def generate(
-    params: Params,
-    config: Config,
-    prompts: Sequence[Sequence[int]],
-    count: int,
-    *,
-    sampling: Sampling = GREEDY,
-    seed: int = 0,
-    ends: Sequence[int] = (),
-    new_cache: Callable[[Config, int, int], Cache] = empty_cache,
+    params: Params, config: Config, prompts: Sequence[Sequence[int]], count: int, **options: Any
 ) -> Iterator[list[list[int]]]:
-    """Up to `count` tokens after each of the prompts, in portions: the first token of each, then more and more at once.
-
-    A text ends at one of the tokens `ends`, which is not given. `new_cache` makes a cache of the model, for a batch and
-    a length: of floating point numbers, or `empty_int8_cache`.
-    """
-    if not prompts or not all(prompts):
-        raise ValueError("a prompt is empty: every prompt needs at least one token")
-    longest = max(map(len, prompts))
-    if config.context is not None and longest + count > config.context:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {count} more do not fit into the model's context of {config.context}"
-        )
-    tokens, padding = padded(prompts)
-    options = {"config": config, "sampling": sampling.checked(), "ends": tuple(ends)}
-    cache = new_cache(config, len(prompts), -(-(tokens.shape[1] + count) // BUCKET) * BUCKET)
-    state = prefill(params, tokens, padding, jax.random.key(seed), cache, **options)
-    yield [[] if token in ends else [token] for token in np.asarray(state.token).tolist()]
-    made, steps = 1, 1
-    while made < count and not np.all(state.done):
-        steps = min(2 * steps, STEPS)
-        state, found = advance(params, state, jnp.int32(min(steps, count - made)), **options)
-        yield [[token for token in row if token >= 0 and token not in ends] for row in np.asarray(found).tolist()]
-        made += steps
+    """What `Request(config, prompts, count, **options)` gives for a model with these parameters."""
+    return Request(config, prompts, count, **options).checked().run(params)

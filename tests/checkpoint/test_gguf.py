@@ -15,11 +15,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from quantization.cases import assert_same_leaves, assert_within, normal
 
-from eformer.checkpoint import CheckpointError, DecodedWarning, convert, load, open_checkpoint, save_gguf
+from eformer.checkpoint import CheckpointError, DecodedWarning, _gguf_entry, convert, load, open_checkpoint, save_gguf
 from eformer.checkpoint._gguf_blocks import IDS, TYPES
 from eformer.checkpoint._gguf_codecs import CODECS
 from eformer.checkpoint._gguf_encode import ENCODERS
 from eformer.checkpoint._gguf_grouped import GROUPED
+from eformer.checkpoint._place import HUGE_PAGE
+from eformer.kernels import cpu
 from eformer.ops.quantization import Array1B, ArrayGrouped, QuantizedArray, quantize
 
 from .files import gguf_bytes, text
@@ -297,6 +299,60 @@ def test_empty_arrays_stay_quantized(shape: tuple[int, ...], tmp_path: Path):
     assert_same_leaves(load(save_gguf(tmp_path / "a.gguf", {"x": found}))["x"], found)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 1, 7), (0, 2), (2, 0)], ids=str)
+@pytest.mark.parametrize("kind", GROUPED)
+def test_the_core_reads_blocks_as_numpy_does(kind: str, shape: tuple[int, ...]):
+    file, _ = random_file(kind, shape)
+    found = load(file)["x"]
+    with cpu.use_core(False):
+        assert_same_leaves(found, load(file)["x"])
+
+
+def test_many_blocks_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(random_file("Q4_K", (7, 33))[0])
+    whole = load(path)["x"]
+    monkeypatch.setattr(_gguf_entry, "AT_ONCE", 1000)
+    monkeypatch.setattr(_gguf_entry, "DROPPED", 5000)
+    assert_same_leaves(load(path)["x"], whole)
+
+
+def test_large_arrays_are_aligned_and_taken_over():
+    """Beyond a huge page, too; what a leaf has behind its end is the next one's."""
+    file, _ = random_file("Q6_K", (300, 60))
+    found = load(file)["x"]
+    assert found.packed.nbytes > HUGE_PAGE
+    assert not any(leaf.unsafe_buffer_pointer() % 64 for leaf in jax.tree.leaves(found))
+    with cpu.use_core(False):
+        assert_same_leaves(found, load(file)["x"])
+
+
+TEXTS = {
+    "none": [],
+    "some": ["", "a", "\u00e9\U0001f600", "x" * 300],
+    "not UTF-8": [b"\xff\xfe", b"ok\xc3"],
+}
+
+
+@pytest.mark.parametrize("core", [True, False])
+@pytest.mark.parametrize("name", TEXTS)
+def test_lists_of_texts(name: str, core: bool):
+    given = [each if isinstance(each, bytes) else each.encode() for each in TEXTS[name]]
+    value = struct.pack("<IIQ", 9, 8, len(given)) + b"".join(struct.pack("<Q", len(each)) + each for each in given)
+    with cpu.use_core(core), open_checkpoint(gguf_bytes(pairs=text("t") + value, count=1)) as checkpoint:
+        found = checkpoint.metadata["t"]
+    assert found == [each.decode(errors="surrogateescape") for each in given]
+
+
+@pytest.mark.parametrize("core", [True, False])
+@pytest.mark.parametrize("length", [7, 2**31, 2**63, 2**64 - 1, 2**64 - 8])
+def test_a_text_that_goes_on_after_the_end(length: int, core: bool):
+    value = struct.pack("<IIQ", 9, 8, 2) + struct.pack("<Q", 1) + b"a" + struct.pack("<Q", length)
+    data = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("t") + value + bytes(6)
+    with cpu.use_core(core), pytest.raises(CheckpointError, match="in the middle of its header"):
+        open_checkpoint(data)
+
+
 def test_a_scale_that_is_no_number_in_one_standard_is_refused():
     file, blocks = random_file("MXFP4", (1, 1))
     bad = file[: -blocks.size] + b"\xff" + blocks.tobytes()[1:]
@@ -348,7 +404,7 @@ def test_a_device_reads_its_part_of_the_blocks(axis: int, kind: str, monkeypatch
         return read(leaf, part)
 
     codec = CODECS[kind, ArrayGrouped]
-    monkeypatch.setitem(CODECS, (kind, ArrayGrouped), dataclasses.replace(codec, leaf=counted))
+    monkeypatch.setitem(CODECS, (kind, ArrayGrouped), dataclasses.replace(codec, leaf=counted, separate=None))
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), PartitionSpec(*[None] * axis, "x"))
     found = load(file, sharding=sharding)["x"]
     assert_same_leaves(found, whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic
 
@@ -34,6 +34,7 @@ class GgufCodec(Generic[Q]):
     array of NumPy leaves, and `like(shape)` the same without values; without them, the blocks are read as float32.
     `leaf(name, blocks)` may take the place of `decode`: it gives the entries of one leaf for any of the blocks, (count,
     entries), as many for each along the last axis. Then the array is read in pieces, and each device reads its own.
+    `separate(blocks, out)` may do the same faster: it writes the entries of all leaves in the dict `out` at once.
     `fits(q)` says of an array without values whether the type holds its layout.
     """
 
@@ -44,6 +45,16 @@ class GgufCodec(Generic[Q]):
     like: Callable[[tuple[int, ...]], Q] | None = None
     fits: Callable[[Q], bool] = lambda q: True
     leaf: Callable[[str, np.ndarray], np.ndarray] | None = None
+    separate: Callable[[np.ndarray, Mapping[str, np.ndarray]], None] | None = None
+
+    def fill(self, blocks: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
+        """Write the entries of the leaves in `out`, (count, entries) each, for the blocks (count, bytes)."""
+        if self.separate is not None:
+            return self.separate(blocks, out)
+        assert self.leaf is not None
+        for name, entries in out.items():
+            entries[...] = self.leaf(name, blocks).reshape(entries.shape)
+        return None
 
     @property
     def reads(self) -> bool:
@@ -110,7 +121,15 @@ for _codec in (
     GgufCodec("Q8_0", Array1B, fits=lambda q: not _has_scale_per_row(q)),
     *(GgufCodec("Q8_0", cls) for cls in (Array8B, ArrayNF4, RSROperatorBinary, RSROperatorTernary)),
     *(
-        GgufCodec(name, ArrayGrouped, form.encode, like=form.like, fits=form.fits, leaf=form.read)
+        GgufCodec(
+            name,
+            ArrayGrouped,
+            form.encode,
+            like=form.like,
+            fits=form.fits,
+            leaf=form.read,
+            separate=form.separate,
+        )
         for name, form in GROUPED.items()
     ),
 ):

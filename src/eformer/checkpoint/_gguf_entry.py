@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
 
 import jax
 import numpy as np
@@ -17,13 +18,13 @@ from ._arrays import Entry, Like
 from ._describe import FORMAT_ERRORS
 from ._file import MappedFile
 from ._gguf_blocks import IDS, PLAIN, TYPES
-from ._gguf_codecs import reader_of
+from ._gguf_codecs import GgufCodec, reader_of
 from ._header import Tensor
-from ._place import Index, Unread, aligned_empty
+from ._place import Index, Unread, aligned_empties, aligned_empty
 
-AT_ONCE = 1 << 17  # bytes of blocks repacked at a time: what is intermediate stays in cache
+AT_ONCE = 1 << 20  # bytes of blocks repacked at a time: what a codec makes besides stays small
 DECODED_AT_ONCE = 1 << 16  # elements decoded at a time: intermediate arrays take several times the memory of the result
-DROPPED = 1 << 24  # bytes of blocks after which the pages of the file are given back
+DROPPED = 1 << 22  # bytes of blocks after which the pages of the file are given back
 
 
 class DecodedWarning(UserWarning):
@@ -61,7 +62,7 @@ class GgufEntry(Entry):
         leaves = {}
         for name, leaf in vars(like).items():
             if isinstance(leaf, jax.ShapeDtypeStruct):
-                leaves[name] = BlockLeaf(tensor, self.kind, leaf, functools.partial(codec.leaf, name))
+                leaves[name] = BlockLeaf(tensor, codec, name, leaf)
         return array_from_fields(type(like), {**vars(like), **leaves})
 
     def _decoded(self, blocks: np.ndarray) -> np.ndarray:
@@ -89,34 +90,44 @@ class GgufEntry(Entry):
 class BlockLeaf(Unread):
     """A leaf of a quantized array whose entries are spread over the blocks of a tensor, as many in each block."""
 
-    def __init__(
-        self, tensor: Tensor, kind: str, like: jax.ShapeDtypeStruct, entries: Callable[[np.ndarray], np.ndarray]
-    ) -> None:
+    def __init__(self, tensor: Tensor, codec: GgufCodec, name: str, like: jax.ShapeDtypeStruct) -> None:
         self.shape, self.dtype = like.shape, np.dtype(like.dtype)
-        form = TYPES[IDS[kind]]
-        self._tensor, self._entries = tensor, entries
+        form = TYPES[IDS[codec.block_type]]
+        self._tensor, self._codec, self._name = tensor, codec, name
         self._blocks = tensor.raw().reshape(*tensor.shape[:-1], tensor.shape[-1] // form.elements, form.bytes)
+        self._per_block = self.shape[-1] // max(self._blocks.shape[-2], 1) or 1
 
     def read(self, index: Index) -> np.ndarray:
         *rows, last = (slice(*part.indices(size)) for part, size in zip(index, self.shape, strict=True))
-        per_block = self.shape[-1] // max(self._blocks.shape[-2], 1) or 1
-        first = last.start // per_block
-        blocks = self._blocks[(*rows, slice(first, -(-last.stop // per_block)))]
-        out = aligned_empty((*blocks.shape[:-1], per_block), self.dtype)
-        done = 0
-        for at in _pieces(blocks.shape[:-1], max(AT_ONCE // blocks.shape[-1], 1)):
-            piece = np.ascontiguousarray(blocks[at]).reshape(-1, blocks.shape[-1])
+        first = last.start // self._per_block
+        blocks = self._blocks[(*rows, slice(first, -(-last.stop // self._per_block)))]
+        out = aligned_empty((*blocks.shape[:-1], self._per_block), self.dtype)
+        self._fill(blocks, {self._name: out})
+        whole = out.reshape(*out.shape[:-2], out.shape[-2] * self._per_block)
+        cut = slice(last.start - first * self._per_block, last.stop - first * self._per_block)
+        return whole if cut == slice(0, whole.shape[-1]) else np.ascontiguousarray(whole[..., cut])
+
+    @classmethod
+    def read_whole(cls, leaves: Sequence[Self]) -> list[np.ndarray]:
+        one = leaves[0]  # they differ in their names and entries only
+        kinds = [((*leaf._blocks.shape[:-1], leaf._per_block), leaf.dtype) for leaf in leaves]
+        found = aligned_empties(kinds)
+        one._fill(one._blocks, {leaf._name: out for leaf, out in zip(leaves, found, strict=True)})
+        return [out.reshape(leaf.shape) for leaf, out in zip(leaves, found, strict=True)]
+
+    def _fill(self, blocks: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
+        """Write the entries (..., blocks, entries) of leaves for blocks (..., blocks, bytes): all, or some of them."""
+        size, done = blocks.shape[-1], 0
+        for at in _pieces(blocks.shape[:-1], max(AT_ONCE // size, 1)):
+            piece = np.ascontiguousarray(blocks[at]).reshape(-1, size)
             try:
-                out[at] = self._entries(piece).reshape(out[at].shape)
+                self._codec.fill(piece, {name: leaf[at].reshape(len(piece), -1) for name, leaf in out.items()})
             except ValueError as error:
                 raise self._tensor.file.wrong(str(error), self._tensor.name) from None
             done += piece.nbytes
             if done > DROPPED:
                 self._tensor.drop()
                 done = 0
-        whole = out.reshape(*out.shape[:-2], out.shape[-2] * per_block)
-        cut = slice(last.start - first * per_block, last.stop - first * per_block)
-        return whole if cut == slice(0, whole.shape[-1]) else np.ascontiguousarray(whole[..., cut])
 
 
 def _pieces(shape: tuple[int, ...], most: int) -> Iterator[tuple[int | slice, ...]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from eformer.kernels import cpu
 from eformer.kernels.grouped import PLANES
 from eformer.ops.quantization import ArrayGrouped, array_from_fields
 
@@ -53,6 +54,19 @@ class GroupedType:
         # As one item a block: NumPy copies items faster than rows of bytes.
         data = blocks[:, start:stop].view(f"V{stop - start}").copy().view(np.uint8)
         return part.read(data)
+
+    def separate(self, blocks: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
+        """Write the entries of some leaves, (blocks, entries) each, in one pass over the blocks where the core can."""
+        moves = []
+        for leaf, entries in out.items():
+            start, stop, part = self.leaves[leaf]
+            if part.move in cpu.moves():
+                moves.append((part.move, start, stop - start, entries))
+                continue
+            step = AT_ONCE // blocks.shape[1]
+            for first in range(0, len(blocks), step):
+                entries[first : first + step] = self.read(leaf, blocks[first : first + step])
+        cpu.separate(blocks, moves)
 
     def fits(self, q: ArrayGrouped) -> bool:
         """Whether blocks of this type hold the layout of `q`; not every value of its scales, nor of `zero`."""

@@ -17,15 +17,19 @@ Bytes = np.ndarray  # uint8
 
 
 class Part(NamedTuple):
-    """How the entries of a leaf are read from bytes of a block, and written; bits that belong to other leaves are 0."""
+    """How the entries of a leaf are read from bytes of a block, and written; bits that belong to other leaves are 0.
+
+    `move` is the name of the same as `read` in the native core, if that has it.
+    """
 
     dtype: np.dtype
     read: Callable[[Bytes], np.ndarray]
     write: Callable[[np.ndarray], Bytes]
+    move: str | None = None
 
 
 def _viewed(dtype: type) -> Part:
-    return Part(np.dtype(dtype), lambda data: data.view(dtype), lambda leaf: leaf.view(np.uint8))
+    return Part(np.dtype(dtype), lambda data: data.view(dtype), lambda leaf: leaf.view(np.uint8), "bytes")
 
 
 def _negated(halves: np.ndarray) -> np.ndarray:
@@ -35,10 +39,13 @@ def _negated(halves: np.ndarray) -> np.ndarray:
 BYTES, INT8, FLOAT16 = _viewed(np.uint8), _viewed(np.int8), _viewed(np.float16)
 # Minima are subtracted, and offsets are added.
 MINUS_FLOAT16 = Part(
-    np.dtype(np.float16), lambda data: _negated(data).view(np.float16), lambda leaf: _negated(leaf).view(np.uint8)
+    np.dtype(np.float16),
+    lambda data: _negated(data).view(np.float16),
+    lambda leaf: _negated(leaf).view(np.uint8),
+    "minus_halves",
 )
 # int8 codes; ours have no sign, and 128 is the zero.
-SIGNED = Part(np.dtype(np.uint8), lambda data: data ^ np.uint8(128), lambda leaf: leaf ^ np.uint8(128))
+SIGNED = Part(np.dtype(np.uint8), lambda data: data ^ np.uint8(128), lambda leaf: leaf ^ np.uint8(128), "signed")
 
 
 # --- codes ---
@@ -63,7 +70,7 @@ def nibbles(width: int) -> Part:
         pairs &= 0x0F0F
         return (pairs[:, 0] | pairs[:, 1] << 4).view(np.uint8).reshape(leaf.shape)
 
-    return Part(np.dtype(np.uint8), read, write)
+    return Part(np.dtype(np.uint8), read, write, f"nibbles_{width}")
 
 
 def _read_quarters(data: Bytes) -> Bytes:
@@ -86,7 +93,7 @@ def _write_quarters(leaf: Bytes) -> Bytes:
 
 
 # 2-bit codes: of 32 bytes, the lowest two bits are 32 elements, the next two the next ones, and so on.
-QUARTERS = Part(np.dtype(np.uint8), _read_quarters, _write_quarters)
+QUARTERS = Part(np.dtype(np.uint8), _read_quarters, _write_quarters, "quarters")
 
 
 def _transposed_bits(words: np.ndarray) -> np.ndarray:
@@ -108,7 +115,7 @@ def _write_bits(leaf: Bytes) -> Bytes:
 
 
 # 1-bit codes: of 32 bytes, the lowest bits are 32 elements, the next ones the next 32, and so on.
-BITS = Part(np.dtype(np.uint8), _read_bits, _write_bits)
+BITS = Part(np.dtype(np.uint8), _read_bits, _write_bits, "bits")
 
 
 def _read_trits(data: Bytes) -> Bytes:
@@ -183,7 +190,7 @@ def _six_bits(word: int, shift: int) -> Part:
         out[:, 2] = (rest & _LOW) << shift
         return out.view(np.uint8)
 
-    return Part(np.dtype(np.uint8), read, write)
+    return Part(np.dtype(np.uint8), read, write, f"six_bits_{word}")
 
 
 K_SCALES, K_MINIMA = _six_bits(0, 0), _six_bits(1, 4)

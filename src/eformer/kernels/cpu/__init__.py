@@ -1,5 +1,8 @@
 """The native core: matmuls with quantized matrices, and their values, on CPU."""
 
+from ._buffers import moves as moves
+from ._buffers import separate as separate
+from ._buffers import texts as texts
 from ._call import SlowerWithoutCore as SlowerWithoutCore
 from ._call import decode as decode
 from ._call import formats as formats

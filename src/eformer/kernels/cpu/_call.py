@@ -49,9 +49,14 @@ def use_core(value: bool) -> AbstractContextManager[None]:
     return _use_core(value)
 
 
+def core_is_on() -> bool:
+    """Whether the core is not switched off."""
+    return _use_core.value
+
+
 def is_available() -> bool:
     """Whether the core was compiled and is not switched off. Warns once if it was not compiled."""
-    return _use_core.value and _core() is not None
+    return core_is_on() and _core() is not None
 
 
 @functools.cache
