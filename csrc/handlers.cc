@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kTaskValues = 1 << 20;     // values of a large matrix in a task: about 50 microseconds
 constexpr int64_t kMinTaskValues = 1 << 17;  // of a small one: less is not worth waking a thread
-constexpr int64_t kSharedValues = 1 << 16;   // of a small one among others, for which threads are awake
+constexpr int64_t kTaskRows = 16;            // rows of the matrix in a task are a multiple: loops take several at once
 constexpr int64_t kDecodedValues = 1 << 16;  // that are decoded in a task: about 3 microseconds
 constexpr int64_t kSplitWidth = 768;         // for fewer columns, to split x costs more than it saves
 constexpr int64_t kMaxDepthParts = 8;        // partial sums kept for each element of the result
@@ -66,9 +66,9 @@ void Run(ffi::ThreadPool& pool, const std::vector<Work>& all) {
 }
 
 // Values in a task for one row of x. Small matrices are cut finer, so that threads share them too.
-int64_t TaskValues(const Matrix& m, int64_t least = kMinTaskValues) {
+int64_t TaskValues(const Matrix& m) {
   constexpr int64_t kTasks = 16;
-  return std::clamp(m.rows * m.cols / kTasks, least, kTaskValues);
+  return std::clamp(m.rows * m.cols / kTasks, kMinTaskValues, kTaskValues);
 }
 
 // Adds up the results of `count` parts, `stride` apart.
@@ -106,13 +106,13 @@ Work CutRowMatmul(const Stack& stack, const PartMatmul& matmul, float* y) {
   return {stack.count * parts * slices, run, finish};
 }
 
-Work RowMatmulTransposed(const Stack& stack, std::shared_ptr<const SingleRows> x, int64_t least, float* y) {
+Work RowMatmulTransposed(const Stack& stack, std::shared_ptr<const SingleRows> x, float* y) {
   const Matrix& shape = stack.first;
   const FormatInfo& format = stack.kernels->format;
   const int64_t depth = shape.Depth(), width = shape.Width();
   const bool in_blocks = format.scales == ScaleKind::kPerBlock && shape.packed_axis == 0;
-  const int64_t unit = in_blocks ? shape.block : format.max_values_per_byte;
-  const int64_t rows = CeilDiv(CeilDiv(TaskValues(shape, least), std::max<int64_t>(depth, 1)), unit) * unit;
+  const int64_t unit = in_blocks ? shape.block : kTaskRows;  // whole bytes of codes
+  const int64_t rows = CeilDiv(CeilDiv(TaskValues(shape), std::max<int64_t>(depth, 1)), unit) * unit;
   const int64_t tasks = CeilDiv(width, rows);
   const auto run = [=, &stack, &format](int64_t task) {
     const int64_t matrix = task / tasks, n0 = task % tasks * rows;
@@ -123,8 +123,8 @@ Work RowMatmulTransposed(const Stack& stack, std::shared_ptr<const SingleRows> x
   return {stack.count * tasks, run};
 }
 
-Work RowMatmul(const Stack& stack, std::shared_ptr<const SingleRows> x, int64_t least, float* y) {
-  if (stack.first.contracted_axis == 1) return RowMatmulTransposed(stack, x, least, y);
+Work RowMatmul(const Stack& stack, std::shared_ptr<const SingleRows> x, float* y) {
+  if (stack.first.contracted_axis == 1) return RowMatmulTransposed(stack, x, y);
   const auto matmul = [x, &stack](int64_t i, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* to) {
     stack.kernels->row_matmul(stack[i], (*x)[i], k0, k1, n0, n1, to);
   };
@@ -186,9 +186,6 @@ Work PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, std::shared_ptr<cons
   return {parts * tasks, run, finish};
 }
 
-// The values in a task, at least, where a cut does not change the bits of the result.
-int64_t TaskValuesOf(const PreparedX& x) { return x.is_shared ? kSharedValues : kMinTaskValues; }
-
 // With x rounded to int8; nothing if there is no loop for that, or x is not finite.
 std::optional<Work> Int8Matmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, float* y) {
   const Matrix& shape = stack.first;
@@ -202,7 +199,8 @@ std::optional<Work> Int8Matmul(ffi::ThreadPool& pool, const Stack& stack, Prepar
   if (!rounded->finite) return std::nullopt;
   if (!dots) return PanelMatmul(pool, stack, rounded, y);
   const int64_t depth = shape.Depth(), width = shape.Width();
-  const int64_t at_once = CeilDiv(TaskValues(shape, TaskValuesOf(x)), depth), tasks = CeilDiv(width, at_once);
+  const int64_t at_once = CeilDiv(CeilDiv(TaskValues(shape), depth), kTaskRows) * kTaskRows;
+  const int64_t tasks = CeilDiv(width, at_once);
   const auto run = [=, &stack, &kernels](int64_t task) {
     const int64_t matrix = task / tasks, n0 = task % tasks * at_once, n1 = std::min(width, n0 + at_once);
     kernels.int8_dots(stack[matrix], rounded->Chunk(matrix, 0), n0, n1, y + matrix * width);
@@ -261,7 +259,7 @@ Work Matmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, const Round
   if (several || !HasRowMatmul(*stack.kernels, stack.first)) {
     return PanelMatmul(pool, stack, x.Packed(pool, stack), y);
   }
-  return RowMatmul(stack, x.Single(stack), TaskValuesOf(x), y);
+  return RowMatmul(stack, x.Single(stack), y);
 }
 
 // Checks x and the result against the stack, and plans the matmul. An empty one is no work.
@@ -295,7 +293,7 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs
   const Attributes attributes = {format,     instruction_set, rows,       cols, packed_axis, contracted_axis,
                                  block_size, superblock_size, scale_names};
   if (auto error = MakeStack(pool, attributes, AllOf(buffers), stack); error.failure()) return error;
-  PreparedX prepared(x, false);
+  PreparedX prepared(x);
   std::vector<Work> all;
   if (auto error = PlanMatmul(pool, stack, prepared, {round_x, round_values}, *y, all); error.failure()) return error;
   Run(pool, all);
@@ -360,7 +358,7 @@ ffi::Error MatmulsImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer in
     return ffi::Error::InvalidArgument("buffer_count takes " + std::to_string(used) + " of the " +
                                        std::to_string(buffers.size()) + " buffers of the call");
   }
-  PreparedX prepared(x, count > 1);
+  PreparedX prepared(x);
   std::vector<Work> all;
   for (size_t i = 0; i < count; ++i) {
     const Rounding rounding = {round_x[i] != 0, round_values[i] != 0};

@@ -15,10 +15,8 @@ class PreparedX {
  public:
   const ffi::AnyBuffer buffer;  // (count, rows, depth)
   const int64_t rows;
-  const bool is_shared;  // by several matrices
 
-  PreparedX(ffi::AnyBuffer x, bool is_shared)
-      : buffer(x), rows(x.dimensions().size() == 3 ? x.dimensions()[1] : 0), is_shared(is_shared) {}
+  explicit PreparedX(ffi::AnyBuffer x) : buffer(x), rows(x.dimensions().size() == 3 ? x.dimensions()[1] : 0) {}
 
   std::shared_ptr<const SingleRows> Single(const Stack& stack) { return Find(single_, stack, {}, stack, buffer); }
 
