@@ -345,6 +345,7 @@ ffi::Error MatmulsImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer in
                                          " buffers of the call");
     }
     Buffers own;
+    own.reserve(buffer_count[i]);
     for (const size_t end = used + buffer_count[i]; used < end; ++used) {
       const bool sliced = is_stack[used] != 0;
       if (auto error = slices.Add(all_buffers[used], sliced, x.dimensions()[0], own); error.failure()) return error;
@@ -360,6 +361,7 @@ ffi::Error MatmulsImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer in
   }
   PreparedX prepared(x);
   std::vector<Work> all;
+  all.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     const Rounding rounding = {round_x[i] != 0, round_values[i] != 0};
     const ffi::AnyBuffer y = **results.get<ffi::AnyBuffer>(i);

@@ -467,6 +467,7 @@ ffi::Error CheckResult(const ffi::AnyBuffer& y, int64_t count, int64_t rows, int
 
 Buffers AllOf(const ffi::RemainingArgs& buffers) {
   Buffers all;
+  all.reserve(buffers.size());
   for (size_t i = 0; i < buffers.size(); ++i) all.push_back(*buffers.get<ffi::AnyBuffer>(i));
   return all;
 }

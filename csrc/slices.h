@@ -2,7 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <deque>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -34,9 +34,10 @@ class Slices {
     }
     const int64_t chosen = std::clamp<int64_t>(index_, 0, shape[0] / count - 1);
     const int64_t bytes = static_cast<int64_t>(buffer.size_bytes()) / shape[0];
-    std::vector<int64_t>& own = shapes_.emplace_back(shape.begin(), shape.end());
+    slices_.push_back(std::make_unique<Slice>());
+    auto& [slice, own] = *slices_.back();
+    own.assign(shape.begin(), shape.end());
     own[0] = count;
-    XLA_FFI_Buffer& slice = slices_.emplace_back();
     slice.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
     slice.dtype = static_cast<XLA_FFI_DataType>(buffer.element_type());
     slice.data = static_cast<uint8_t*>(buffer.untyped_data()) + chosen * count * bytes;
@@ -47,9 +48,13 @@ class Slices {
   }
 
  private:
+  struct Slice {
+    XLA_FFI_Buffer buffer = {};
+    std::vector<int64_t> shape;
+  };
+
   int64_t index_ = 0;
-  std::deque<XLA_FFI_Buffer> slices_;  // buffers point at these, and they at their shapes
-  std::deque<std::vector<int64_t>> shapes_;
+  std::vector<std::unique_ptr<Slice>> slices_;  // buffers point at these
 };
 
 }  // namespace eformer
