@@ -38,28 +38,54 @@ struct Depth {
 // A matmul whose tasks can run in any order, together with those of other matmuls.
 struct Work {
   int64_t tasks = 0;
-  std::function<void(int64_t)> run = nullptr;
-  std::function<void()> finish = nullptr;  // after all tasks, if there is more to do
+  std::function<void(int64_t, int64_t)> run = nullptr;  // tasks from the first to the second
+  std::function<void()> finish = nullptr;               // after all tasks, if there is more to do
   int64_t multiplications = 0;
 };
 
-// Wakes the threads once for all of them.
-void Run(ffi::ThreadPool& pool, const std::vector<Work>& all) {
-  int64_t tasks = 0, multiplications = 0;
-  for (const Work& work : all) {
-    tasks += work.tasks;
-    multiplications += work.multiplications;
-  }
-  const auto run = [&](int64_t task) {
-    const Work* work = all.data();
-    for (; task >= work->tasks; ++work) task -= work->tasks;
-    work->run(task);
+template <class Body>
+Work WorkOfTasks(int64_t tasks, const Body& body) {
+  const auto run = [body](int64_t first, int64_t end) {
+    for (int64_t task = first; task < end; ++task) body(task);
   };
-  if (multiplications > kMinTaskValues) {
-    ParallelFor(pool, tasks, run);
-  } else {
-    for (int64_t task = 0; task < tasks; ++task) run(task);
-  }
+  return {tasks, run};
+}
+
+// Calls body(matrix, n0, n1) for ranges of columns of the result, cut at multiples of `unit`.
+template <class Body>
+Work WorkOfRanges(const Stack& stack, int64_t unit, const Body& body) {
+  const int64_t width = stack.first.Width(), tasks = CeilDiv(width, unit);
+  const auto run = [=](int64_t first, int64_t end) {
+    for (int64_t task = first, next; task < end; task = next) {
+      const int64_t matrix = task / tasks, n0 = task % tasks * unit;
+      next = std::min(end, (matrix + 1) * tasks);
+      body(matrix, n0, std::min(width, n0 + (next - task) * unit));
+    }
+  };
+  return {stack.count * tasks, run};
+}
+
+// Cuts all of it into parts of about the same length, for which the threads wake once.
+void Run(ffi::ThreadPool& pool, const std::vector<Work>& all) {
+  int64_t total = 0;
+  for (const Work& work : all) total += work.multiplications;
+  const int64_t threads = pool.num_threads(),
+                wanted = CeilDiv(total, std::clamp(total / 16, kMinTaskValues, kTaskValues));
+  const int64_t parts = wanted < threads ? wanted : CeilDiv(wanted, threads) * threads;
+  // The first task of `work` that belongs to a part, if `before` is what works before it multiply.
+  const auto first_of = [&](int64_t part, const Work& work, int64_t before) {
+    const int64_t start = total / parts * part + total % parts * part / parts - before;
+    const double share = static_cast<double>(start) / work.multiplications;
+    return static_cast<int64_t>(std::clamp(share, 0.0, 1.0) * work.tasks + 0.5);
+  };
+  ParallelFor(pool, parts, [&](int64_t part) {
+    int64_t before = 0;
+    for (const Work& work : all) {
+      const int64_t first = first_of(part, work, before), end = first_of(part + 1, work, before);
+      if (first < end) work.run(first, end);
+      before += work.multiplications;
+    }
+  });
   for (const Work& work : all) {
     if (work.finish) work.finish();
   }
@@ -103,24 +129,20 @@ Work CutRowMatmul(const Stack& stack, const PartMatmul& matmul, float* y) {
       OuterScale(format, stack[matrix]).ScaleResult(0, width, sums);
     }
   };
-  return {stack.count * parts * slices, run, finish};
+  Work work = WorkOfTasks(stack.count * parts * slices, run);
+  work.finish = finish;
+  return work;
 }
 
 Work RowMatmulTransposed(const Stack& stack, std::shared_ptr<const SingleRows> x, float* y) {
-  const Matrix& shape = stack.first;
   const FormatInfo& format = stack.kernels->format;
-  const int64_t depth = shape.Depth(), width = shape.Width();
-  const bool in_blocks = format.scales == ScaleKind::kPerBlock && shape.packed_axis == 0;
-  const int64_t unit = in_blocks ? shape.block : kTaskRows;  // whole bytes of codes
-  const int64_t rows = CeilDiv(CeilDiv(TaskValues(shape), std::max<int64_t>(depth, 1)), unit) * unit;
-  const int64_t tasks = CeilDiv(width, rows);
-  const auto run = [=, &stack, &format](int64_t task) {
-    const int64_t matrix = task / tasks, n0 = task % tasks * rows;
-    const int64_t n1 = std::min(width, n0 + rows);
+  const int64_t width = stack.first.Width();
+  const bool in_blocks = format.scales == ScaleKind::kPerBlock && stack.first.packed_axis == 0;
+  const int64_t unit = in_blocks ? stack.first.block : kTaskRows;  // whole bytes of codes
+  return WorkOfRanges(stack, unit, [=, &stack, &format](int64_t matrix, int64_t n0, int64_t n1) {
     stack.kernels->row_matmul_transposed(stack[matrix], (*x)[matrix], n0, n1, y + matrix * width);
     OuterScale(format, stack[matrix]).ScaleResult(n0, n1, y + matrix * width);
-  };
-  return {stack.count * tasks, run};
+  });
 }
 
 Work RowMatmul(const Stack& stack, std::shared_ptr<const SingleRows> x, float* y) {
@@ -176,14 +198,15 @@ Work PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, std::shared_ptr<cons
                                     depth.Start(part + 1, parts), n0, n1, sums);
     for (int64_t row = 0; row < count && parts == 1; ++row) scale.ScaleResult(n0, n1, sums + row * width);
   };
-  if (parts == 1) return {parts * tasks, run};
-  const auto finish = [=, &pool, &stack, &format] {
+  Work work = WorkOfTasks(parts * tasks, run);
+  if (parts == 1) return work;
+  work.finish = [=, &pool, &stack, &format] {
     ParallelFor(pool, stack.count * rows, [&](int64_t row) {
       AddParts(&partial[row * width], parts, results, width, y + row * width);
       OuterScale(format, stack[row / rows]).ScaleResult(0, width, y + row * width);
     });
   };
-  return {parts * tasks, run, finish};
+  return work;
 }
 
 // With x rounded to int8; nothing if there is no loop for that, or x is not finite.
@@ -198,15 +221,11 @@ std::optional<Work> Int8Matmul(ffi::ThreadPool& pool, const Stack& stack, Prepar
   const std::shared_ptr<const Int8Rows> rounded = x.Rounded(pool, stack, order);
   if (!rounded->finite) return std::nullopt;
   if (!dots) return PanelMatmul(pool, stack, rounded, y);
-  const int64_t depth = shape.Depth(), width = shape.Width();
-  const int64_t at_once = CeilDiv(CeilDiv(TaskValues(shape), depth), kTaskRows) * kTaskRows;
-  const int64_t tasks = CeilDiv(width, at_once);
-  const auto run = [=, &stack, &kernels](int64_t task) {
-    const int64_t matrix = task / tasks, n0 = task % tasks * at_once, n1 = std::min(width, n0 + at_once);
+  const int64_t width = shape.Width();
+  return WorkOfRanges(stack, kTaskRows, [=, &stack, &kernels](int64_t matrix, int64_t n0, int64_t n1) {
     kernels.int8_dots(stack[matrix], rounded->Chunk(matrix, 0), n0, n1, y + matrix * width);
     OuterScale(kernels.format, stack[matrix]).ScaleResult(n0, n1, y + matrix * width);
-  };
-  return Work{stack.count * tasks, run};
+  });
 }
 
 // With few rows of x split into bytes; nothing if another way is faster. Rows that can't be split are multiplied as
@@ -222,7 +241,9 @@ std::optional<Work> SplitMatmul(ffi::ThreadPool& pool, const Stack& stack, Prepa
   work.finish = [=, &pool, &stack, &x] {
     if (finish_split) finish_split();
     const std::unique_ptr<float[]> others(new float[rows * width]);
-    Run(pool, {PanelMatmul(pool, stack, x.Packed(pool, stack), others.get())});
+    Work others_work = PanelMatmul(pool, stack, x.Packed(pool, stack), others.get());
+    others_work.multiplications = rows * width * stack.first.Depth();
+    Run(pool, {others_work});
     for (int64_t row = 0; row < rows; ++row) {
       if (!split->fit[row]) std::memcpy(y + row * width, &others[row * width], width * sizeof(float));
     }
