@@ -35,8 +35,9 @@ class Fuzzer:
     def run(self, index: int) -> None:
         """Raises an AssertionError if what the call gives is not what it must."""
         rng = np.random.default_rng((self.seed, index))
-        if rng.integers(5) == 0:
-            return self._run_several(rng, index)
+        (self._run_several if rng.integers(5) == 0 else self._run_single)(rng, index)
+
+    def _run_single(self, rng: np.random.Generator, index: int) -> None:
         call = random_call(rng, self.sets)
         for _ in range(rng.choice([0, 0, 0, 1, 2])):
             spoil(call, rng)

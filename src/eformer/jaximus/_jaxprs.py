@@ -19,7 +19,8 @@ Atom = Any  # `jexc.Var | jexc.Literal`, which JAX does not name publicly
 
 # Primitives whose parameters hold programs that run as they stand there.
 _CALLS = frozenset(
-    "jit pjit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call while cond scan".split()
+    {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+    | {"while", "cond", "scan"}
 )
 
 
@@ -40,7 +41,7 @@ def rewritten(function: Callable[P, R], rewrite: Callable[[jexc.Jaxpr], jexc.Jax
             nonlocal out_tree
             given = dict(zip(places, arrays, strict=True))
             args, kwargs = jtu.tree_unflatten(treedef, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
-            outs, out_tree = jtu.tree_flatten(function(*args, **kwargs))
+            outs, out_tree = jtu.tree_flatten(function(*args, **kwargs))  # pyright: ignore[reportCallIssue]  # P's own
             return outs
 
         arrays = [leaves[i] for i in places]
@@ -120,7 +121,7 @@ class Writer:
 
 
 def inlined(jaxpr: jexc.Jaxpr, which: Callable[[jexc.Jaxpr], bool]) -> jexc.Jaxpr:
-    """`jaxpr` with the equations of the jits in it, of those whose jaxpr is one of `which`, in the place of the jits."""
+    """`jaxpr` in which jits of jaxprs that `which` chooses are replaced by their equations."""
     writer, changed = Writer(), False
     for eqn in jaxpr.eqns:
         inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -24,8 +23,8 @@ Atom = Any  # `jexc.Var | jexc.Literal`, which JAX does not name publicly
 SMALL = 16  # equations of a jitted function with one matmul, at most, for it to be inlined: more compile longer
 
 # Primitives that move or convert elements: a few of them prepare the operands of a matmul.
-_MOVES = frozenset("reshape squeeze expand_dims broadcast_in_dim transpose convert_element_type copy slice".split())
-_RESHAPES = frozenset("reshape squeeze expand_dims broadcast_in_dim".split())
+_RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+_MOVES = _RESHAPES | {"transpose", "convert_element_type", "copy", "slice"}
 
 
 def fuse(function: Callable[P, R]) -> Callable[P, R]:
@@ -76,7 +75,8 @@ class _Matmuls(NamedTuple):
     each: tuple[Each, ...]
 
     @property
-    def index(self) -> Atom | None:
+    def number(self) -> Atom | None:
+        """The index, if matrices are entries of stacks."""
         return self.eqn.invars[1] if is_indexed(self.each) else None
 
     @property
@@ -111,7 +111,7 @@ def _grouped(jaxpr: jexc.Jaxpr) -> jexc.Jaxpr:
 
         def joins(first: int, matmuls: _Matmuls = matmuls) -> bool:
             other = groups[first][0]
-            alike = same.get(other.eqn.invars[0]) == same.get(matmuls.eqn.invars[0]) and other.index is matmuls.index
+            alike = same.get(other.eqn.invars[0]) == same.get(matmuls.eqn.invars[0]) and other.number is matmuls.number
             return alike and all(is_ready(leaf, first) for leaf in matmuls.leaves)
 
         placed[i] = next(filter(joins, groups), i)
@@ -159,7 +159,7 @@ def _same_values(jaxpr: jexc.Jaxpr) -> dict[Atom, Atom]:
 
 def _together(group: Sequence[_Matmuls]) -> jexc.JaxprEqn:
     first = group[0]
-    index = [] if first.index is None else [first.index]
+    index = [] if first.number is None else [first.number]
     return first.eqn.replace(
         primitive=matmuls_p,
         invars=[first.eqn.invars[0], *index, *(leaf for matmuls in group for leaf in matmuls.leaves)],
@@ -230,8 +230,11 @@ def _indexed_scan(eqn: jexc.JaxprEqn) -> jexc.Jaxpr | None:
 
 def _reshape_of(eqn: jexc.JaxprEqn) -> Atom | None:
     """The operand, if the equation only changes its shape."""
-    if eqn.primitive.name not in _RESHAPES or eqn.params.get("dimensions") and eqn.primitive.name == "reshape":
+    is_transposed = eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None
+    if eqn.primitive.name not in _RESHAPES or is_transposed:
         return None
+    operand: Atom
+    out: Atom
     (operand, *rest), (out,) = eqn.invars, eqn.outvars
     is_same = not rest and not isinstance(operand, jexc.Literal) and operand.aval.size == out.aval.size
     return operand if is_same else None
@@ -247,6 +250,8 @@ def _indexed(
     """The equation, if it is a matmul with leaves from `xs`, with the stacks in their place."""
     if eqn.primitive is not matmul_p:
         return eqn
+    x: Atom
+    leaves: list[Atom]
     x, *leaves = eqn.invars
     is_stack = tuple(not isinstance(leaf, jexc.Literal) and leaf in origin for leaf in leaves)
     if not any(is_stack):

@@ -1,7 +1,7 @@
 """The primitive `quantized_matmuls`: matmuls of the same x, each with a matrix of its own, as one operation.
 
-Matrices may be entries of longer stacks, chosen by an index: the layers of a `scan`. On CPU it is one call of the native
-core, which gets x ready once, wakes the threads once and reads the entry in its stack. Elsewhere it is
+Matrices may be entries of longer stacks, chosen by an index: the layers of a `scan`. On CPU it is one call of the
+native core, which gets x ready once, wakes the threads once and reads the entry in its stack. Elsewhere it is
 `quantized_matmul`, once for each matrix.
 """
 
