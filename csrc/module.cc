@@ -40,6 +40,7 @@ PyObject* Registrations(PyObject*, PyObject*) {
   PyObject* handlers = PyDict_New();
   if (handlers == nullptr) return nullptr;
   if (AddHandler(handlers, "eformer_matmul", eformer::MatmulHandler()) < 0 ||
+      AddHandler(handlers, "eformer_matmuls", eformer::MatmulsHandler()) < 0 ||
       AddHandler(handlers, "eformer_decode", eformer::DecodeHandler()) < 0 ||
       AddHandler(handlers, "eformer_segments", eformer::SegmentsHandler()) < 0) {
     Py_DECREF(handlers);

@@ -123,12 +123,13 @@ ffi::Error ChooseKernels(const Attributes& a, Stack& stack) {
     return ffi::Error::InvalidArgument("this processor has no instruction set \"" + std::string(a.instruction_set) +
                                        "\", or this build does not know it");
   }
-  std::string names;
   for (const Kernels* each = stack.instructions->begin; each != stack.instructions->end; ++each) {
-    if (a.format == each->format.name) stack.kernels = each;
-    names += (names.empty() ? "" : ", ") + std::string(each->format.name);
+    if (a.format != each->format.name) continue;
+    stack.kernels = each;
+    return ffi::Error::Success();
   }
-  if (stack.kernels != nullptr) return ffi::Error::Success();
+  std::string names;
+  for (const char* each : Formats()) names += (names.empty() ? "" : ", ") + std::string(each);
   return ffi::Error::InvalidArgument("unknown format \"" + std::string(a.format) + "\": there are " + names);
 }
 
@@ -166,8 +167,7 @@ struct NamedBuffers {
   }
 };
 
-ffi::Error NameBuffers(const FormatInfo& format, std::string_view names, const ffi::RemainingArgs& buffers,
-                       NamedBuffers& found) {
+ffi::Error NameBuffers(const FormatInfo& format, std::string_view names, const Buffers& buffers, NamedBuffers& found) {
   static constexpr std::string_view kKnown[] = {"scale",        "zero",   "offset", "scale_scale",
                                                 "offset_scale", "nested", "mean",   "map"};
   size_t at = format.planes;
@@ -179,7 +179,7 @@ ffi::Error NameBuffers(const FormatInfo& format, std::string_view names, const f
       return ffi::Error::InvalidArgument("scale_names must be different names of scales with a space between, got \"" +
                                          std::string(names) + "\"");
     }
-    if (at < buffers.size()) found.all.push_back({name, *buffers.get<ffi::AnyBuffer>(at)});
+    if (at < buffers.size()) found.all.push_back({name, buffers[at]});
   }
   if (at == buffers.size()) return ffi::Error::Success();
   return ffi::Error::InvalidArgument("scale_names \"" + std::string(names) + "\" go with " +
@@ -337,7 +337,7 @@ ffi::DataType TypeOf(CodeType codes) {
   return ffi::DataType::INVALID;
 }
 
-ffi::Error TakePlanes(const FormatInfo& format, const ffi::RemainingArgs& buffers, Stack& stack) {
+ffi::Error TakePlanes(const FormatInfo& format, const Buffers& buffers, Stack& stack) {
   Matrix& m = stack.first;
   if (buffers.size() < static_cast<size_t>(format.planes)) {
     return ffi::Error::InvalidArgument(format.name + std::string(" takes ") + std::to_string(format.planes) +
@@ -345,7 +345,7 @@ ffi::Error TakePlanes(const FormatInfo& format, const ffi::RemainingArgs& buffer
   }
   const ffi::DataType type = TypeOf(format.codes);
   for (int plane = 0; plane < format.planes; ++plane) {
-    const auto codes = *buffers.get<ffi::AnyBuffer>(plane);
+    const auto codes = buffers[plane];
     if (codes.dimensions().size() != 3) {
       return ffi::Error::InvalidArgument("codes must have 3 axes, got " + Describe(codes));
     }
@@ -465,7 +465,14 @@ ffi::Error CheckResult(const ffi::AnyBuffer& y, int64_t count, int64_t rows, int
   return ffi::Error::Success();
 }
 
-ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& a, const ffi::RemainingArgs& buffers, Stack& stack) {
+Buffers AllOf(const ffi::RemainingArgs& buffers) {
+  Buffers all;
+  all.reserve(buffers.size());
+  for (size_t i = 0; i < buffers.size(); ++i) all.push_back(*buffers.get<ffi::AnyBuffer>(i));
+  return all;
+}
+
+ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& a, const Buffers& buffers, Stack& stack) {
   if (auto error = ChooseKernels(a, stack); error.failure()) return error;
   const FormatInfo& format = stack.kernels->format;
   const bool in_blocks = format.scales == ScaleKind::kPerBlock;

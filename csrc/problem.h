@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "kernels.h"
 #include "xla/ffi/api/ffi.h"
@@ -87,6 +88,10 @@ struct Stack {
   }
 };
 
+typedef std::vector<ffi::AnyBuffer> Buffers;
+
+Buffers AllOf(const ffi::RemainingArgs& buffers);
+
 std::string NameOf(ffi::DataType type);
 std::string Describe(const ffi::AnyBuffer& buffer);
 
@@ -105,7 +110,6 @@ ffi::Error CheckResult(const ffi::AnyBuffer& y, int64_t count, int64_t rows, int
 //   `blocks` with superblock_size, or 1 along rows or cols offset_scale  the same
 // Formats with kFloatScales take a float32 scale alone; or uint8 codes as scale, nested, float32 (count, one per 256
 // codes), mean, float32 (count,), and map, the float32 (256,) that the codes stand for.
-ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& attributes, const ffi::RemainingArgs& buffers,
-                     Stack& stack);
+ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& attributes, const Buffers& buffers, Stack& stack);
 
 }  // namespace eformer

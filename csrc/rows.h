@@ -97,6 +97,8 @@ struct SingleRows {
   int64_t stride;
   std::unique_ptr<float[]> values;
 
+  static constexpr bool kIsScaled = true;
+
   const float* operator[](int64_t matrix) const { return values.get() + matrix * stride; }
 
   SingleRows(const Stack& stack, const ffi::AnyBuffer& x)
@@ -125,6 +127,13 @@ struct PackedRows {
   int64_t Size(int64_t chunk) const { return chunks.Size(chunk); }
   const float* Chunk(int64_t matrix, int64_t chunk) const { return &values[(matrix * rows + First(chunk)) * depth]; }
 
+  // Few enough that every thread has a task; more in a chunk are decoded for less often.
+  static int64_t ChunkRows(ffi::ThreadPool& pool, const Stack& stack, int64_t rows) {
+    const int64_t others = stack.count * CeilDiv(stack.first.Width(), kPanelColumns);
+    const int64_t wanted = CeilDiv(rows, CeilDiv(2 * pool.num_threads(), others));
+    return std::clamp(wanted, kMinChunkRows, kChunkRows);
+  }
+
   PackedRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
       : depth(stack.first.Depth()),
         rows(x.dimensions()[1]),
@@ -145,13 +154,6 @@ struct PackedRows {
   }
 
  private:
-  // Few enough that every thread has a task; more in a chunk are decoded for less often.
-  static int64_t ChunkRows(ffi::ThreadPool& pool, const Stack& stack, int64_t rows) {
-    const int64_t others = stack.count * CeilDiv(stack.first.Width(), kPanelColumns);
-    const int64_t wanted = CeilDiv(rows, CeilDiv(2 * pool.num_threads(), others));
-    return std::clamp(wanted, kMinChunkRows, kChunkRows);
-  }
-
   void PackGroup(const Stack& stack, const ffi::AnyBuffer& x, const OuterScale& scale, int64_t first, int64_t size,
                  int64_t k0, int64_t k1) {
     constexpr int64_t kAtOnce = 256;

@@ -18,7 +18,7 @@ What to look at next:
 
 one array       quantize, dequantize
 a model         quantize_model, dequantize_model, default_rules, rules_from_use, Rule, report, stored_bytes
-run it          implicit, use_implicit, materialize
+run it          implicit, use_implicit, fuse, materialize
 look inside     explain, materialization_error, use_kernels
 files           load, save, open_checkpoint, quantize_checkpoint
 train it        partition, combine, straight_through, ste
@@ -73,6 +73,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOMES` has the same names
     from .ops.quantization import RSROperatorBinary as RSROperatorBinary
     from .ops.quantization import RSROperatorTernary as RSROperatorTernary
     from .ops.quantization import formats as formats
+    from .ops.quantization import fuse as fuse
     from .ops.quantization import quantize as quantize
     from .ops.quantization import register_format as register_format
     from .ops.quantization import straight_through as straight_through
@@ -81,7 +82,8 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOMES` has the same names
 _HOMES = {
     "jaximus": "ImplicitArray aux_field explain implicit materialization_error materialize register ste use_implicit",
     "ops.quantization": "Array1B Array8B ArrayFloat8 ArrayGrouped ArrayNF4 QuantizationConfig QuantizationType "
-    "QuantizedArray RSROperatorBinary RSROperatorTernary formats quantize register_format straight_through use_kernels",
+    "QuantizedArray RSROperatorBinary RSROperatorTernary formats fuse quantize register_format straight_through "
+    "use_kernels",
     "model": "Report Rule combine default_rules dequantize dequantize_model partition quantize_model report "
     "rules_from_use stored_bytes",
     "checkpoint": "Checkpoint CheckpointError load open_checkpoint quantize_checkpoint save",

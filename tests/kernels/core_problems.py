@@ -84,6 +84,11 @@ def random_call(rng: np.random.Generator, instruction_sets: tuple[str, ...]) -> 
     return _segments(rng) if rng.integers(6) == 0 else _matrix(rng, instruction_sets)
 
 
+def random_matmul(rng: np.random.Generator, instruction_sets: tuple[str, ...], x: np.ndarray) -> Call:
+    """A matmul of `x` that is right."""
+    return _matrix(rng, instruction_sets, x)
+
+
 def _segments(rng: np.random.Generator) -> Call:
     k = int(rng.integers(1, 17)) if rng.integers(8) == 0 else int(rng.integers(1, 10))
     count, rows, n, blocks = (
@@ -97,12 +102,15 @@ def _segments(rng: np.random.Generator) -> Call:
     return Call("eformer_segments", [x, *codes], np.empty((count, rows, blocks * k), np.float32), {"k": k})
 
 
-def _matrix(rng: np.random.Generator, instruction_sets: tuple[str, ...]) -> Call:
+def _matrix(rng: np.random.Generator, instruction_sets: tuple[str, ...], x: np.ndarray | None = None) -> Call:
+    """A matmul of `x`, or without it a matmul of a random x, or a call that decodes."""
     form = str(rng.choice(["int8", "nf4", "ternary", *FLOAT8] if rng.integers(3) == 0 else GROUPED))
     count, rows, cols = int(rng.choice([0, 1, 1, 1, 2, 3])), _size(rng), _size(rng)
     if rng.integers(40) == 0:
         rows, cols = (int(rng.integers(1, 40)), 4096 + int(rng.integers(-2, 40)))[:: rng.choice([1, -1])]
     packed_axis, contracted_axis = int(rng.integers(2)), int(rng.integers(2))
+    if x is not None:
+        count, rows, cols = x.shape[0], *((x.shape[2], cols) if contracted_axis == 0 else (rows, x.shape[2]))
     block = _blocks(rng) if form not in GROUPED else int(rng.choice([1, 5, 8, 16, 24, 32, 64, 128, 2**40]))
     shapes = [(count, *_extents(rows, cols, packed_axis, 8 // bits)) for bits in PLANES[form]]
     codes = [_bytes(rng, shape, "uint8").view(CODES.get(form, np.uint8)) for shape in shapes]
@@ -121,18 +129,23 @@ def _matrix(rng: np.random.Generator, instruction_sets: tuple[str, ...]) -> Call
     make = _levels if form in GROUPED else _scales
     named = make(rng, form, count, (rows, cols), packed_axis, attributes)
     attributes["scale_names"], scales = " ".join(named), list(named.values())
-    if rng.integers(4) == 0:
+    if x is None and rng.integers(4) == 0:
         return Call("eformer_decode", [*codes, *scales], np.empty((count, rows, cols), np.float32), attributes)
     depth, width = (rows, cols) if contracted_axis == 0 else (cols, rows)
-    m = int(rng.choice([0, 1, 1, 1, 2, 5, 13, 17, 40] if rng.integers(20) else [250, 530]))
-    x = _floats(rng, (count, m, depth), rng.integers(4) == 0)
-    x = x.astype(rng.choice(np.array([np.float32, np.float32, np.float16, ml_dtypes.bfloat16], object)))
+    x = random_x(rng, count, depth) if x is None else x
+    m = x.shape[1]
     attributes |= {
         "contracted_axis": contracted_axis,
         "round_x": bool(rng.integers(3) == 0),
         "round_values": bool(rng.integers(3) == 0),
     }
     return Call("eformer_matmul", [x, *codes, *scales], np.empty((count, m, width), np.float32), attributes)
+
+
+def random_x(rng: np.random.Generator, count: int, depth: int) -> np.ndarray:
+    m = int(rng.choice([0, 1, 1, 1, 2, 5, 13, 17, 40] if rng.integers(20) else [250, 530]))
+    x = _floats(rng, (count, m, depth), rng.integers(4) == 0)
+    return x.astype(rng.choice(np.array([np.float32, np.float32, np.float16, ml_dtypes.bfloat16], object)))
 
 
 def _extents(rows: int, cols: int, axis: int, grain: int) -> tuple[int, int]:

@@ -33,7 +33,7 @@ DTYPES = {
     np.dtype(ml_dtypes.float8_e4m3fn).name: 20,
     np.dtype(ml_dtypes.float8_e8m0fnu).name: 33,
 }
-BUFFER, SCALAR, STRING = 1, 3, 4  # kinds of arguments and attributes
+BUFFER, ARRAY, SCALAR, STRING = 1, 1, 3, 4  # kinds of arguments and attributes
 EXECUTE = 3  # the stage of a call
 
 HEAD = [("struct_size", c_size_t), ("extension", c_void_p)]
@@ -49,6 +49,10 @@ class ByteSpan(Structure):
 
 class Scalar(Structure):
     _fields_ = [("dtype", c_int), ("value", c_void_p)]
+
+
+class Array(Structure):
+    _fields_ = [("dtype", c_int), ("size", c_size_t), ("data", c_void_p)]
 
 
 class Buffers(Structure):
@@ -201,6 +205,11 @@ def _attributes(attributes: Mapping[str, Any], kept: list[Any]) -> Attributes:
         if isinstance(value, str):
             values.append(ByteSpan(value.encode(), len(value.encode())))
             kinds.append(STRING)
+            continue
+        if isinstance(value, np.ndarray):
+            kept.append(value)
+            values.append(Array(DTYPES[value.dtype.name], value.size, value.ctypes.data))
+            kinds.append(ARRAY)
             continue
         number = np.array(value, np.bool_ if isinstance(value, bool) else np.int64)
         kept.append(number)

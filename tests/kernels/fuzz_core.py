@@ -19,6 +19,7 @@ import numpy as np
 from eformer.kernels.cpu import _native  # pyright: ignore[reportAttributeAccessIssue]  # compiled, with no source to read
 
 from .core_problems import Call, check, expected, random_call, spoil
+from .core_several import random_calls
 from .frames import Caller, Fence, Refused
 
 
@@ -28,12 +29,15 @@ class Fuzzer:
     def __init__(self, seed: int, instruction_set: str | None = None) -> None:
         self.seed, self.sets = seed, (instruction_set,) if instruction_set else _native.instruction_sets()
         self._call = Caller(_native.registrations())
-        self._fences = [Fence(1 << 22) for _ in range(12)]
+        self._fences = [Fence(1 << 22) for _ in range(30)]
         self.right = self.refused = 0
 
     def run(self, index: int) -> None:
         """Raises an AssertionError if what the call gives is not what it must."""
         rng = np.random.default_rng((self.seed, index))
+        (self._run_several if rng.integers(5) == 0 else self._run_single)(rng, index)
+
+    def _run_single(self, rng: np.random.Generator, index: int) -> None:
         call = random_call(rng, self.sets)
         for _ in range(rng.choice([0, 0, 0, 1, 2])):
             spoil(call, rng)
@@ -50,6 +54,29 @@ class Fuzzer:
             self.refused += 1
         shapes = [(array.dtype.name, array.shape) for array in (*call.args, call.result)]
         assert not wrong, f"--seed {self.seed} --only {index}: {wrong}: {call.target} {shapes} {call.attributes}"
+
+    def _run_several(self, rng: np.random.Generator, index: int) -> None:
+        """One call for several matmuls: what each gives alone, to the bit."""
+        calls = random_calls(rng, self.sets)
+        self._call.threads, self._call.late = int(rng.integers(1, 6)), bool(rng.integers(4) == 0)
+        wanted = calls.expected(_native.instruction_sets())
+        args = calls.args
+        if rng.integers(2):
+            args = [fence(array) for fence, array in zip(self._fences, args, strict=False)]
+        try:
+            self._call("eformer_matmuls", args, calls.results, calls.attributes)
+            wrong = "it was not refused" if wanted is None else ""
+            for each, call in zip(wanted or (), calls.single, strict=False):
+                wrong = wrong or check(each, call.result)
+                alone = np.empty_like(call.result)
+                self._call(call.target, call.args, [alone], call.attributes)
+                wrong = wrong or ("" if np.array_equal(alone, call.result, equal_nan=True) else "it differs alone")
+            self.right += 1
+        except Refused as error:
+            wrong = f"it was refused: {error}" if wanted is not None else "" if len(str(error)) > 20 else "no words"
+            self.refused += 1
+        shapes = [(array.dtype.name, array.shape) for array in (*calls.args, *calls.results)]
+        assert not wrong, f"--seed {self.seed} --only {index}: {wrong}: {shapes} {calls.attributes}"
 
     def _fenced(self, call: Call) -> Call:
         arrays = [fence(array) for fence, array in zip(self._fences, (call.result, *call.args), strict=False)]

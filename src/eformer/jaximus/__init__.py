@@ -9,6 +9,10 @@ from ._array import is_implicit as is_implicit
 from ._array import materialize as materialize
 from ._explain import Explanation as Explanation
 from ._explain import explain as explain
+from ._jaxprs import Writer as Writer
+from ._jaxprs import inlined as inlined
+from ._jaxprs import rewritten as rewritten
+from ._jaxprs import without_dead as without_dead
 from ._observe import MaterializationError as MaterializationError
 from ._observe import MaterializationWarning as MaterializationWarning
 from ._observe import materialization_error as materialization_error
@@ -19,6 +23,7 @@ from ._rules import materialize_rule as materialize_rule
 from ._rules import register as register
 from ._ste import ste as ste
 from ._trace import implicit as implicit
+from ._trace import scan_counts as scan_counts
 from ._trace import use_implicit as use_implicit
 from ._tree import tree_average as tree_average
 from ._tree import tree_cast as tree_cast

@@ -374,3 +374,11 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         consts, carry, _ = params.pop("ft_in").unpack()
         return len(consts), len(carry)
     return params.pop("num_consts"), params.pop("num_carry")
+
+
+def asks_nothing(params: dict[str, Any]) -> bool:
+    """Whether a `jit` with these parameters asks for no sharding, layout or option, so that it may be inlined."""
+    unset = {id(UNSPECIFIED), id(None)}
+    names = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
+    asked = any(id(value) not in unset for name in names for value in params[name])
+    return not asked and not params.get("compiler_options_kvs")

@@ -7,11 +7,14 @@ operations, and a warning says once why they are slower.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from eformer._warnings import warn
@@ -134,6 +137,64 @@ def matmul(
     call = jax.ffi.ffi_call("eformer_matmul", jax.ShapeDtypeStruct((*x.shape[:2], width), jnp.float32))
     rounding = {"round_x": round_x, "round_values": round_values}
     return call(x, *matrix.codes, *matrix.scales, contracted_axis=contracted_axis, **rounding, **_attributes(matrix))
+
+
+class Matmul(NamedTuple):
+    """One of the matmuls that share x."""
+
+    matrix: Matrix
+    contracted_axis: int
+    round_x: bool
+    round_values: bool
+    # The stack behind each buffer of the matrix, `codes` first, or None where there is none: see `matmuls`.
+    stacks: tuple[jax.Array | None, ...]
+
+
+def matmuls(x: jax.Array, all_of: Sequence[Matmul], index: jax.Array) -> list[jax.Array]:
+    """`matmul` of x (count, m, k) with each matrix, to the bit, in one call: x is rounded or copied once for all.
+
+    A buffer of a matrix may be the slice `index` of a stack: `count` of its entries, from `index * count` on. Given
+    that stack, the core reads it in place, and the slice is never made.
+    """
+    alone = {
+        i: matmul(x, each.matrix, each.contracted_axis, round_x=each.round_x, round_values=each.round_values)
+        for i, each in enumerate(all_of)
+        if not each.round_x and _is_faster_decoded(x, each.matrix)
+    }
+    rest = [each for i, each in enumerate(all_of) if i not in alone]
+    if not rest:
+        return list(alone.values())
+    buffers, is_stack = [], []
+    for each in rest:
+        for buffer, stack in zip((*each.matrix.codes, *each.matrix.scales), each.stacks, strict=True):
+            buffers.append(buffer if stack is None else stack)
+            is_stack.append(stack is not None)
+    given = [_attributes(each.matrix) for each in rest]
+    together = {name: np.array([each[name] for each in given], np.int64) for name in _NUMBERS}
+    own = {name: np.array([getattr(each, name) for each in rest], np.int64) for name in _OWN_NUMBERS}
+    widths = [each.matrix.cols if each.contracted_axis == 0 else each.matrix.rows for each in rest]
+    call = jax.ffi.ffi_call(
+        "eformer_matmuls", [jax.ShapeDtypeStruct((*x.shape[:2], width), jnp.float32) for width in widths]
+    )
+    found = iter(
+        call(
+            x,
+            index,
+            *buffers,
+            format=" ".join(each.matrix.format for each in rest),
+            scale_names=";".join(str(each["scale_names"]) for each in given),
+            instruction_set=_instruction_set.value,
+            buffer_count=np.array([len(each.stacks) for each in rest], np.int64),
+            is_stack=np.array(is_stack, np.int64),
+            **together,
+            **own,
+        )
+    )
+    return [alone[i] if i in alone else next(found) for i in range(len(all_of))]
+
+
+_NUMBERS = ("rows", "cols", "packed_axis", "block_size", "superblock_size")  # of `_attributes`
+_OWN_NUMBERS = ("contracted_axis", "round_x", "round_values")  # of `Matmul`
 
 
 def decode(matrix: Matrix) -> jax.Array:

@@ -20,6 +20,7 @@ from ._learned_scales import straight_through_with_scale as straight_through_wit
 from ._matmul import _convolution as _convolution
 from ._matmul import _lowering as _lowering
 from ._matmul import _ragged as _ragged
+from ._matmul._fuse import fuse as fuse
 from ._matmul._rule import is_kernel_available as is_kernel_available
 from ._matmul._rule import nf4_use_kernel as nf4_use_kernel
 from ._matmul._rule import use_kernels as use_kernels

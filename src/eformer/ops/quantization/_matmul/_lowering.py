@@ -47,10 +47,26 @@ def _device_kind(ctx: mlir.LoweringRuleContext) -> str | None:
 @functools.singledispatch
 def matmul_on_cpu(q: MatmulOperand, x: jax.Array, contracted_axis: int) -> jax.Array | None:
     """x (count, rows, k) times q by the native core, in float32; None where it can't. A format may register its own."""
+    call = _call_of_core(q, contracted_axis)
+    if call is None:
+        return None
+    return cpu.matmul(x, call.matrix, contracted_axis, round_x=call.round_x, round_values=call.round_values)
+
+
+def _call_of_core(q: MatmulOperand, contracted_axis: int) -> cpu.Matmul | None:
     if not q._fits_kernels() or not cpu.supports(matrix := q._stored_matrix()):
         return None
-    rounding = {"round_x": q.activation_dtype == "int8", "round_values": q.dtype == jnp.bfloat16}
-    return cpu.matmul(x, matrix, contracted_axis, **rounding)
+    stacks = (None,) * (len(matrix.codes) + len(matrix.scales))
+    return cpu.Matmul(matrix, contracted_axis, q.activation_dtype == "int8", q.dtype == jnp.bfloat16, stacks)
+
+
+_BY_DEFAULT = matmul_on_cpu.dispatch(object)
+
+
+def in_core(q: MatmulOperand, contracted_axis: int) -> cpu.Matmul | None:
+    """How the native core multiplies by q, in a call that several matrices share; None where it can't."""
+    is_own = matmul_on_cpu.dispatch(type(q)) is not _BY_DEFAULT
+    return None if is_own else _call_of_core(q, contracted_axis)
 
 
 def matmul_on_accelerator(
@@ -104,6 +120,16 @@ def _over_devices(x: jax.Array, *leaves: jax.Array, static: Static, devices: Seq
     return partitioned(problem, local, identity, x, [q._named_leaves()[name] for name in dims], devices=devices)
 
 
+def runs_alone(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether a kernel may be called as it is: the program is for one device, or `shard_map` has partitioned it."""
+    context: Any = ctx.module_context.axis_context  # of one of three classes that JAX does not name publicly
+    if ctx.module_context.lowering_parameters.for_export:  # whoever runs the program may partition it
+        return False
+    if (manual := getattr(context, "manual_axes", None)) is not None:
+        return {name for name, size in context.mesh.shape.items() if size > 1} <= set(manual)
+    return (getattr(context, "num_devices", 1) or 1) == 1
+
+
 def _lower(alone: Callable[..., jax.Array], ctx: mlir.LoweringRuleContext, *operands: Any, static: Static) -> Any:
     """Lower the matmul to `alone` on one device, and on the shards of every device where XLA partitions it.
 
@@ -111,20 +137,16 @@ def _lower(alone: Callable[..., jax.Array], ctx: mlir.LoweringRuleContext, *oper
     some axes of a mesh only.
     """
     module = ctx.module_context
-    context: Any = module.axis_context  # of one of three classes that JAX does not name publicly
-    function, manual = alone, getattr(context, "manual_axes", None)
-    for_xla_to_partition = functools.partial(_in_xla, in_tiles=False)
-    if module.lowering_parameters.for_export:  # whoever runs the program may partition it
+    context: Any = module.axis_context
+    function = functools.partial(_in_xla, in_tiles=False)  # for XLA to partition
+    if runs_alone(ctx):
+        function = alone
+    elif module.lowering_parameters.for_export:
         function = _in_xla
-    elif manual is not None:  # `shard_map` has partitioned it, and leaves the other axes to XLA
-        rest = {name for name, size in context.mesh.shape.items() if size > 1} - set(manual)
-        function = for_xla_to_partition if rest else alone
-    elif (getattr(context, "num_devices", 1) or 1) > 1:
-        devices = _devices(ctx)
-        function = functools.partial(_over_devices, devices=devices) if devices else for_xla_to_partition
-        if devices:
-            context = dataclasses.replace(context, device_assignment=devices)
-            ctx = ctx.replace(module_context=module.replace(axis_context=context))
+    elif getattr(context, "manual_axes", None) is None and (devices := _devices(ctx)):
+        function = functools.partial(_over_devices, devices=devices)
+        context = dataclasses.replace(context, device_assignment=devices)
+        ctx = ctx.replace(module_context=module.replace(axis_context=context))
     return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, static=static)
 
 

@@ -1,0 +1,73 @@
+// Rows of x, made ready once for all matrices of a call that take them alike.
+#pragma once
+
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "rows.h"
+#include "split_rows.h"
+
+namespace eformer {
+
+class PreparedX {
+ public:
+  const ffi::AnyBuffer buffer;  // (count, rows, depth)
+  const int64_t rows;
+
+  explicit PreparedX(ffi::AnyBuffer x) : buffer(x), rows(x.dimensions().size() == 3 ? x.dimensions()[1] : 0) {}
+
+  std::shared_ptr<const SingleRows> Single(const Stack& stack) { return Find(single_, stack, {}, stack, buffer); }
+
+  std::shared_ptr<const PackedRows> Packed(ffi::ThreadPool& pool, const Stack& stack) {
+    return Find(packed_, stack, {PackedRows::ChunkRows(pool, stack, rows)}, pool, stack, buffer);
+  }
+
+  std::shared_ptr<const TiledRows> Tiled(ffi::ThreadPool& pool, const Stack& stack) {
+    return Find(tiled_, stack, {}, pool, stack, buffer);
+  }
+
+  std::shared_ptr<const PlainRows> Plain(const Stack& stack, DotOrder order) {
+    return Find(plain_, stack, {static_cast<int64_t>(order)}, stack, buffer, order);
+  }
+
+  std::shared_ptr<const Int8Rows> Rounded(ffi::ThreadPool& pool, const Stack& stack, const Int8Order& order) {
+    return Find(rounded_, stack, {order.block, order.places, order.span}, pool, stack, buffer, order);
+  }
+
+  std::shared_ptr<const SplitRows> Split(ffi::ThreadPool& pool, const Stack& stack, const Int8Order& order) {
+    return Find(split_, stack, {order.block, order.places, order.span}, pool, stack, buffer, order);
+  }
+
+ private:
+  typedef std::tuple<int64_t, int64_t, int64_t> Order;
+
+  template <class Rows>
+  using All = std::vector<std::pair<Order, std::shared_ptr<const Rows>>>;
+
+  // Rows that a matrix scales are its own: they are not kept.
+  template <class Rows, class... Args>
+  static std::shared_ptr<const Rows> Find(All<Rows>& all, const Stack& stack, std::initializer_list<int64_t> order,
+                                          Args&&... args) {
+    int64_t key[3] = {};
+    std::copy(order.begin(), order.end(), key);
+    const Order wanted = {key[0], key[1], key[2]};
+    const bool is_scaled = Rows::kIsScaled && OuterScale(stack.kernels->format, stack.first).of_depth != nullptr;
+    for (const auto& [each, rows] : all) {
+      if (each == wanted && !is_scaled) return rows;
+    }
+    auto rows = std::make_shared<const Rows>(std::forward<Args>(args)...);
+    if (!is_scaled) all.emplace_back(wanted, rows);
+    return rows;
+  }
+
+  All<SingleRows> single_;
+  All<PackedRows> packed_;
+  All<TiledRows> tiled_;
+  All<PlainRows> plain_;
+  All<Int8Rows> rounded_;
+  All<SplitRows> split_;
+};
+
+}  // namespace eformer
