@@ -190,7 +190,7 @@ struct ByteDots {
 #elif defined(EFORMER_BYTE_DOTS)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
 #elif defined(__AVXVNNI__) && defined(EFORMER_GCC_MOVES_SUMS)
-    asm("{vex} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(codes), "x"(x));
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(codes), "x"(x));
     return sum;
 #elif defined(__AVXVNNI__)
     return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
