@@ -1,6 +1,7 @@
 """Generation: a compiled prefill, then a compiled loop over tokens that comes back to show text.
 
-It runs any model of `model.py` under `implicit`, so its weights may be dense or quantized.
+It runs any model of `model.py` under `implicit`, so its weights may be dense or quantized, and `fuse` makes one call of
+the matmuls that share activations.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer import implicit
+from eformer import fuse, implicit
 
 from .model import Cache, Config, Params, empty_cache, hidden, logits
 
@@ -117,8 +118,8 @@ def _advance(
 
 
 STATIC = ("config", "sampling", "ends")
-prefill = jax.jit(implicit(_prefill), static_argnames=STATIC, donate_argnames="cache")
-advance = jax.jit(implicit(_advance), static_argnames=STATIC, donate_argnames="state")
+prefill = jax.jit(fuse(implicit(_prefill)), static_argnames=STATIC, donate_argnames="cache")
+advance = jax.jit(fuse(implicit(_advance)), static_argnames=STATIC, donate_argnames="state")
 
 
 def padded(prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
