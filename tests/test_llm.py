@@ -34,7 +34,7 @@ from eformer.examples.llm.model import Cache
 from eformer.examples.llm.quantize import quantizing
 from small_llm import TOKENIZER, TOKENS, hugging_face_tokenizer, write_folder, write_gguf
 
-from eformer import explain, implicit, materialize, stored_bytes
+from eformer import explain, fuse, implicit, materialize, stored_bytes
 from eformer.kernels import cpu
 
 
@@ -80,12 +80,13 @@ def test_token_by_token_is_all_at_once(family: str, tmp_path: Path):
 
 @pytest.mark.skipif(not cpu.is_available(), reason="counts calls of the native core")
 @pytest.mark.usefixtures("optimized")
-def test_weights_that_meet_the_same_activations_are_one_matmul(tmp_path: Path):
+def test_weights_that_meet_the_same_activations_are_one_call(tmp_path: Path):
     params, config, _ = load_model(write_gguf(tmp_path / "m.gguf", "llama", layers=1))
-    run = jax.jit(implicit(functools.partial(forward, config=config)))
+    run = jax.jit(fuse(implicit(functools.partial(forward, config=config))))
     program = run.lower(params, jnp.asarray([PROMPT], jnp.int32)).compile().as_text()
     assert program is not None
-    assert program.count('custom_call_target="eformer_matmul"') == 5  # q, k, v; o; gate, up; down; logits
+    assert program.count('custom_call_target="eformer_matmul"') == 3  # output, down and logits
+    assert program.count('custom_call_target="eformer_matmuls"') == 2  # query, key and value; gate and up
 
 
 def joined_portions(portions: Iterable[list[list[int]]]) -> list[list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,11 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from eformer import implicit, materialization_error
 from eformer.checkpoint import Checkpoint, open_checkpoint
-from eformer.jaximus import MaterializationError
 
-from .model import GATE_UP, JOINT, QUERY_KEY_VALUE, Config
+from .model import Config
 from .tokenizer import Tokenizer, read_json
 
 NEIGHBOURS = {"llama": True, "qwen2": False}  # the families that `model.py` runs, and how GGUF orders heads for RoPE
@@ -34,7 +31,6 @@ LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-MOST_JOINED = 1 << 24  # values: a call on two cores costs some 10 us, which counts for small matrices only
 READERS = 2  # arrays that are read at the same time: most of it is memory that the system has to clear
 REST = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -72,14 +68,14 @@ class ModelFile:
             done += checkpoint.info(name).nbytes
             if progress is not None:
                 progress(name, done, total)
-        return joined(params, self.config)
+        return params
 
     def like(self, change: Change | None = None) -> dict[str, Any]:
         """The parameters that `read` will give, without values: JAX compiles a function of them meanwhile."""
         likes = {own: self._checkpoint.entry(name).like for name, own in self._names.items()}
 
         def params(arrays: Mapping[str, Any]) -> dict[str, Any]:
-            return joined({own: _changed(own, array, change) for own, array in arrays.items()}, self.config)
+            return {own: _changed(own, array, change) for own, array in arrays.items()}
 
         return jax.eval_shape(params, likes)
 
@@ -94,8 +90,7 @@ def open_model(path: str | Path) -> Iterator[ModelFile]:
 def load_model(path: str | Path, change: Change | None = None, progress: Progress | None = None) -> Model:
     """The model in a GGUF file or a Hugging Face folder; arrays that are quantized there stay so.
 
-    `change(name, array)` may put another array in the place of each. Dense arrays become float32. Weights that are
-    multiplied by the same activations are joined, where that leaves them quantized: fewer, larger matmuls.
+    `change(name, array)` may put another array in the place of each. Dense arrays become float32.
     """
     with open_model(path) as opened:
         return Model(opened.read(change, progress), opened.config, opened.tokenizer)
@@ -116,29 +111,6 @@ def _read_ahead(read: Callable[[str], Any], names: Iterable[str], count: int = R
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-
-
-def joined(params: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """`params` with query, key and value of each layer in one array, and gate and up, unless their formats differ.
-
-    One matmul in place of three: 1.2 times the tokens/s of SmolLM2-135M on two cores. Large matrices gain nothing.
-    """
-    params = dict(params)
-    for layer, names in itertools.product(range(config.layers), (QUERY_KEY_VALUE, GATE_UP)):
-        if sum(params[f"blk.{layer}.{name}.weight"].size for name in names) > MOST_JOINED:
-            continue
-        for end in ("weight", "bias"):
-            parts = [f"blk.{layer}.{name}.{end}" for name in names]
-            if not all(part in params for part in parts):
-                continue
-            try:
-                with materialization_error():
-                    together = jax.block_until_ready(implicit(jnp.concatenate)([params[part] for part in parts]))
-            except MaterializationError:
-                break  # quantized differently
-            params = {name: array for name, array in params.items() if name not in parts}
-            params[f"blk.{layer}.{JOINT.join(names)}.{end}"] = together
-    return params
 
 
 def read_config(metadata: Mapping[str, Any]) -> Config:

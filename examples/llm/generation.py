@@ -1,6 +1,7 @@
 """Generation: a compiled prefill, then a compiled loop over tokens that comes back to show text.
 
-It runs any model of `model.py` under `implicit`, so its weights may be dense or quantized.
+It runs any model of `model.py` under `implicit`, so its weights may be dense or quantized, and `fuse` makes one call of
+the matmuls that share activations.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer import implicit
+from eformer import fuse, implicit
 
 from .model import Cache, Config, Params, empty_cache, hidden, logits
 
@@ -118,7 +119,7 @@ def _advance(
 
 
 STATIC = ("config", "sampling", "ends")
-advance = jax.jit(implicit(_advance), static_argnames=STATIC, donate_argnames="state")
+advance = jax.jit(fuse(implicit(_advance)), static_argnames=STATIC, donate_argnames="state")
 
 
 @functools.partial(jax.jit, static_argnames=(*STATIC, "new_cache", "capacity"))
@@ -134,7 +135,7 @@ def prefill(
 ) -> State:
     """`_prefill` with a new cache of `capacity` tokens; made one by one, its 56 arrays would take 70 ms."""
     cache = new_cache(options["config"], len(tokens), capacity)
-    return implicit(_prefill)(params, tokens, padding, jax.random.key(seed), cache, **options)
+    return fuse(implicit(_prefill))(params, tokens, padding, jax.random.key(seed), cache, **options)
 
 
 def padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ Parameters are a flat dict of dense or quantized arrays with the names of GGUF f
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +16,6 @@ Params = Mapping[str, Any]  # dense or quantized arrays, by their names in a GGU
 # Keys (batch * heads, size, length) and values (batch * heads, length, size) of each layer, as matmuls want them: XLA
 # would copy the whole cache for every token to transpose it, or to join axes.
 Cache = list[tuple[jax.Array, jax.Array]]
-
-QUERY_KEY_VALUE, GATE_UP = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up")
-JOINT = "+"  # between the names of weights that were joined along their outputs, to be one matmul
 
 
 class Config(NamedTuple):
@@ -87,15 +84,14 @@ def _layer(
     weights: Params, x: jax.Array, entries: tuple[jax.Array, jax.Array], places: Places, config: Config
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     y = _normalized(weights, "attn_norm", x, config)
-    shares = (config.heads, config.kv_heads, config.kv_heads)
-    query, key, value = (_heads(each, config) for each in _several(weights, QUERY_KEY_VALUE, shares, y))
+    query, key, value = (_heads(_dense(weights, name, y), config) for name in ("attn_q", "attn_k", "attn_v"))
     query, key = (_rotated(each, places, config) for each in (query, key))
     keys = jax.lax.dynamic_update_slice(entries[0], _joined(key).mT, (0, 0, places.start))
     values = jax.lax.dynamic_update_slice(entries[1], _joined(value), (0, places.start, 0))
     x = x + _dense(weights, "attn_output", _attention(query, keys, values, places.seen))
     y = _normalized(weights, "ffn_norm", x, config)
-    gate, up = _several(weights, GATE_UP, (1, 1), y)
-    return x + _dense(weights, "ffn_down", jax.nn.silu(gate) * up), (keys, values)
+    gated = jax.nn.silu(_dense(weights, "ffn_gate", y)) * _dense(weights, "ffn_up", y)
+    return x + _dense(weights, "ffn_down", gated), (keys, values)
 
 
 def _attention(query: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
@@ -141,16 +137,6 @@ def _rotated(x: jax.Array, places: Places, config: Config) -> jax.Array:
     real, imaginary = jnp.moveaxis(x.reshape(*x.shape[:-1], *shape), axis, 0)
     turned = (real * places.cos - imaginary * places.sin, real * places.sin + imaginary * places.cos)
     return jnp.stack(turned, axis).reshape(x.shape)
-
-
-def _several(params: Params, names: Sequence[str], shares: Sequence[int], x: jax.Array) -> Sequence[jax.Array]:
-    """`_dense` of each weight, in one matmul if they were joined; `shares` are their parts of the outputs."""
-    joined = JOINT.join(names)
-    if f"{joined}.weight" not in params:
-        return [_dense(params, name, x) for name in names]
-    y = _dense(params, joined, x)
-    ends = [y.shape[-1] * sum(shares[:i]) // sum(shares) for i in range(1, len(shares))]
-    return jnp.split(y, ends, axis=-1)
 
 
 def _dense(params: Params, name: str, x: jax.Array) -> jax.Array:
