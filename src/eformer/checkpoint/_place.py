@@ -26,7 +26,7 @@ ShardingFor = OneSharding | Mapping[str, OneSharding] | Callable[[str, tuple[int
 Index = tuple[slice, ...]
 
 ALIGNMENT = 64  # bytes; JAX on CPU takes memory over from there, and copies any other
-HUGE_PAGE = 1 << 21  # bytes
+OWN_PAGES, HUGE_PAGE = 1 << 16, 1 << 21  # bytes
 
 
 def sharding_for(sharding: ShardingFor, name: str, shape: tuple[int, ...]) -> OneSharding:
@@ -145,15 +145,19 @@ def aligned_empties(kinds: Iterable[tuple[tuple[int, ...], np.dtype]]) -> list[n
 
 
 def _memory(nbytes: int) -> np.ndarray:
-    """Aligned bytes. Most of a large piece is in huge pages, which the system clears in half the time of small ones."""
-    huge = nbytes // HUGE_PAGE * HUGE_PAGE
-    if not huge or not hasattr(mmap, "MADV_HUGEPAGE"):
+    """Aligned bytes. What is large is in pages of its own, which go back to the system as soon as it is gone.
+
+    Most of a very large piece is in huge pages, which the system clears in half the time of small ones.
+    """
+    if nbytes < OWN_PAGES or not hasattr(mmap, "MAP_ANONYMOUS"):
         memory = np.empty(nbytes + ALIGNMENT, np.uint8)
         start = -memory.ctypes.data % ALIGNMENT
         return memory[start : start + nbytes]
-    pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    huge = nbytes // HUGE_PAGE * HUGE_PAGE if hasattr(mmap, "MADV_HUGEPAGE") else 0
+    pages = mmap.mmap(-1, nbytes + (HUGE_PAGE if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(pages, np.uint8)
-    start = -memory.ctypes.data % HUGE_PAGE
-    with contextlib.suppress(OSError):  # a system without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE, start, huge)  # the rest would be up to a huge page too much
+    start = -memory.ctypes.data % HUGE_PAGE if huge else 0
+    if huge:
+        with contextlib.suppress(OSError):  # a system without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE, start, huge)  # the rest would be up to a huge page too much
     return memory[start : start + nbytes]
