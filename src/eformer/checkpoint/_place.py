@@ -7,7 +7,6 @@ import contextlib
 import math
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Self
 
 import jax
 import numpy as np
@@ -58,7 +57,7 @@ class Unread(abc.ABC):
         """The part of it that `index` says, in memory that no one else has and that JAX on CPU takes over."""
 
     @classmethod
-    def read_whole(cls, leaves: Sequence[Self]) -> list[np.ndarray]:
+    def read_whole(cls, leaves: Sequence[Unread]) -> list[np.ndarray]:
         """All leaves of an array, as `read` gives them; a class may read them in one pass over the file."""
         return [leaf.read(leaf.whole) for leaf in leaves]
 
@@ -85,8 +84,9 @@ def _place_quantized(host: QuantizedArray, sharding: OneSharding) -> QuantizedAr
     leaves, treedef = jtu.tree_flatten(host)
     leaves = [leaf if isinstance(leaf, Unread) else _canonical(leaf) for leaf in leaves]
     sharding = _checked(sharding, host.shape)
-    if sharding is None and leaves and all(isinstance(leaf, Unread) for leaf in leaves):
-        return jtu.tree_unflatten(treedef, jax.device_put(type(leaves[0]).read_whole(leaves)))
+    unread = [leaf for leaf in leaves if isinstance(leaf, Unread)]
+    if sharding is None and unread and len(unread) == len(leaves):
+        return jtu.tree_unflatten(treedef, jax.device_put(type(unread[0]).read_whole(unread)))
     if isinstance(sharding, NamedSharding):
         shardings = [leaf.sharding for leaf in jtu.tree_leaves(structs(host).with_sharding(sharding))]
     elif sharding is None or sharding.is_fully_replicated:
@@ -135,10 +135,10 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def aligned_empties(kinds: Iterable[tuple[tuple[int, ...], np.dtype]]) -> list[np.ndarray]:
     """Several arrays, of these shapes and dtypes, in one piece of memory, which is freed when all are gone."""
-    kinds = [(shape, dtype, math.prod(shape) * dtype.itemsize) for shape, dtype in kinds]
-    rooms = [-(-nbytes // ALIGNMENT) * ALIGNMENT for _, _, nbytes in kinds]
+    sized = [(shape, dtype, math.prod(shape) * dtype.itemsize) for shape, dtype in kinds]
+    rooms = [-(-nbytes // ALIGNMENT) * ALIGNMENT for _, _, nbytes in sized]
     memory, at, found = _memory(sum(rooms)), 0, []
-    for (shape, dtype, nbytes), room in zip(kinds, rooms, strict=True):
+    for (shape, dtype, nbytes), room in zip(sized, rooms, strict=True):
         found.append(memory[at : at + nbytes].view(dtype).reshape(shape))
         at += room
     return found
