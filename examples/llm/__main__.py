@@ -37,7 +37,9 @@ formats: float32 decodes all weights; int8, int4, nf4, ... quantize them again a
 with options after commas (int4,block_size=32,fit=false). Embeddings and the output layer get --embeddings.
 --activations int8 rounds the activations too, as llama.cpp always does: faster, and a little less exact.
 
-The first run compiles, for some seconds. JAX keeps what it compiled if JAX_COMPILATION_CACHE_DIR names a folder.
+The first run compiles, for some seconds. JAX keeps what it compiled if JAX_COMPILATION_CACHE_DIR names a folder; each
+length of prompt and text (in steps of 64 tokens) is compiled once. With that, and the file in memory, a model of 1.1 GB
+starts within two seconds: its weights are read while the compiled program is loaded.
 """
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -147,7 +148,8 @@ def padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(rows, np.int32), np.array([width - len(prompt) for prompt in prompts], np.int32)
 
 
-class Request(NamedTuple):
+@dataclass(frozen=True)
+class Request:
     """Texts to go on with: up to `count` tokens after each of the prompts, which end at one of the tokens `ends`.
 
     `new_cache` makes a cache of the model, for a batch and a length: of floating point numbers, or `empty_int8_cache`.

@@ -6,7 +6,6 @@ import functools
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Self
 
 import jax
 import numpy as np
@@ -108,12 +107,12 @@ class BlockLeaf(Unread):
         return whole if cut == slice(0, whole.shape[-1]) else np.ascontiguousarray(whole[..., cut])
 
     @classmethod
-    def read_whole(cls, leaves: Sequence[Self]) -> list[np.ndarray]:
-        one = leaves[0]  # they differ in their names and entries only
-        kinds = [((*leaf._blocks.shape[:-1], leaf._per_block), leaf.dtype) for leaf in leaves]
-        found = aligned_empties(kinds)
-        one._fill(one._blocks, {leaf._name: out for leaf, out in zip(leaves, found, strict=True)})
-        return [out.reshape(leaf.shape) for leaf, out in zip(leaves, found, strict=True)]
+    def read_whole(cls, leaves: Sequence[Unread]) -> list[np.ndarray]:
+        own = [leaf for leaf in leaves if isinstance(leaf, BlockLeaf)]
+        assert len(own) == len(leaves)  # of one array; they differ in their names and entries only
+        found = aligned_empties(((*leaf._blocks.shape[:-1], leaf._per_block), leaf.dtype) for leaf in own)
+        own[0]._fill(own[0]._blocks, {leaf._name: out for leaf, out in zip(own, found, strict=True)})
+        return [out.reshape(leaf.shape) for leaf, out in zip(own, found, strict=True)]
 
     def _fill(self, blocks: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
         """Write the entries (..., blocks, entries) of leaves for blocks (..., blocks, bytes): all, or some of them."""

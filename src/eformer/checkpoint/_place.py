@@ -7,7 +7,6 @@ import contextlib
 import math
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Self
 
 import jax
 import numpy as np
@@ -26,7 +25,7 @@ ShardingFor = OneSharding | Mapping[str, OneSharding] | Callable[[str, tuple[int
 Index = tuple[slice, ...]
 
 ALIGNMENT = 64  # bytes; JAX on CPU takes memory over from there, and copies any other
-HUGE_PAGE = 1 << 21  # bytes
+OWN_PAGES, HUGE_PAGE = 1 << 16, 1 << 21  # bytes
 
 
 def sharding_for(sharding: ShardingFor, name: str, shape: tuple[int, ...]) -> OneSharding:
@@ -58,7 +57,7 @@ class Unread(abc.ABC):
         """The part of it that `index` says, in memory that no one else has and that JAX on CPU takes over."""
 
     @classmethod
-    def read_whole(cls, leaves: Sequence[Self]) -> list[np.ndarray]:
+    def read_whole(cls, leaves: Sequence[Unread]) -> list[np.ndarray]:
         """All leaves of an array, as `read` gives them; a class may read them in one pass over the file."""
         return [leaf.read(leaf.whole) for leaf in leaves]
 
@@ -85,8 +84,9 @@ def _place_quantized(host: QuantizedArray, sharding: OneSharding) -> QuantizedAr
     leaves, treedef = jtu.tree_flatten(host)
     leaves = [leaf if isinstance(leaf, Unread) else _canonical(leaf) for leaf in leaves]
     sharding = _checked(sharding, host.shape)
-    if sharding is None and leaves and all(isinstance(leaf, Unread) for leaf in leaves):
-        return jtu.tree_unflatten(treedef, jax.device_put(type(leaves[0]).read_whole(leaves)))
+    unread = [leaf for leaf in leaves if isinstance(leaf, Unread)]
+    if sharding is None and unread and len(unread) == len(leaves):
+        return jtu.tree_unflatten(treedef, jax.device_put(type(unread[0]).read_whole(unread)))
     if isinstance(sharding, NamedSharding):
         shardings = [leaf.sharding for leaf in jtu.tree_leaves(structs(host).with_sharding(sharding))]
     elif sharding is None or sharding.is_fully_replicated:
@@ -135,25 +135,29 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def aligned_empties(kinds: Iterable[tuple[tuple[int, ...], np.dtype]]) -> list[np.ndarray]:
     """Several arrays, of these shapes and dtypes, in one piece of memory, which is freed when all are gone."""
-    kinds = [(shape, dtype, math.prod(shape) * dtype.itemsize) for shape, dtype in kinds]
-    rooms = [-(-nbytes // ALIGNMENT) * ALIGNMENT for _, _, nbytes in kinds]
+    sized = [(shape, dtype, math.prod(shape) * dtype.itemsize) for shape, dtype in kinds]
+    rooms = [-(-nbytes // ALIGNMENT) * ALIGNMENT for _, _, nbytes in sized]
     memory, at, found = _memory(sum(rooms)), 0, []
-    for (shape, dtype, nbytes), room in zip(kinds, rooms, strict=True):
+    for (shape, dtype, nbytes), room in zip(sized, rooms, strict=True):
         found.append(memory[at : at + nbytes].view(dtype).reshape(shape))
         at += room
     return found
 
 
 def _memory(nbytes: int) -> np.ndarray:
-    """Aligned bytes. Most of a large piece is in huge pages, which the system clears in half the time of small ones."""
-    huge = nbytes // HUGE_PAGE * HUGE_PAGE
-    if not huge or not hasattr(mmap, "MADV_HUGEPAGE"):
+    """Aligned bytes. What is large is in pages of its own, which go back to the system as soon as it is gone.
+
+    Most of a very large piece is in huge pages, which the system clears in half the time of small ones.
+    """
+    if nbytes < OWN_PAGES or not hasattr(mmap, "MAP_ANONYMOUS"):
         memory = np.empty(nbytes + ALIGNMENT, np.uint8)
         start = -memory.ctypes.data % ALIGNMENT
         return memory[start : start + nbytes]
-    pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    huge = nbytes // HUGE_PAGE * HUGE_PAGE if hasattr(mmap, "MADV_HUGEPAGE") else 0
+    pages = mmap.mmap(-1, nbytes + (HUGE_PAGE if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(pages, np.uint8)
-    start = -memory.ctypes.data % HUGE_PAGE
-    with contextlib.suppress(OSError):  # a system without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE, start, huge)  # the rest would be up to a huge page too much
+    start = -memory.ctypes.data % HUGE_PAGE if huge else 0
+    if huge:
+        with contextlib.suppress(OSError):  # a system without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE, start, huge)  # the rest would be up to a huge page too much
     return memory[start : start + nbytes]
