@@ -77,9 +77,14 @@ EFORMER_INLINE void ReadLanes(const typename Read::Stored* from, float* floats) 
 }
 
 #if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
-template <>  // GCC 12 makes no vectors of the loop
+template <>  // GCC 12 makes no vectors of these loops
 EFORMER_INLINE void ReadLanes<ReadFloat16>(const uint16_t* from, float* floats) {
   _mm512_storeu_ps(floats, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+template <>
+EFORMER_INLINE void ReadLanes<ReadBfloat16>(const uint16_t* from, float* floats) {
+  const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  _mm512_storeu_si512(floats, _mm512_slli_epi32(words, 16));
 }
 template <>
 EFORMER_INLINE void ReadLanes<ReadUint8>(const uint8_t* from, float* floats) {
