@@ -5,8 +5,6 @@
 // they are packed along the other axis, or where four bytes of a plane reach beyond a block.
 #pragma once
 
-#include <numeric>
-
 #include "int8_matmul.h"
 #include "int8_round.h"
 
@@ -25,15 +23,18 @@ struct Int8DotsOf {
   static constexpr int kParts = kPacked ? kPlanes<Format> : 1;  // of a row: its planes, or its unpacked codes
   static_assert(kParts == 1 || Int8Codes<Format>::FlippedBits() == 0, "bytes must be sums of fields");
 
+  // Rows that share what is loaded of x. For whole bytes that is less than what a single stream gains.
+#if defined(EFORMER_BYTE_DOTS)
+  static constexpr int kSideBySide = kPacked && Format::kPlaneBits[0] == 8 ? 1 : 4;
+#else
+  static constexpr int kSideBySide = 4;
+#endif
+
+  // From what is read to what is prefetched, on Zen 5: at least, and at most for what fits into L1 until it is read.
+  static constexpr int64_t kBytesAhead = 16384, kMostAhead = 32768;
+
   template <int kPart>
   static constexpr int kPlaces = kPacked ? 8 / Format::kPlaneBits[kPart] : 1;
-
-  static constexpr int64_t SpanValues() {
-    int64_t least = kSpan * (kPacked ? 8 : 1);
-    for (int bits : Format::kPlaneBits) least = Min(least, kPacked ? kSpan * 8 / bits : kSpan);
-    return least;
-  }
-  static constexpr int64_t kSpanValues = SpanValues();  // in a span of any part
 
   template <int kPart>
   using Dots = std::conditional_t<kParts == 1, DotsOf<Format>, FieldDots<8 / kPlaces<kPart>>>;
@@ -41,12 +42,13 @@ struct Int8DotsOf {
   // What a part is multiplied by.
   struct PartX {
     int64_t row_bytes, spans;
-    int64_t span_scales;                      // of a row, for a span
+    int64_t span_blocks;                      // of x
     const int8_t* values;                     // of x, in the order of the part
-    float* steps;                             // of each lane
+    float* steps;                             // of each lane, where blocks have no scales
+    float unit;                               // what the integers of the part are multiplied by
     int32_t* corrections;                     // of each lane, for the bias
-    int64_t first_scale[kSpanVectors];        // in a span, of each of its vectors
-    int32_t places[kSpanVectors][kIntLanes];  // the scale of each lane, from that one on
+    int64_t first_block[kSpanVectors];        // in a span, of each of its vectors
+    int32_t places[kSpanVectors][kIntLanes];  // the block of each lane, from that one on
     uint8_t present[kSpan];                   // 255 for bytes of the last span that are in the row
     int32_t present_lanes[kSpanLanes];        // -1 for lanes that are
   };
@@ -55,26 +57,24 @@ struct Int8DotsOf {
   const Int8X& x;
   const int64_t blocks = CeilDiv(m.cols, x.block);
   const float centre = CentreOf<Format>(m);
-  Floats steps{kParts * (x.depth + 8 * kSpan) / 4};
+  Floats steps{kInBlocks ? blocks : kParts * (x.depth + 8 * kSpan) / 4};
   Zeros<int32_t> corrections{(x.depth + 8 * kSpan) / 4};
   Zeros<int8_t> ordered{kParts > 1 ? kParts * (x.depth + 8 * kSpan) : 0};
   Floats x_sums{kInBlocks ? CeilDiv(m.cols, m.block) + kIntLanes : 0};  // of the blocks of the matrix
   PartX parts[kParts];
 
-  // Values that a scale is for: a block of the matrix, or a part of it that spans do not cut.
-  const int64_t scaled = kInBlocks ? std::gcd(m.block, kSpanValues) : x.block, row_scales = CeilDiv(m.cols, scaled);
-
   // Rows whose scales are read at once.
-  const int64_t each = kInBlocks ? m.block / scaled : 1, count = kInBlocks ? m.BlockScaleStride() : 0;
-  const int64_t rows_at_once = Max(4, 1024 / row_scales / 4 * 4);
-  Floats factors{kInBlocks ? rows_at_once * row_scales + kIntLanes : 0};
-  Floats scales{each > 1 ? rows_at_once * count : 0};
+  const int64_t each = kInBlocks ? m.block / x.block : 1, count = kInBlocks ? m.BlockScaleStride() : 0;
+  const int64_t rows_at_once = Max(4, 1024 / blocks / 4 * 4);
+  Floats factors{kInBlocks ? rows_at_once * blocks + kIntLanes : 0};  // scales times steps, of the blocks of x
+  Floats scales{kInBlocks ? rows_at_once * count : 0};
   Floats offsets{kInBlocks ? rows_at_once * count + kIntLanes : 0};
 
   Int8DotsOf(const Matrix& m, const Int8X& x) : m(m), x(x) {
     AddParts<0, 0>(ordered.values, steps.values);
     for (int64_t b = 0; b < blocks && kInBlocks; ++b) {
-      x_sums.values[b * x.block / m.block] += x.steps[b] * static_cast<float>(x.sums[b]);
+      steps.values[b] = x.steps[b] / Format::kInt8Steps;
+      x_sums.values[b / each] += x.steps[b] * static_cast<float>(x.sums[b]);
     }
   }
 
@@ -85,7 +85,7 @@ struct Int8DotsOf {
     PartX& part = parts[kPart];
     part.row_bytes = kPacked ? CeilDiv(m.cols, kEach) : m.cols;
     part.spans = CeilDiv(part.row_bytes, kSpan);
-    part.span_scales = kSpan * kEach / scaled;
+    part.span_blocks = kSpan * kEach / x.block;
     part.values = x.values;
     if constexpr (kParts > 1) {
       for (int64_t k = 0; k < x.depth; k += 16) {
@@ -94,9 +94,10 @@ struct Int8DotsOf {
       part.values = values;
     }
     part.steps = of_lanes;
+    part.unit = static_cast<float>(1 << kBelow);
     const int64_t block_lanes = x.block / (4 * kEach);
-    for (int64_t b = 0; b < blocks; ++b) {
-      const float step = x.steps[b] * (static_cast<float>(1 << kBelow) / Format::kInt8Steps);
+    for (int64_t b = 0; b < blocks && !kInBlocks; ++b) {
+      const float step = x.steps[b] * (part.unit / Format::kInt8Steps);
       for (int64_t i = 0; i < block_lanes; ++i) part.steps[b * block_lanes + i] = step;
     }
     part.corrections = corrections.values;
@@ -111,9 +112,9 @@ struct Int8DotsOf {
       }
     }
     for (int h = 0; h < kSpanVectors; ++h) {
-      part.first_scale[h] = h * kIntBytes * kEach / scaled;
+      part.first_block[h] = h * kIntBytes * kEach / x.block;
       for (int i = 0; i < kIntLanes; ++i) {
-        part.places[h][i] = static_cast<int32_t>((h * kIntBytes + 4 * i) * kEach / scaled - part.first_scale[h]);
+        part.places[h][i] = static_cast<int32_t>((h * kIntBytes + 4 * i) * kEach / x.block - part.first_block[h]);
       }
     }
     const int64_t present = part.row_bytes - (part.spans - 1) * kSpan;
@@ -125,18 +126,23 @@ struct Int8DotsOf {
     }
   }
 
-  // Reads the scales of rows `n` and following; true if they have offsets.
+  // Reads the scales of rows `n` and following, and prefetches those after them; true if they have offsets.
   bool TakeScales(int64_t n, int64_t rows) const {
-    float* to = each > 1 ? scales.values : factors.values;
-    const float* found = ScalesAt(m, n, 0, rows * count, to);
+    const float* found = ScalesAt(m, n, 0, rows * count, scales.values);
     const float* added = OffsetsAt(m, n, 0, rows * count, centre, found, offsets.values);
-    if (each == 1) {
-      if (found != to) std::memcpy(to, found, rows * count * sizeof(float));
-    } else {
-      for (int64_t row = 0; row < rows; ++row) {
-        float* at = factors.values + row * row_scales;
-        for (int64_t b = 0; b < row_scales; b += each, ++found) {
-          for (int64_t i = b; i < Min(b + each, row_scales); ++i) at[i] = *found;
+    PrefetchScales(m, n + rows, 0, rows * count);
+    for (int64_t row = 0; row < rows; ++row, found += count) {
+      float* at = factors.values + row * blocks;
+      if (each == 1) {
+        for (int64_t b = 0; b < blocks; ++b) at[b] = found[b] * steps.values[b];
+      } else if (each == 2 && blocks % 2 == 0) {
+        for (int64_t i = 0; i < blocks / 2; ++i) {
+          at[2 * i] = found[i] * steps.values[2 * i];
+          at[2 * i + 1] = found[i] * steps.values[2 * i + 1];
+        }
+      } else {
+        for (int64_t b = 0, i = 0; b < blocks; ++i) {
+          for (const int64_t end = Min(b + each, blocks); b < end; ++b) at[b] = found[i] * steps.values[b];
         }
       }
     }
@@ -158,7 +164,7 @@ struct Int8DotsOf {
       const int64_t lane = t * kSpanLanes + h * kIntLanes;
       const Ints places = LoadVector<Ints>(part.places[h]);
       const Ints correction = kPart == 0 ? LoadVector<Ints>(part.corrections + lane) : Ints{};
-      const Reals step = LoadVector<Reals>(part.steps + lane);
+      const Reals step = kInBlocks ? Reals{} : LoadVector<Reals>(part.steps + lane);
       Ints fours[kEach];
       for (int i = 0; i < kEach; ++i) {
         fours[i] = LoadVector<Ints>(part.values + (t * kEach + i) * kSpan + h * kIntBytes);
@@ -166,21 +172,23 @@ struct Int8DotsOf {
       for (int r = 0; r < kRows; ++r) {
         IntBytes packed = LoadVector<IntBytes>(codes[r] + h * kIntBytes);
         if constexpr (kLast) packed &= LoadVector<IntBytes>(part.present + h * kIntBytes);
+#if defined(EFORMER_BYTE_DOTS)
+        asm("" : "+v"(packed));  // GCC would load them for each place
+#endif
         const IntBytes flipped = FlipPacked<Format, kEach>(packed);
         if constexpr (Int8Codes<Format>::kHasNaN) nan[r] |= flipped & ShiftDown(flipped, 1);
         typename Multiply::Sum sum = Multiply::Start(correction);
         ForEachPlace<kEach>([&](auto place) {
           sum = Multiply::Add(sum, Multiply::Prepare(BytesAt<Format, kEach, place>(flipped)), fours[place]);
         });
-        Reals found = ToReals(Multiply::Finish(sum, correction)) * step;
+        Reals scale = step;
         if constexpr (kInBlocks) {
-          Reals scale = PickReals(LoadVector<Reals>(factor + r * row_scales + part.first_scale[h]), places);
+          scale = PickReals(LoadVector<Reals>(factor + r * blocks + part.first_block[h]), places);
           if constexpr (kLast) {
             scale = (Reals)((Ints)scale & LoadVector<Ints>(part.present_lanes + h * kIntLanes));
           }
-          found *= scale;
         }
-        sums[r] += found;
+        sums[r] += ToReals(Multiply::Finish(sum, correction)) * scale;
       }
     }
   }
@@ -201,6 +209,8 @@ struct Int8DotsOf {
     return copy;
   }
 
+  // Adds rows `n` and following. While they are read, those behind them are prefetched from end to end: of rows side by
+  // side, memory gives less.
   template <int kRows, int kPart = 0>
   EFORMER_INLINE void AddRows(int64_t n, const float* factor, Reals (&sums)[kRows], IntBytes (&nan)[kRows]) const {
     const PartX& part = parts[kPart];
@@ -208,18 +218,27 @@ struct Int8DotsOf {
     const uint8_t* codes[kRows];
     alignas(64) uint8_t copies[kRows][kSpan];
     for (int r = 0; r < kRows && kPacked; ++r) codes[r] = m.planes[kPart] + (n + r) * row_bytes;
-    for (int64_t t = 0; t < whole; ++t) {
-      for (int r = 0; r < kRows && kPacked; ++r) __builtin_prefetch(codes[r] + 4 * row_bytes);
+    const int64_t distance = Max(kRows * row_bytes, kBytesAhead);
+    const uint8_t* ahead = m.planes[kPart] + n * row_bytes + distance;
+    for (int64_t t = 0; t < whole; ++t, ahead += kRows * kSpan) {
+      for (int r = 0; r < kRows && kPacked; ++r) {
+        distance <= kMostAhead ? __builtin_prefetch(ahead + r * kSpan, 0, 0)
+                               : __builtin_prefetch(ahead + r * kSpan, 0, 2);
+      }
       for (int r = 0; r < kRows && !kPacked; ++r) codes[r] = CopySpan<kPart>(n + r, t, copies[r]);
-      AddSpan<kPart, kRows, false>(t, codes, factor + t * part.span_scales, sums, nan);
+      AddSpan<kPart, kRows, false>(t, codes, factor + t * part.span_blocks, sums, nan);
       for (int r = 0; r < kRows && kPacked; ++r) codes[r] += kSpan;
     }
     if (whole < part.spans) {
       const bool is_readable = kPacked && (n + kRows - 1) * row_bytes + part.spans * kSpan <= m.rows * row_bytes;
       for (int r = 0; r < kRows && !is_readable; ++r) codes[r] = CopySpan<kPart>(n + r, whole, copies[r]);
-      AddSpan<kPart, kRows, true>(whole, codes, factor + whole * part.span_scales, sums, nan);
+      AddSpan<kPart, kRows, true>(whole, codes, factor + whole * part.span_blocks, sums, nan);
     }
-    if constexpr (kPart + 1 < kParts) AddRows<kRows, kPart + 1>(n, factor, sums, nan);
+    if constexpr (kPart + 1 < kParts) {
+      Reals others[kRows] = {};
+      AddRows<kRows, kPart + 1>(n, factor, others, nan);
+      for (int r = 0; r < kRows; ++r) sums[r] += others[r] * parts[kPart + 1].unit;
+    }
   }
 
   // The dot products of kRows rows from `n` on, whose scales start at row `taken` of those read.
@@ -237,7 +256,7 @@ struct Int8DotsOf {
         }
       }
     }
-    AddRows<kRows>(n, factors.values + taken * row_scales, sums, nan);
+    AddRows<kRows>(n, factors.values + taken * blocks, sums, nan);
     AddUp(sums, y + n);
     for (int r = 0; r < kRows && Int8Codes<Format>::kHasNaN; ++r) {
       uint64_t bits[kIntBytes / 8], any = 0;
@@ -253,7 +272,7 @@ struct Int8DotsOf {
       bool has_offsets = false;
       if constexpr (kInBlocks) has_offsets = TakeScales(start, rows);
       int64_t r = 0;
-      for (; r + 4 <= rows; r += 4) Run<4>(start + r, r, has_offsets, y);
+      for (; r + kSideBySide <= rows; r += kSideBySide) Run<kSideBySide>(start + r, r, has_offsets, y);
       for (; r < rows; ++r) Run<1>(start + r, r, has_offsets, y);
     }
   }

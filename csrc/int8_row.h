@@ -9,8 +9,29 @@
 namespace eformer::EFORMER_ISA {
 
 constexpr int64_t kStripeColumns = 4096;
-constexpr int64_t kLineRows = 16;    // rows of bytes that are read side by side; the best from memory, on Zen 5
-constexpr int64_t kLineAhead = 256;  // bytes from what is read to what is prefetched
+// Rows of bytes that are read side by side; the best from memory, on Zen 5.
+#if defined(EFORMER_BYTE_DOTS)
+constexpr int64_t kLineRows = 4;
+#else
+constexpr int64_t kLineRows = 16;
+#endif
+
+// Prefetches the rows behind those that are read side by side, one after the other from end to end: of rows side by
+// side, memory gives less.
+struct RowsAhead {
+  const uint8_t *at, *end;  // what is next, and where its row ends
+  int64_t stride, width;    // of rows
+
+  RowsAhead(const uint8_t* first, int64_t stride, int64_t width)
+      : at(first), end(first + width), stride(stride), width(width) {}
+
+  EFORMER_INLINE void Prefetch() {
+    constexpr bool kFitL1 = kLineRows * kStripeColumns <= 16384;
+    kFitL1 ? __builtin_prefetch(at, 0, 0) : __builtin_prefetch(at, 0, 2);
+    at += kLineColumns;
+    if (at >= end) end += stride, at = end - width;
+  }
+};
 
 // Stores numbers that are in the order of panels.
 EFORMER_INLINE void StoreInOrder(float* to, const Reals (&v)[4]) {
@@ -52,23 +73,25 @@ struct Int8Stripe {
       const Part part = {first + r, Min(kLineRows, rows - r), k + r * kPlaces, k / x.block,
                          r == 0,    r + kLineRows >= rows,    has_offsets};
       const int64_t whole = part.count % 4 == 0 && kPacked ? width / kPanelColumns * kPanelColumns : 0;
-      for (int64_t c = 0; c < whole; c += kPanelColumns) {
-        const uint8_t* from = m.planes[0] + part.row * m.cols + n + c;
-        for (int64_t at = 0; at < kPanelColumns; at += kLineColumns) AddLine<true>(part, from + at, m.cols, c + at);
+      const uint8_t* first_code = m.planes[0] + part.row * m.cols + n;
+      RowsAhead ahead(first_code + part.count * m.cols, m.cols, width);
+      for (int64_t c = 0; c < whole; c += kLineColumns) {
+        AddLine(part, first_code + c, m.cols, c, [&] { ahead.Prefetch(); });
       }
       for (int64_t c = whole; c < width; c += kPanelColumns) {
         alignas(64) uint8_t copy[kLineRows][kPanelColumns] = {};
         CopyRows(part, c, copy);
         for (int64_t at = 0; at < kPanelColumns; at += kLineColumns) {
-          AddLine<false>(part, copy[0] + at, kPanelColumns, c + at);
+          AddLine(part, copy[0] + at, kPanelColumns, c + at, [] {});
         }
       }
     }
   }
 
-  // Reads the scales of a block of the matrix; true if it has offsets.
+  // Reads the scales of a block of the matrix, and prefetches those of the next; true if it has offsets.
   bool TakeScales(int64_t block) {
     const float* scale = ScalesAt(m, block, n, width, scales);
+    PrefetchScales(m, block + 1, n, width);
     const float* offset = OffsetsAt(m, block, n, width, CentreOf<Format>(m), scale, offsets);
     if (scale != scales) std::memcpy(scales, scale, width * sizeof(float));
     if (offset != nullptr && offset != offsets) std::memcpy(offsets, offset, width * sizeof(float));
@@ -106,9 +129,10 @@ struct Int8Stripe {
     }
   }
 
-  // Adds the part's rows of bytes, from columns `c` on, times x.
-  template <bool kAhead>
-  EFORMER_INLINE void AddLine(const Part& part, const uint8_t* from, int64_t stride, int64_t c) {
+  // Adds the part's rows of bytes, from columns `c` on, times x, and calls prefetch() for each row.
+  template <class Prefetch>
+  EFORMER_INLINE void AddLine(const Part& part, const uint8_t* from, int64_t stride, int64_t c,
+                              const Prefetch& prefetch) {
     Ints dots[4];
     const int32_t start = -BiasOf<Format>(m) * x.sums[part.block];
 #pragma GCC unroll 4
@@ -120,7 +144,7 @@ struct Int8Stripe {
       IntBytes rows[4], quads[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j, from += stride) {
-        if constexpr (kAhead) __builtin_prefetch(from + kLineAhead);
+        prefetch();
         rows[j] = LoadVector<IntBytes>(from);
       }
       QuadsOfRows(rows, quads);

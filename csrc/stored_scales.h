@@ -4,6 +4,8 @@
 // them use ScalesAt and OffsetsAt; decode.h follows the order of roundings that `kernels/grouped.py` defines.
 #pragma once
 
+#include <initializer_list>
+
 #include "kernels.h"
 #include "simd.h"
 
@@ -75,9 +77,24 @@ EFORMER_INLINE void ReadLanes(const typename Read::Stored* from, float* floats) 
 }
 
 #if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
-template <>  // GCC 12 makes no vectors of the loop
+template <>  // GCC 12 makes no vectors of these loops
 EFORMER_INLINE void ReadLanes<ReadFloat16>(const uint16_t* from, float* floats) {
   _mm512_storeu_ps(floats, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+template <>
+EFORMER_INLINE void ReadLanes<ReadBfloat16>(const uint16_t* from, float* floats) {
+  const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  _mm512_storeu_si512(floats, _mm512_slli_epi32(words, 16));
+}
+template <>
+EFORMER_INLINE void ReadLanes<ReadUint8>(const uint8_t* from, float* floats) {
+  const __m512i ints = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  _mm512_storeu_ps(floats, _mm512_cvtepi32_ps(ints));
+}
+template <>
+EFORMER_INLINE void ReadLanes<ReadInt8>(const int8_t* from, float* floats) {
+  const __m512i ints = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  _mm512_storeu_ps(floats, _mm512_cvtepi32_ps(ints));
 }
 #elif defined(EFORMER_NEON)
 template <>
@@ -152,33 +169,55 @@ static inline void ScaleEntries(const Matrix& m, const BlockNumbers& all, int64_
   }
 }
 
-// The same for whole superblocks, whose factors are neighbours too. kShared is how many entries share one, or 0.
-template <int kShared>
-static inline void ScaleSuperblocks(const BlockNumbers& all, int64_t first, int64_t count, float* entries) {
+// Reads entries of whole superblocks, whose factors are neighbours too, and multiplies them. kShared is how many
+// entries share a factor.
+template <class Read, int kShared>
+EFORMER_NOINLINE static void ReadSuperblocks(const BlockNumbers& all, int64_t first, int64_t count, float* floats) {
   constexpr int64_t kAtOnce = 64;
-  float factors[kAtOnce];
-  const int64_t shared = kShared == 0 ? all.per_factor : kShared;
+  float factors[kAtOnce + kLanes];
+  int32_t places[kLanes];
+  for (int i = 0; i < kLanes; ++i) places[i] = i / kShared;
+  const Places of_lanes = LoadPlaces(places);
+  const typename Read::Stored* from = static_cast<const typename Read::Stored*>(all.entries) + first * kShared;
   for (int64_t f = 0; f < count; f += kAtOnce) {
     const int64_t some = Min(kAtOnce, count - f);
+    std::memset(factors + some, 0, kLanes * sizeof(float));
     ReadNumbers(all.factor_type, all.factors, first + f, 0, 1, some, factors);
-    for (int64_t j = 0; j < some; ++j, entries += shared) {
-      for (int64_t i = 0; i < shared; ++i) entries[i] *= factors[j];
+    int64_t i = 0;
+    for (; i + kLanes <= some * kShared; i += kLanes, from += kLanes, floats += kLanes) {
+      float found[kLanes];
+      ReadLanes<Read>(from, found);
+      const float* factor = factors + i / kShared;
+      Store(floats, Load(found) * (kShared >= kLanes ? Spread(*factor) : Pick(Load(factor), of_lanes)));
     }
+    for (; i < some * kShared; ++i) *floats++ = Read::Of(*from++) * factors[i / kShared];
   }
+}
+
+template <class Read>
+static inline bool ReadSuperblocks(const BlockNumbers& all, int64_t first, int64_t count, float* floats) {
+  if (all.per_factor == 8) return ReadSuperblocks<Read, 8>(all, first, count, floats), true;
+  if (all.per_factor == 16) return ReadSuperblocks<Read, 16>(all, first, count, floats), true;
+  return false;
+}
+
+// Reads `count` entries that run on into the following rows, and multiplies them by their factors, if there is a loop
+// that does both: for bytes in whole superblocks of 8 or 16 along the rows.
+static inline bool ReadSuperblocks(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col, int64_t count,
+                                   float* floats) {
+  const int64_t stride = m.BlockScaleStride(), superblocks = stride / all.per_factor;
+  const bool whole = m.packed_axis == 1 && all.factor_col_step == 1 && all.factor_row_step == superblocks &&
+                     superblocks * all.per_factor == stride && col == 0 && count % all.per_factor == 0;
+  if (!whole) return false;
+  const int64_t first = row * superblocks, some = count / all.per_factor;
+  if (all.type == Number::kUint8) return ReadSuperblocks<ReadUint8>(all, first, some, floats);
+  return all.type == Number::kInt8 && ReadSuperblocks<ReadInt8>(all, first, some, floats);
 }
 
 // The same for entries that run on into the following rows.
 EFORMER_NOINLINE static void ScaleAllEntries(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col,
                                              int64_t count, float* entries) {
-  const int64_t stride = m.BlockScaleStride(), superblocks = stride / all.per_factor;
-  const bool whole = m.packed_axis == 1 && all.factor_col_step == 1 && all.factor_row_step == superblocks &&
-                     superblocks * all.per_factor == stride && col == 0 && count % all.per_factor == 0;
-  if (whole) {
-    const auto scale = all.per_factor == 8    ? ScaleSuperblocks<8>
-                       : all.per_factor == 16 ? ScaleSuperblocks<16>
-                                              : ScaleSuperblocks<0>;
-    return scale(all, row * superblocks, count / all.per_factor, entries);
-  }
+  const int64_t stride = m.BlockScaleStride();
   for (; count > 0; ++row, col = 0) {
     const int64_t some = Min(count, stride - col);
     ScaleEntries(m, all, row, col, some, entries);
@@ -193,6 +232,7 @@ static inline const float* NumbersAt(const Matrix& m, const BlockNumbers& all, i
                                      float* buffer) {
   const int64_t start = row * m.BlockScaleStride() + col;
   if (all.type == Number::kFloat32 && all.factors == nullptr) return static_cast<const float*>(all.entries) + start;
+  if (all.factors != nullptr && ReadSuperblocks(m, all, row, col, count, buffer)) return buffer;
   ReadNumbers(all.type, all.entries, start, 0, 1, count, buffer);
   if (all.factors != nullptr) ScaleAllEntries(m, all, row, col, count, buffer);
   return buffer;
@@ -203,6 +243,30 @@ static inline const float* NumbersAt(const Matrix& m, const BlockNumbers& all, i
 // rows. `buffer` has room for them.
 static inline const float* ScalesAt(const Matrix& m, int64_t row, int64_t col, int64_t count, float* buffer) {
   return NumbersAt(m, m.scales, row, col, count, buffer);
+}
+
+EFORMER_INLINE void PrefetchBytes(const void* from, int64_t start, int64_t count) {
+  constexpr int64_t kCacheLine = 64;
+  const char* first = static_cast<const char*>(from) + start;
+  for (int64_t i = 0; i < count; i += kCacheLine) __builtin_prefetch(first + i, 0, 2);
+}
+
+constexpr int64_t BytesOf(Number type) {
+  return type == Number::kFloat32 ? 4 : type == Number::kBfloat16 || type == Number::kFloat16 ? 2 : 1;
+}
+
+// Prefetches what ScalesAt and OffsetsAt will read: too little at a time for the processor to find out by itself.
+static inline void PrefetchScales(const Matrix& m, int64_t row, int64_t col, int64_t count) {
+  const int64_t stride = m.BlockScaleStride(), all_rows = m.packed_axis == 0 ? CeilDiv(m.rows, m.block) : m.rows;
+  if (row >= all_rows) return;
+  for (const BlockNumbers* all : {&m.scales, &m.offsets}) {
+    if (all->entries == nullptr) continue;
+    const int64_t bytes = BytesOf(all->type);
+    PrefetchBytes(all->entries, (row * stride + col) * bytes, count * bytes);
+    if (all->factors == nullptr || m.packed_axis == 0 || all->factor_col_step == 0) continue;
+    const int64_t factor_bytes = BytesOf(all->factor_type);
+    PrefetchBytes(all->factors, row * all->factor_row_step * factor_bytes, count / all->per_factor * factor_bytes);
+  }
 }
 
 // What to add to scale * (value - centre), given `found`, the offsets or zeros of these blocks as they are stored.
