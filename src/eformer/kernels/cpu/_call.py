@@ -12,7 +12,6 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from eformer._warnings import warn
 from eformer.kernels._matrix import Matrix
@@ -96,24 +95,6 @@ def _attributes(matrix: Matrix) -> dict[str, str | int]:
     }
 
 
-# XLA's matmul with the decoded matrix is faster than the core for one matrix and many rows of float32 x: from
-# _MANY_ROWS on, and from a row for each _VALUES_PER_ROW values of the matrix. Decoding costs a second call, which small
-# ones feel, and memory traffic, which large ones feel: up to _FEW_VALUES or above _MANY_VALUES they stay in the core.
-# Multiples of JAX float32's speed on two cores of Zen 5 (AVX-512), in the core and decoded:
-#   INT8, 64 x 64, 640 rows: 1.31 and 0.64; 384 x 384, 128 rows: 0.98 and 0.75, 640 rows: 0.77 and 0.92;
-#   1024 x 1024, 256 rows: 0.89 and 0.85, 640 rows: 0.82 and 0.92; 1024 x 4096, 640 rows: 0.92 and 0.93;
-#   4096 x 4096, 640 rows: 0.92 and 0.71; INT4 stored (out, in), 1024 x 4096, 640 rows: 0.89 and 0.95.
-_MANY_ROWS = 384
-_VALUES_PER_ROW = 1 << 13
-_FEW_VALUES, _MANY_VALUES = 1 << 14, 1 << 22
-
-
-def _is_faster_decoded(x: jax.Array, matrix: Matrix) -> bool:
-    values, rows = matrix.rows * matrix.cols, x.shape[1]
-    is_fitting = x.shape[0] == 1 and _FEW_VALUES < values <= _MANY_VALUES and x.dtype == jnp.float32
-    return is_fitting and rows >= max(_MANY_ROWS, values // _VALUES_PER_ROW)
-
-
 def matmul(
     x: jax.Array, matrix: Matrix, contracted_axis: int, *, round_x: bool = False, round_values: bool = False
 ) -> jax.Array:
@@ -122,9 +103,6 @@ def matmul(
     x is float32, bfloat16 or float16. `round_x` lets the core round x to 8 bits where it sums integers;
     `round_values` lets it round the values of the matrix to bfloat16 if x is bfloat16.
     """
-    if not round_x and _is_faster_decoded(x, matrix):
-        contracted = ((1,), (contracted_axis,))
-        return lax.dot_general(x[0], decode(matrix)[0], (contracted, ((), ())), lax.Precision.HIGHEST)[None]
     width = matrix.cols if contracted_axis == 0 else matrix.rows
     call = jax.ffi.ffi_call("eformer_matmul", jax.ShapeDtypeStruct((*x.shape[:2], width), jnp.float32))
     rounding = {"round_x": round_x, "round_values": round_values}
