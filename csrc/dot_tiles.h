@@ -18,20 +18,19 @@ constexpr int64_t kDotStride = kDotDepth + 16;  // no power of two, so that rows
 
 // sums[i] += or = the sum of the lanes of v[i].
 static inline void AddSums(const Vec (&v)[kDotColumns], bool starts, float (&sums)[kDotColumns]) {
-#if defined(__AVX2__)
-  __m256 halves[kDotColumns];
-  for (int i = 0; i < kDotColumns; ++i) {
-#if defined(EFORMER_AVX512)
-    const __m512 all = (__m512)v[i];
-    halves[i] = _mm256_add_ps(_mm512_castps512_ps256(all), (__m256)_mm512_extractf64x4_pd((__m512d)all, 1));
-#else
-    halves[i] = (__m256)v[i];
-#endif
-  }
-  const __m256 a = halves[0], b = halves[1], c = halves[2], d = halves[3];
+#if defined(__AVX512F__)
+  const __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512 abcd = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
+  const __m256 all = _mm256_add_ps(_mm512_castps512_ps256(abcd), (__m256)_mm512_extractf64x4_pd((__m512d)abcd, 1));
+#elif defined(__AVX2__) && !defined(EFORMER_AVX512)
+  const __m256 a = (__m256)v[0], b = (__m256)v[1], c = (__m256)v[2], d = (__m256)v[3];
   const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
   const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
   const __m256 all = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
+#endif
+#if defined(__AVX512F__) || (defined(__AVX2__) && !defined(EFORMER_AVX512))
   const __m128 found = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
   _mm_storeu_ps(sums, starts ? found : _mm_add_ps(_mm_loadu_ps(sums), found));
 #else

@@ -176,12 +176,13 @@ Work PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, std::shared_ptr<cons
   const int64_t width = stack.first.Width(), rows = x.rows;
   const TaskColumns columns = Rows::Columns(stack.first, rows);
   const int64_t least = CeilDiv(width, columns.most), most = CeilDiv(width, columns.least);
-  const int64_t parts =
-      depth.Parts(std::min(CeilDiv(kMinTasks, stack.count * CeilDiv(rows, kMinChunkRows) * most),
-                           CeilDiv(depth.all * columns.least * std::min(rows, kChunkRows), kTaskValues)));
+  const int64_t for_threads = std::min(CeilDiv(kMinTasks, stack.count * CeilDiv(rows, kMinChunkRows) * most),
+                                       CeilDiv(depth.all * columns.least * std::min(rows, kChunkRows), kTaskValues));
+  const int64_t parts = depth.Parts(std::max(for_threads, columns.depth_parts));
   const int64_t wanted =
       TasksWorth(pool, depth.all * width * (x.Size(0) + kFewRows), stack.count * x.chunks.count * parts);
-  const int64_t task_columns = CeilDiv(most, std::clamp(wanted, least, most)) * columns.least;
+  const int64_t at_least = std::clamp(wanted, least, most);
+  const int64_t task_columns = (rows > kFewRows ? most / at_least : CeilDiv(most, at_least)) * columns.least;
   const int64_t slices = CeilDiv(width, task_columns), tasks = stack.count * x.chunks.count * slices;
   const int64_t results = stack.count * x.rows * width;
   const std::shared_ptr<float[]> partial(parts > 1 ? new float[parts * results] : nullptr);
@@ -193,10 +194,14 @@ Work PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, std::shared_ptr<cons
     Matrix m = stack[matrix];
     const OuterScale scale(format, m);
     if (scale.of_width != nullptr || (Rows::kIsScaled && scale.of_depth != nullptr)) m.scale = nullptr;
+    const bool kernel_scales = Rows::kKernelScales && parts == 1 && scale.step == 1;
+    if (kernel_scales) m.result_scale = scale.of_width;
     float* sums = (parts > 1 ? &partial[part * results] : y) + (matrix * x.rows + x.First(chunk)) * width;
     (stack.kernels->*Rows::kMatmul)(m, x.Chunk(matrix, chunk), count, depth.Start(part, parts),
                                     depth.Start(part + 1, parts), n0, n1, sums);
-    for (int64_t row = 0; row < count && parts == 1; ++row) scale.ScaleResult(n0, n1, sums + row * width);
+    for (int64_t row = 0; row < count && parts == 1 && !kernel_scales; ++row) {
+      scale.ScaleResult(n0, n1, sums + row * width);
+    }
   };
   Work work = WorkOfTasks(parts * tasks, run);
   if (parts == 1) return work;

@@ -71,6 +71,7 @@ struct Matrix {
   BlockNumbers offsets;    // kPerBlock: what is added to scale * value, or
   bool offsets_are_zeros;  // what is subtracted from values before they are scaled
   float centre;            // what is subtracted from all values before they are scaled
+  const float* result_scale = nullptr;  // what `matmul` multiplies the columns of the result by, or nullptr
 
   EFORMER_INLINE int64_t RowBytes(int values_per_byte) const {
     return packed_axis == 1 ? CeilDiv(cols, values_per_byte) : cols;
@@ -90,7 +91,7 @@ constexpr int64_t kPanelColumns = 64;    // columns of the result in a panel: th
 constexpr int64_t kFewRows = 16;         // for fewer rows of x, decoding takes as long as multiplying
 constexpr int64_t kDotRows = 24;         // for more rows of x, it pays to transpose codes for `matmul`
 constexpr int64_t kMaxTileRows = 16;     // rows of x whose sums fit into the registers of any instruction set
-constexpr int64_t kChunkRows = 240;      // rows of x in a call of `matmul`: their sums stay in L2
+constexpr int64_t kChunkRows = 512;      // rows of x in a call of `matmul`: the sums of two panels stay in L2
 
 // Splits rows of x into groups that share a register tile: as few as possible, of sizes as equal as possible. The
 // groups are stored one after the other; within a group, the values of one depth are adjacent.

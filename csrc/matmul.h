@@ -79,16 +79,19 @@ constexpr decltype(Kernels::row_matmul_transposed) RowMatmulTransposedOf() {
   }
 }
 
-// Writes the first `width` sums of the columns of a panel, in the order of the matrix.
+// Writes the first `width` sums of the columns of a panel, in the order of the matrix, times `scale` unless it is
+// nullptr.
 template <class Panels>
-EFORMER_INLINE void WriteSums(const Panels& panels, const float* sums, int64_t width, float* y) {
+EFORMER_INLINE void WriteSums(const Panels& panels, const float* sums, int64_t width, const float* scale, float* y) {
   alignas(64) float row[kPanelColumns];
   if (!panels.IsNatural()) {
     panels.ToNatural(sums, row);
     sums = row;
   }
   if (width < kPanelColumns) {
-    std::memcpy(y, sums, width * sizeof(float));
+    for (int64_t i = 0; i < width; ++i) y[i] = scale != nullptr ? sums[i] * scale[i] : sums[i];
+  } else if (scale != nullptr) {
+    for (int i = 0; i < kPanelColumns; i += kLanes) Store(y + i, Load(sums + i) * Load(scale + i));
   } else {
     for (int i = 0; i < kPanelColumns; i += kLanes) Store(y + i, Load(sums + i));
   }
@@ -139,8 +142,9 @@ static void Matmul(const Matrix& m, const float* x, int64_t count, int64_t k0, i
   }
   for (int64_t n = n0; n < n1; n += kPanelColumns) {
     const float* sums = all_sums.values + (n - n0) * count;
+    const float* scale = m.result_scale != nullptr ? m.result_scale + n : nullptr;
     for (int64_t r = 0; r < count; ++r, sums += kPanelColumns) {
-      WriteSums(panels, sums, Min(kPanelColumns, n1 - n), y + r * m.Width() + n);
+      WriteSums(panels, sums, Min(kPanelColumns, n1 - n), scale, y + r * m.Width() + n);
     }
   }
 }

@@ -48,11 +48,12 @@ constexpr int64_t kMinChunkRows = 48;  // rows of x in a call: for less, decodin
 struct TaskColumns {
   int64_t least;
   int64_t most;
+  int64_t depth_parts = 1;  // parts of the contracted axis, so that there are enough tasks of so many columns
 };
 
 // For Kernels::matmul or Kernels::bfloat_matmul.
 inline TaskColumns PanelTaskColumns(const Matrix& m, int64_t rows) {
-  if (rows > kFewRows) return {kPanelColumns, 4 * kPanelColumns};
+  if (rows > kFewRows) return {kPanelColumns, (rows > 256 ? 2 : 4) * kPanelColumns};
   return {kPanelColumns, m.contracted_axis == 0 ? 8 * kPanelColumns : 2 * kPanelColumns};
 }
 
@@ -120,18 +121,35 @@ struct PackedRows {
 
   static constexpr auto kMatmul = &Kernels::matmul;
   static constexpr int64_t kStep = kDepthStep;
-  static constexpr auto Columns = PanelTaskColumns;
+  // Few rows wait for codes, which are read in pieces of whole pages where rows are that long.
+  static TaskColumns Columns(const Matrix& m, int64_t rows) {
+    constexpr int64_t kMinPartDepth = 512;
+    TaskColumns columns = PanelTaskColumns(m, rows);
+    if (rows > kFewRows || m.contracted_axis == 1 || m.cols < kSliceColumns / 2) return columns;
+    columns.most = kSliceColumns;
+    columns.depth_parts = m.rows / kMinPartDepth;
+    return columns;
+  }
   static constexpr bool kIsScaled = true;
+  static constexpr bool kKernelScales = true;
 
   int64_t First(int64_t chunk) const { return chunks.First(chunk); }
   int64_t Size(int64_t chunk) const { return chunks.Size(chunk); }
   const float* Chunk(int64_t matrix, int64_t chunk) const { return &values[(matrix * rows + First(chunk)) * depth]; }
 
-  // Few enough that every thread has a task; more in a chunk are decoded for less often.
+  // As many in a chunk that decoding again for the next one, which takes as long as some rows, and threads that are
+  // idle at the end cost the least.
   static int64_t ChunkRows(ffi::ThreadPool& pool, const Stack& stack, int64_t rows) {
-    const int64_t others = stack.count * CeilDiv(stack.first.Width(), kPanelColumns);
-    const int64_t wanted = CeilDiv(rows, CeilDiv(2 * pool.num_threads(), others));
-    return std::clamp(wanted, kMinChunkRows, kChunkRows);
+    constexpr int64_t kDecodingRows = 6;
+    const int64_t threads = pool.num_threads(), panels = stack.count * CeilDiv(stack.first.Width(), kPanelColumns);
+    int64_t best = CeilDiv(rows, kChunkRows);
+    double least = 0;
+    for (int64_t chunks = best; chunks <= CeilDiv(rows, kMinChunkRows); ++chunks) {
+      const int64_t rounds = CeilDiv(chunks * panels, threads);
+      const double cost = static_cast<double>(rounds * (rows + kDecodingRows * chunks)) / static_cast<double>(chunks);
+      if (least == 0 || cost < least) least = cost, best = chunks;
+    }
+    return CeilDiv(rows, best);
   }
 
   PackedRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
@@ -186,6 +204,7 @@ struct PlainRows {
   static constexpr auto kMatmul = &Kernels::dot_matmul;
   static constexpr int64_t kStep = kDepthStep;
   static constexpr bool kIsScaled = true;
+  static constexpr bool kKernelScales = false;
 
   static TaskColumns Columns(const Matrix&, int64_t) { return {16, 128}; }
   int64_t First(int64_t) const { return 0; }
@@ -226,6 +245,7 @@ struct TiledRows {
   static constexpr int64_t kStep = kDepthStep;
   static constexpr auto Columns = PanelTaskColumns;
   static constexpr bool kIsScaled = false;  // x times the scale would have to be rounded
+  static constexpr bool kKernelScales = false;
 
   int64_t First(int64_t chunk) const { return chunks.First(chunk) * kAmxRows; }
   int64_t Size(int64_t chunk) const { return std::min(rows, First(chunk + 1)) - First(chunk); }
@@ -271,6 +291,7 @@ struct Int8Rows {
   static constexpr auto kMatmul = &Kernels::int8_matmul;
   static constexpr int64_t kStep = kInt8DepthStep;
   static constexpr bool kIsScaled = true;
+  static constexpr bool kKernelScales = false;
 
   // For few rows, codes are read along their rows.
   static TaskColumns Columns(const Matrix& m, int64_t rows) {

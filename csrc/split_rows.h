@@ -22,6 +22,7 @@ struct SplitRows {
   static constexpr int64_t kStep = kInt8DepthStep;
   static constexpr auto Columns = PanelTaskColumns;
   static constexpr bool kIsScaled = true;
+  static constexpr bool kKernelScales = false;
 
   int64_t First(int64_t chunk) const { return chunks.First(chunk); }
   int64_t Size(int64_t chunk) const { return chunks.Size(chunk); }

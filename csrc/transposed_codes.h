@@ -8,31 +8,71 @@
 
 namespace eformer::EFORMER_ISA {
 
-// to[b * to_stride + r] = from[r * stride + b] for r < 16 and b < 16, of which `rows` and `bytes` can be read.
-static inline void TransposeBytes16(const uint8_t* from, int64_t stride, int64_t rows, int64_t bytes, uint8_t* to,
-                                    int64_t to_stride) {
+// Vectors with sixteen bytes in each lane. LoadLanes loads those from p, p + stride, ... on, and InterleaveLanes
+// interleaves the bytes of each lane.
+#if defined(__AVX2__)
+typedef Bytes TwoLanes;
+#else
+typedef Sixteen TwoLanes;  // there is only one
+#endif
+
+#if defined(__AVX512F__)
+typedef uint8_t WidestBytes __attribute__((vector_size(64)));
+
+EFORMER_INLINE void LoadLanes(const uint8_t* p, int64_t stride, WidestBytes& lanes) {
+  const auto lane = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * stride)); };
+  __m512i all = _mm512_castsi128_si512(lane(0));
+  all = _mm512_mask_broadcast_i32x4(all, 0x00F0, lane(1));  // a masked load takes no shuffle
+  all = _mm512_mask_broadcast_i32x4(all, 0x0F00, lane(2));
+  lanes = (WidestBytes)_mm512_mask_broadcast_i32x4(all, 0xF000, lane(3));
+}
+
+EFORMER_INLINE void InterleaveLanes(WidestBytes even, WidestBytes odd, WidestBytes& first, WidestBytes& second) {
+  first = (WidestBytes)_mm512_unpacklo_epi8((__m512i)even, (__m512i)odd);
+  second = (WidestBytes)_mm512_unpackhi_epi8((__m512i)even, (__m512i)odd);
+}
+#else
+typedef TwoLanes WidestBytes;
+#endif
+
+#if defined(__AVX2__)
+EFORMER_INLINE void LoadLanes(const uint8_t* p, int64_t stride, Bytes& lanes) {
+  const auto lane = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * stride)); };
+  lanes = (Bytes)_mm256_inserti128_si256(_mm256_castsi128_si256(lane(0)), lane(1), 1);
+}
+
+EFORMER_INLINE void InterleaveLanes(Bytes even, Bytes odd, Bytes& first, Bytes& second) {
+  first = (Bytes)_mm256_unpacklo_epi8((__m256i)even, (__m256i)odd);
+  second = (Bytes)_mm256_unpackhi_epi8((__m256i)even, (__m256i)odd);
+}
+#endif
+
+EFORMER_INLINE void LoadLanes(const uint8_t* p, int64_t /*stride*/, Sixteen& lane) { std::memcpy(&lane, p, 16); }
+
+EFORMER_INLINE void InterleaveLanes(Sixteen even, Sixteen odd, Sixteen& first, Sixteen& second) {
 #if defined(__AVX2__) || defined(EFORMER_NEON)
-  Sixteen a[16] = {}, b[16];
-  for (int r = 0; r < 16; ++r) {
-    if (r < rows && bytes >= 16) {
-      std::memcpy(&a[r], from + r * stride, 16);
-    } else if (r < rows && bytes > 0) {
-      std::memcpy(&a[r], from + r * stride, bytes);
-    }
+  Interleave(even, odd, first, second);
+#else
+  for (int i = 0; i < 8; ++i) {
+    first[2 * i] = even[i], first[2 * i + 1] = odd[i];
+    second[2 * i] = even[i + 8], second[2 * i + 1] = odd[i + 8];
   }
-  const auto interleave_halves = [](const Sixteen(&in)[16], Sixteen(&out)[16]) {  // four times, it transposes
-    for (int i = 0; i < 8; ++i) Interleave(in[i], in[i + 8], out[2 * i], out[2 * i + 1]);
+#endif
+}
+
+// to[b * to_stride + r] = from[r * stride + b] for b < 16 and each byte r of a Vector.
+template <class Vector>
+static void TransposeBytes(const uint8_t* from, int64_t stride, uint8_t* to, int64_t to_stride) {
+  Vector a[16], b[16];
+  for (int r = 0; r < 16; ++r) LoadLanes(from + r * stride, 16 * stride, a[r]);
+  const auto interleave_halves = [](const Vector(&in)[16], Vector(&out)[16]) {  // four times, it transposes
+    for (int i = 0; i < 8; ++i) InterleaveLanes(in[i], in[i + 8], out[2 * i], out[2 * i + 1]);
   };
   interleave_halves(a, b);
   interleave_halves(b, a);
   interleave_halves(a, b);
   interleave_halves(b, a);
-  for (int i = 0; i < 16; ++i) std::memcpy(to + i * to_stride, &a[i], 16);
-#else
-  for (int b = 0; b < 16; ++b) {
-    for (int r = 0; r < 16; ++r) to[b * to_stride + r] = r < rows && b < bytes ? from[r * stride + b] : 0;
-  }
-#endif
+  for (int i = 0; i < 16; ++i) std::memcpy(to + i * to_stride, &a[i], sizeof(Vector));
 }
 
 // The transpose of part of `m`: a matrix of `depth` rows and kPanelColumns columns, packed along the same values.
@@ -86,10 +126,28 @@ struct TransposedCodes {
     const int64_t per_row = m.packed_axis == 0 ? per_byte : 1, per_column = per_byte / per_row;
     const int64_t stride = m.RowBytes(per_byte), bytes = CeilDiv(depth, per_column), rows = CeilDiv(width, per_row);
     const uint8_t* from = m.planes[plane] + n / per_row * stride + k0 / per_column;
-    for (int64_t r = 0; r < rows; ++r) __builtin_prefetch(from + r * stride + bytes + kBytesAhead);
+    // Rows a multiple of 4096 bytes apart share a cache set, so each line is read once, and copied.
+    alignas(64) uint8_t lines[kPanelColumns * kMaxDepth];
+    const int64_t all_rows = kPanelColumns / per_row, line_bytes = CeilDiv(bytes, 16) * 16;
+    if (rows < all_rows || bytes < line_bytes) std::memset(lines, 0, all_rows * line_bytes);
+    for (int64_t r = 0; r < rows; ++r, from += stride) {
+      uint8_t* line = lines + r * line_bytes;
+      int64_t b = 0;
+      for (; b + 64 <= bytes; b += 64) {
+        __builtin_prefetch(from + b + bytes + kBytesAhead);
+        std::memcpy(line + b, from + b, 64);
+      }
+      if (b < bytes) __builtin_prefetch(from + b + bytes + kBytesAhead);
+      for (; b + 16 <= bytes; b += 16) std::memcpy(line + b, from + b, 16);
+      if (b < bytes) std::memcpy(line + b, from + b, bytes - b);
+    }
+    const int64_t at_once = Min(all_rows, sizeof(WidestBytes));
+    auto transpose = TransposeBytes<WidestBytes>;
+    if (at_once == sizeof(Bytes)) transpose = TransposeBytes<TwoLanes>;
+    if (at_once == sizeof(Sixteen)) transpose = TransposeBytes<Sixteen>;
     for (int64_t b = 0; b < bytes; b += 16) {
-      for (int64_t r = 0; r < kPanelColumns / per_row; r += 16) {
-        TransposeBytes16(from + r * stride + b, stride, rows - r, bytes - b, to + b * to_stride + r, to_stride);
+      for (int64_t r = 0; r < all_rows; r += at_once) {
+        transpose(lines + r * line_bytes + b, line_bytes, to + b * to_stride + r, to_stride);
       }
     }
   }

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from eformer._warnings import warn
 from eformer.kernels._matrix import Matrix
@@ -104,24 +103,6 @@ def _attributes(matrix: Matrix) -> dict[str, str | int]:
     }
 
 
-# XLA's matmul with the decoded matrix is faster than the core for one matrix and many rows of float32 x: from
-# _MANY_ROWS on, and from a row for each _VALUES_PER_ROW values of the matrix. Decoding costs a second call, which small
-# ones feel, and memory traffic, which large ones feel: up to _FEW_VALUES or above _MANY_VALUES they stay in the core.
-# Multiples of JAX float32's speed on two cores of Zen 5 (AVX-512), in the core and decoded:
-#   INT8, 64 x 64, 640 rows: 1.31 and 0.64; 384 x 384, 128 rows: 0.98 and 0.75, 640 rows: 0.77 and 0.92;
-#   1024 x 1024, 256 rows: 0.89 and 0.85, 640 rows: 0.82 and 0.92; 1024 x 4096, 640 rows: 0.92 and 0.93;
-#   4096 x 4096, 640 rows: 0.92 and 0.71; INT4 stored (out, in), 1024 x 4096, 640 rows: 0.89 and 0.95.
-_MANY_ROWS = 384
-_VALUES_PER_ROW = 1 << 13
-_FEW_VALUES, _MANY_VALUES = 1 << 14, 1 << 22
-
-
-def _is_faster_decoded(x: jax.Array, matrix: Matrix) -> bool:
-    values, rows = matrix.rows * matrix.cols, x.shape[1]
-    is_fitting = x.shape[0] == 1 and _FEW_VALUES < values <= _MANY_VALUES and x.dtype == jnp.float32
-    return is_fitting and rows >= max(_MANY_ROWS, values // _VALUES_PER_ROW)
-
-
 def matmul(
     x: jax.Array, matrix: Matrix, contracted_axis: int, *, round_x: bool = False, round_values: bool = False
 ) -> jax.Array:
@@ -130,9 +111,6 @@ def matmul(
     x is float32, bfloat16 or float16. `round_x` lets the core round x to 8 bits where it sums integers;
     `round_values` lets it round the values of the matrix to bfloat16 if x is bfloat16.
     """
-    if not round_x and _is_faster_decoded(x, matrix):
-        contracted = ((1,), (contracted_axis,))
-        return lax.dot_general(x[0], decode(matrix)[0], (contracted, ((), ())), lax.Precision.HIGHEST)[None]
     width = matrix.cols if contracted_axis == 0 else matrix.rows
     call = jax.ffi.ffi_call("eformer_matmul", jax.ShapeDtypeStruct((*x.shape[:2], width), jnp.float32))
     rounding = {"round_x": round_x, "round_values": round_values}
@@ -156,41 +134,30 @@ def matmuls(x: jax.Array, all_of: Sequence[Matmul], index: jax.Array) -> list[ja
     A buffer of a matrix may be the slice `index` of a stack: `count` of its entries, from `index * count` on. Given
     that stack, the core reads it in place, and the slice is never made.
     """
-    alone = {
-        i: matmul(x, each.matrix, each.contracted_axis, round_x=each.round_x, round_values=each.round_values)
-        for i, each in enumerate(all_of)
-        if not each.round_x and _is_faster_decoded(x, each.matrix)
-    }
-    rest = [each for i, each in enumerate(all_of) if i not in alone]
-    if not rest:
-        return list(alone.values())
     buffers, is_stack = [], []
-    for each in rest:
+    for each in all_of:
         for buffer, stack in zip((*each.matrix.codes, *each.matrix.scales), each.stacks, strict=True):
             buffers.append(buffer if stack is None else stack)
             is_stack.append(stack is not None)
-    given = [_attributes(each.matrix) for each in rest]
+    given = [_attributes(each.matrix) for each in all_of]
     together = {name: np.array([each[name] for each in given], np.int64) for name in _NUMBERS}
-    own = {name: np.array([getattr(each, name) for each in rest], np.int64) for name in _OWN_NUMBERS}
-    widths = [each.matrix.cols if each.contracted_axis == 0 else each.matrix.rows for each in rest]
+    own = {name: np.array([getattr(each, name) for each in all_of], np.int64) for name in _OWN_NUMBERS}
+    widths = [each.matrix.cols if each.contracted_axis == 0 else each.matrix.rows for each in all_of]
     call = jax.ffi.ffi_call(
         "eformer_matmuls", [jax.ShapeDtypeStruct((*x.shape[:2], width), jnp.float32) for width in widths]
     )
-    found = iter(
-        call(
-            x,
-            index,
-            *buffers,
-            format=" ".join(each.matrix.format for each in rest),
-            scale_names=";".join(str(each["scale_names"]) for each in given),
-            instruction_set=_instruction_set.value,
-            buffer_count=np.array([len(each.stacks) for each in rest], np.int64),
-            is_stack=np.array(is_stack, np.int64),
-            **together,
-            **own,
-        )
+    return call(
+        x,
+        index,
+        *buffers,
+        format=" ".join(each.matrix.format for each in all_of),
+        scale_names=";".join(str(each["scale_names"]) for each in given),
+        instruction_set=_instruction_set.value,
+        buffer_count=np.array([len(each.stacks) for each in all_of], np.int64),
+        is_stack=np.array(is_stack, np.int64),
+        **together,
+        **own,
     )
-    return [alone[i] if i in alone else next(found) for i in range(len(all_of))]
 
 
 _NUMBERS = ("rows", "cols", "packed_axis", "block_size", "superblock_size")  # of `_attributes`
