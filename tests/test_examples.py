@@ -174,10 +174,11 @@ def test_stories_are_sampled_from_what_the_model_predicts(told):
     np.testing.assert_array_equal(likeliest[:, 2:], jnp.argmax(scores, axis=-1)[:, 1:-1])
 
 
-def test_a_stopped_run_continues_as_if_it_had_not_stopped(told, tmp_path):
+@pytest.mark.parametrize(("format", "relative"), [("ternary", False), ("int4", True)])
+def test_a_stopped_run_continues_as_if_it_had_not_stopped(format, relative, told, tmp_path):
     distillation, _, model, text = told
-    student = distillation.student_of(model.params, "ternary", None, False, 0)
-    run = distillation.Run(student, model.params, text, 2, 1e-3)
+    student = distillation.student_of(model.params, format, None, False, 0)
+    run = distillation.Run(student, model.params, text, 2, 1e-3, relative)
     run.steps, path = 4, tmp_path / "training.safetensors"
 
     def two_steps():
@@ -193,6 +194,19 @@ def test_a_stopped_run_continues_as_if_it_had_not_stopped(told, tmp_path):
     assert losses == losses_again
     jax.tree.map(np.testing.assert_array_equal, end, end_again)
     assert np.any(end[0]["gate.weight"] != model.params["gate.weight"])
+
+
+def test_a_relative_rate_is_of_the_magnitude_of_each_layer(told):
+    distillation, _, model, text = told
+    student = distillation.student_of(model.params, "int4", None, False, 0)
+    before = {name: np.asarray(leaf) for name, leaf in student.trained.items() if leaf is not None}
+    run = distillation.Run(student, model.params, text, 2, 1e-3, relative=True)
+    run.advance(np.arange(2))
+    warm = 1e-3 / distillation.WARM_UP  # the first step of Adam is the rate, whatever the gradient
+    for name, leaf in before.items():
+        axes = tuple(range(1 if leaf.ndim > 1 else 0, leaf.ndim))
+        moved = np.max(np.abs(np.asarray(run.trained[name]) - leaf), axes)
+        np.testing.assert_allclose(moved, warm * np.mean(np.abs(leaf), axes), rtol=0.02)
 
 
 def test_loftq_starts_nearer_to_the_teacher(told):

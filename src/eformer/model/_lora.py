@@ -76,6 +76,10 @@ def add_lora(
         raise ValueError(f"`rank={rank!r}` must be an int of at least 1")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1 or (steps > 1 and original is None):
         raise ValueError(f"`steps={steps!r}` must be an int of at least 1, and more than 1 only with `original`")
+    if isinstance(rules, str) or callable(rules):
+        raise TypeError(f"`rules` must be a sequence of patterns, got one {type(rules).__name__}: put it into a list")
+    if rules is not None and not rules:
+        raise ValueError("`rules` has no pattern: give one at least, or None for all quantized matrices")
     named, structure = named_weights(tree)
     before = None if original is None else dict(named_leaves(original)[0])
     used: set[Pattern] = set()
