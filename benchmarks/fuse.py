@@ -65,7 +65,8 @@ def contenders(form: str, activations: str) -> dict[str, tuple[Callable[..., Any
     rng = np.random.default_rng(0)
 
     def quantized(array: np.ndarray) -> Any:
-        q = quantize(jnp.asarray(array), dtype=form, **({"fit": False} if form.startswith("int") else {}))
+        unfitted: dict[str, Any] = {"fit": False} if form.startswith("int") else {}
+        q = quantize(jnp.asarray(array), dtype=form, **unfitted)
         return q.with_activation_dtype("int8") if activations == "int8" else q
 
     dense = {

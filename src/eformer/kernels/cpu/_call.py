@@ -146,7 +146,7 @@ def matmuls(x: jax.Array, all_of: Sequence[Matmul], index: jax.Array) -> list[ja
     call = jax.ffi.ffi_call(
         "eformer_matmuls", [jax.ShapeDtypeStruct((*x.shape[:2], width), jnp.float32) for width in widths]
     )
-    return call(
+    found = call(
         x,
         index,
         *buffers,
@@ -158,6 +158,7 @@ def matmuls(x: jax.Array, all_of: Sequence[Matmul], index: jax.Array) -> list[ja
         **together,
         **own,
     )
+    return list(found)
 
 
 _NUMBERS = ("rows", "cols", "packed_axis", "block_size", "superblock_size")  # of `_attributes`
