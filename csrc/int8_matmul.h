@@ -51,7 +51,7 @@ struct Int8Part {
   // The block behind those that have the scales of block `b`.
   EFORMER_INLINE int64_t EndOfScales(int64_t b) const {
     int64_t end = b + 1;
-    while (end < blocks && (!has_scales || scales[end] == scales[b])) ++end;
+    while (end < blocks && scales[end] == scales[b]) ++end;
     return end;
   }
 };
@@ -179,6 +179,23 @@ struct Int8Tile {
                       x + block * part.quads * 4 * kRows, dots);
   }
 
+  // found += the sums of blocks of x from `start` to `end`, and x_sums += those of x alone if there are offsets.
+  EFORMER_INLINE static void AddBlocks(const Int8Part& part, int64_t start, int64_t end, int64_t c, const int8_t* x,
+                                       const float* steps, const int32_t* sums, Totals& found, float (&x_sums)[kRows]) {
+    for (int64_t b = start; b < end; ++b) {
+      Sums dots;
+      AddBlock(part, b, c, x, sums, dots);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) found[r][v] += ToReals(dots[r][v]) * steps[b * kRows + r];
+      }
+      for (int r = 0; r < kRows && part.has_offsets; ++r) {
+        x_sums[r] += steps[b * kRows + r] * static_cast<float>(sums[b * kRows + r]);
+      }
+    }
+  }
+
   // Blocks of x that share the scales of the matrix are added first, and scaled together.
   EFORMER_INLINE static void AddToHeld(const Int8Part& part, int64_t c, const int8_t* x, const float* steps,
                                        const int32_t* sums, float* totals) {
@@ -188,26 +205,19 @@ struct Int8Tile {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) held[r][v] = LoadVector<Reals>(totals + r * kPanelColumns + v * kIntLanes);
     }
-    for (int64_t start = 0, end; start < part.blocks; start = end) {
+    if (!part.has_scales) {
+      float x_sums[kRows];  // not needed: there are no offsets
+      AddBlocks(part, 0, part.blocks, c, x, steps, sums, held, x_sums);
+    }
+    for (int64_t start = 0, end; start < part.blocks && part.has_scales; start = end) {
       end = part.EndOfScales(start);
       Totals found = {};
       float x_sums[kRows] = {};
-      for (int64_t b = start; b < end; ++b) {
-        Sums dots;
-        AddBlock(part, b, c, x, sums, dots);
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) found[r][v] += ToReals(dots[r][v]) * steps[b * kRows + r];
-        }
-        for (int r = 0; r < kRows && part.has_offsets; ++r) {
-          x_sums[r] += steps[b * kRows + r] * static_cast<float>(sums[b * kRows + r]);
-        }
-      }
+      AddBlocks(part, start, end, c, x, steps, sums, found, x_sums);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = c + v * kIntLanes;
-        const Reals scale = part.has_scales ? LoadVector<Reals>(part.scales[start] + at) : 1 - Reals{};
+        const Reals scale = LoadVector<Reals>(part.scales[start] + at);
         const Reals offset = part.has_offsets ? LoadVector<Reals>(part.offsets[start] + at) : Reals{};
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
@@ -262,8 +272,9 @@ EFORMER_INLINE void PanelsByBlock(const Matrix& m, int64_t length, int64_t count
   Int8Panels<Format, kPacked> panels(m);
   const bool by_rows = m.contracted_axis == 0;
   const int64_t columns = CeilDiv(n1 - n0, kPanelColumns) * kPanelColumns;
-  // For few rows of x, codes are read along their rows.
-  const int64_t max_depth = by_rows && count <= kFewRows ? Max(length, 32 * panels.kPlaces) : kInt8PanelDepth;
+  // For few rows of x, codes are read along their rows, in panels that do not cut blocks.
+  const int64_t whole = kInBlocks ? Min(m.block, kInt8PanelDepth) : length;
+  const int64_t max_depth = by_rows && count <= kFewRows ? Max(whole, 32 * panels.kPlaces) : kInt8PanelDepth;
   const int64_t next_rows = max_depth / panels.kPlaces * m.cols - columns;
   const int64_t first_scale = k0 / m.block;
   const Floats all_totals(columns * count);

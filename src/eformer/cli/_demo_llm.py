@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from eformer._text import in_bytes, printable, table
@@ -102,8 +101,8 @@ def compare_forms(path: Path, prompt: str, turns: int, activations: str) -> list
     states, found = {}, {}
     for name in FORMS:
         stage(f"compiling the prefill, {name} ...", sys.stderr)
-        cache = model.empty_cache(config, 1, capacity)
-        states[name] = generation.prefill(params[name], tokens, padding, jax.random.key(0), cache, **options)
+        new = {"new_cache": model.empty_cache, "capacity": capacity}
+        states[name] = generation.prefill(params[name], tokens, padding, jnp.uint32(0), **new, **options)
         found[name] = [int(states[name].token[0])]
 
     def turn(name: str) -> Callable[[], None]:
