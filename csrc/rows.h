@@ -158,16 +158,16 @@ struct PackedRows {
         chunks(rows, ChunkRows(pool, stack, rows)),
         values(new float[stack.count * rows * depth]) {
     constexpr int64_t kTaskValues = 1 << 15;
-    const int64_t piece = CeilDiv(kTaskValues, std::min(rows, kChunkRows)), pieces = CeilDiv(depth, piece);
-    ParallelFor(pool, stack.count * chunks.count * pieces, [&](int64_t task) {
-      const int64_t matrix = task / (chunks.count * pieces), chunk = task / pieces % chunks.count;
+    const int64_t tile_rows = stack.instructions->tile_rows, piece = kTaskValues / tile_rows;
+    const int64_t pieces = CeilDiv(depth, piece), max_groups = CeilDiv(CeilDiv(rows, chunks.count), tile_rows);
+    ParallelFor(pool, stack.count * chunks.count * max_groups * pieces, [&](int64_t task) {
+      const int64_t matrix = task / (chunks.count * max_groups * pieces);
+      const int64_t chunk = task / (max_groups * pieces) % chunks.count, g = task / pieces % max_groups;
       const int64_t k0 = task % pieces * piece, k1 = std::min(depth, k0 + piece);
-      const OuterScale scale(stack.kernels->format, stack[matrix]);
-      const RowGroups groups(chunks.Size(chunk), stack.instructions->tile_rows);
-      for (int64_t g = 0; g < groups.count; ++g) {
-        const int64_t size = groups.Size(g), first = matrix * rows + chunks.First(chunk) + groups.First(g);
-        PackGroup(stack, x, scale, first, size, k0, k1);
-      }
+      const RowGroups groups(chunks.Size(chunk), tile_rows);
+      if (g >= groups.count) return;
+      const int64_t first = matrix * rows + chunks.First(chunk) + groups.First(g);
+      PackGroup(stack, x, OuterScale(stack.kernels->format, stack[matrix]), first, groups.Size(g), k0, k1);
     });
   }
 
