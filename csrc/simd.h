@@ -35,7 +35,7 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
-static constexpr int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Memory for `count` values, zero at first, which starts at a cache line: vectors of 64 bytes that cross one take twice
