@@ -285,8 +285,9 @@ class Contender:
 
 
 def compiled_once(folder: Path) -> dict[str, str]:
-    """The environment in which JAX keeps what it compiled."""
-    return {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    """The environment in which JAX keeps what it compiled, and Python too, as for a package that pip installed."""
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    return {**kept, "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def compare(model: Path, args: argparse.Namespace) -> Rows:
