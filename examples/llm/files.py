@@ -97,7 +97,7 @@ def load_model(path: str | Path, change: Change | None = None, progress: Progres
 
 
 def _changed(name: str, array: Any, change: Change | None) -> Any:
-    array = array.astype(jnp.float32)
+    array = array if array.dtype == jnp.float32 else array.astype(jnp.float32)
     return array if change is None else change(name, array)
 
 
