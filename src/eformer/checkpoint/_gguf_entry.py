@@ -19,11 +19,11 @@ from ._file import MappedFile
 from ._gguf_blocks import IDS, PLAIN, TYPES
 from ._gguf_codecs import GgufCodec, reader_of
 from ._header import Tensor
-from ._place import Index, Unread, aligned_empties, aligned_empty
+from ._memory import aligned_empties, aligned_empty
+from ._place import Index, Unread
 
-AT_ONCE = 1 << 20  # bytes of blocks repacked at a time: what a codec makes besides stays small
+AT_ONCE = 1 << 22  # bytes of blocks repacked at a time, after which their pages of the file are given back
 DECODED_AT_ONCE = 1 << 16  # elements decoded at a time: intermediate arrays take several times the memory of the result
-DROPPED = 1 << 22  # bytes of blocks after which the pages of the file are given back
 
 
 class DecodedWarning(UserWarning):
@@ -116,17 +116,14 @@ class BlockLeaf(Unread):
 
     def _fill(self, blocks: np.ndarray, out: Mapping[str, np.ndarray]) -> None:
         """Write the entries (..., blocks, entries) of leaves for blocks (..., blocks, bytes): all, or some of them."""
-        size, done = blocks.shape[-1], 0
+        size = blocks.shape[-1]
         for at in _pieces(blocks.shape[:-1], max(AT_ONCE // size, 1)):
             piece = np.ascontiguousarray(blocks[at]).reshape(-1, size)
             try:
                 self._codec.fill(piece, {name: leaf[at].reshape(len(piece), -1) for name, leaf in out.items()})
             except ValueError as error:
                 raise self._tensor.file.wrong(str(error), self._tensor.name) from None
-            done += piece.nbytes
-            if done > DROPPED:
-                self._tensor.drop()
-                done = 0
+            self._tensor.drop()
 
 
 def _pieces(shape: tuple[int, ...], most: int) -> Iterator[tuple[int | slice, ...]]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import abc
-import contextlib
-import math
-import mmap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -17,15 +14,13 @@ from eformer.ops.quantization import QuantizedArray, checked_sharding
 
 from ._arrays import Value, structs
 from ._file import CheckpointError
+from ._memory import aligned_copy
 
 # One for all arrays, by name, or a function of name and shape; None is the default device.
 OneSharding = Sharding | PartitionSpec | None
 ShardingFor = OneSharding | Mapping[str, OneSharding] | Callable[[str, tuple[int, ...]], OneSharding]
 
 Index = tuple[slice, ...]
-
-ALIGNMENT = 64  # bytes; JAX on CPU takes memory over from there, and copies any other
-OWN_PAGES, HUGE_PAGE = 1 << 16, 1 << 21  # bytes
 
 
 def sharding_for(sharding: ShardingFor, name: str, shape: tuple[int, ...]) -> OneSharding:
@@ -119,45 +114,3 @@ def _place_array(view: np.ndarray | Unread, sharding: Sharding | None) -> jax.Ar
     if sharding is None:
         return jax.device_put(read(tuple(map(slice, view.shape))))
     return jax.make_array_from_callback(view.shape, sharding, read)
-
-
-def aligned_copy(view: np.ndarray) -> np.ndarray:
-    """A copy whose memory JAX on CPU uses as it is, so that there is one copy and not two."""
-    copy = aligned_empty(view.shape, view.dtype)
-    copy[...] = view
-    return copy
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """New memory that JAX on CPU takes over; its values are arbitrary."""
-    return aligned_empties([(shape, dtype)])[0]
-
-
-def aligned_empties(kinds: Iterable[tuple[tuple[int, ...], np.dtype]]) -> list[np.ndarray]:
-    """Several arrays, of these shapes and dtypes, in one piece of memory, which is freed when all are gone."""
-    sized = [(shape, dtype, math.prod(shape) * dtype.itemsize) for shape, dtype in kinds]
-    rooms = [-(-nbytes // ALIGNMENT) * ALIGNMENT for _, _, nbytes in sized]
-    memory, at, found = _memory(sum(rooms)), 0, []
-    for (shape, dtype, nbytes), room in zip(sized, rooms, strict=True):
-        found.append(memory[at : at + nbytes].view(dtype).reshape(shape))
-        at += room
-    return found
-
-
-def _memory(nbytes: int) -> np.ndarray:
-    """Aligned bytes. What is large is in pages of its own, which go back to the system as soon as it is gone.
-
-    Most of a very large piece is in huge pages, which the system clears in half the time of small ones.
-    """
-    if nbytes < OWN_PAGES or not hasattr(mmap, "MAP_ANONYMOUS"):
-        memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-        start = -memory.ctypes.data % ALIGNMENT
-        return memory[start : start + nbytes]
-    huge = nbytes // HUGE_PAGE * HUGE_PAGE if hasattr(mmap, "MADV_HUGEPAGE") else 0
-    pages = mmap.mmap(-1, nbytes + (HUGE_PAGE if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = np.frombuffer(pages, np.uint8)
-    start = -memory.ctypes.data % HUGE_PAGE if huge else 0
-    if huge:
-        with contextlib.suppress(OSError):  # a system without huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE, start, huge)  # the rest would be up to a huge page too much
-    return memory[start : start + nbytes]

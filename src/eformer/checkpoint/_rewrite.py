@@ -17,9 +17,9 @@ from ._arrays import Entry, Item, Value
 from ._file import StrPath
 from ._gguf_write import TypeFor, write_gguf
 from ._header import narrowed
+from ._memory import aligned_copy
 from ._open import Checkpoint, open_checkpoint
 from ._paths import INDEX_SUFFIX, OTHER_WEIGHTS, SUFFIXES
-from ._place import aligned_copy
 from ._saving import Target
 from ._write import KINDS, check_kind, with_config, write_safetensors
 
