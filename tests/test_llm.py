@@ -218,6 +218,8 @@ def test_chat():
         without.chat([])
     with pytest.raises(ValueError, match=r"'llama' with .* reads 'gpt2'"):
         Tokenizer.from_gguf({**TOKENIZER, "tokenizer.ggml.model": "llama"})
+    with pytest.raises(ValueError, match=r"tokens, and the types of 0"):
+        Tokenizer.from_gguf({**TOKENIZER, "tokenizer.ggml.token_type": []})
 
 
 def test_a_stream_waits_for_whole_characters(capsys: pytest.CaptureFixture[str]):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from eformer.model import stored_bytes
 
+from . import _no_collection
 from .files import open_model
 from .generation import Request, Sampling
 from .int8_cache import empty_int8_cache
@@ -88,7 +89,12 @@ def run(args: argparse.Namespace) -> None:
     sampling = Sampling(args.temperature, args.top_k, args.top_p).checked()
     change = quantizing(args.format, embeddings=args.embeddings, activations=args.activations)
     prompts = [sys.stdin.read().strip() if text == "-" else text for text in args.prompts]
-    with open_model(args.model) as opened, showing(args.quiet) as progress, ThreadPoolExecutor(1) as reader:
+    with (
+        _no_collection(),
+        open_model(args.model) as opened,
+        showing(args.quiet) as progress,
+        ThreadPoolExecutor(1) as reader,
+    ):
         reading = reader.submit(opened.read, change, progress)
         tokenizer = opened.tokenizer()
         if args.chat:
