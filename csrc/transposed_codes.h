@@ -78,7 +78,7 @@ static void TransposeBytes(const uint8_t* from, int64_t stride, uint8_t* to, int
 // The transpose of part of `m`: a matrix of `depth` rows and kPanelColumns columns, packed along the same values.
 template <class Format>
 struct TransposedCodes {
-  static constexpr int64_t kMaxDepth = 128, kMinBlock = 16;
+  static constexpr int64_t kMaxDepth = 192, kMinBlock = 16;
 
   Matrix matrix;
 
