@@ -166,8 +166,8 @@ int64_t TasksWorth(ffi::ThreadPool& pool, int64_t multiplications, int64_t other
   return std::min(multiplications / kTaskValues, CeilDiv(kThreadTasks * pool.num_threads(), others));
 }
 
-// Rows of x, as PackedRows, TiledRows or Int8Rows, in tasks of some columns, and in parts of the depth if those are
-// few.
+// Rows of x, as PanelRows, DotRows, TiledRows or Int8Rows, in tasks of some columns, and in parts of the depth if those
+// are few.
 template <class Rows>
 Work PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, std::shared_ptr<const Rows> shared, float* y) {
   const Rows& x = *shared;
@@ -193,7 +193,7 @@ Work PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, std::shared_ptr<cons
     const int64_t n0 = task % slices * task_columns, n1 = std::min(width, n0 + task_columns);
     Matrix m = stack[matrix];
     const OuterScale scale(format, m);
-    if (scale.of_width != nullptr || (Rows::kIsScaled && scale.of_depth != nullptr)) m.scale = nullptr;
+    if (scale.of_width != nullptr || (Rows::Scales(rows) && scale.of_depth != nullptr)) m.scale = nullptr;
     const bool kernel_scales = Rows::kKernelScales && parts == 1 && scale.step == 1;
     if (kernel_scales) m.result_scale = scale.of_width;
     float* sums = (parts > 1 ? &partial[part * results] : y) + (matrix * x.rows + x.First(chunk)) * width;
@@ -246,7 +246,7 @@ std::optional<Work> SplitMatmul(ffi::ThreadPool& pool, const Stack& stack, Prepa
   work.finish = [=, &pool, &stack, &x] {
     if (finish_split) finish_split();
     const std::unique_ptr<float[]> others(new float[rows * width]);
-    Work others_work = PanelMatmul(pool, stack, x.Packed(pool, stack), others.get());
+    Work others_work = PanelMatmul(pool, stack, x.Panels(pool, stack), others.get());
     others_work.multiplications = rows * width * stack.first.Depth();
     Run(pool, {others_work});
     for (int64_t row = 0; row < rows; ++row) {
@@ -260,7 +260,7 @@ std::optional<Work> SplitMatmul(ffi::ThreadPool& pool, const Stack& stack, Prepa
 std::optional<Work> DotMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, float* y) {
   const DotOrder order = stack.kernels->dot_order(stack.first);
   if (order == DotOrder::kNone || x.rows > kDotRows) return std::nullopt;
-  return PanelMatmul(pool, stack, x.Plain(stack, order), y);
+  return PanelMatmul(pool, stack, x.Dots(pool, stack, order), y);
 }
 
 // What a matmul may round.
@@ -283,7 +283,7 @@ Work Matmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, const Round
     if (auto work = DotMatmul(pool, stack, x, y)) return *std::move(work);
   }
   if (several || !HasRowMatmul(*stack.kernels, stack.first)) {
-    return PanelMatmul(pool, stack, x.Packed(pool, stack), y);
+    return PanelMatmul(pool, stack, x.Panels(pool, stack), y);
   }
   return RowMatmul(stack, x.Single(stack), y);
 }

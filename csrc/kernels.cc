@@ -103,16 +103,9 @@ const InstructionSet kInstructionSet = WithKernels(kExtended);
 #define EFORMER_KERNELS_OF(Format, file_name) KernelsOf<Format>(),
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
-const InstructionSet kInstructionSet = {EFORMER_STRING(EFORMER_ISA),
-                                        kTileRows,
-                                        kInt8TileRows,
-                                        kSplitTileRows,
-                                        Interleave,
-                                        OrderPairs,
-                                        RoundRow,
-                                        SplitRow,
-                                        kAll,
-                                        kAll + sizeof kAll / sizeof *kAll};
+const InstructionSet kInstructionSet = {
+    EFORMER_STRING(EFORMER_ISA),      kInt8TileRows, kSplitTileRows, OrderPairs, RoundRow, SplitRow, kAll,
+    kAll + sizeof kAll / sizeof *kAll};
 
 #endif
 

@@ -90,11 +90,9 @@ constexpr int64_t kDepthStep = 64;       // the contracted axis is cut at multip
 constexpr int64_t kPanelColumns = 64;    // columns of the result in a panel: the values that are decoded at a time
 constexpr int64_t kFewRows = 16;         // for fewer rows of x, decoding takes as long as multiplying
 constexpr int64_t kDotRows = 24;         // for more rows of x, it pays to transpose codes for `matmul`
-constexpr int64_t kMaxTileRows = 16;     // rows of x whose sums fit into the registers of any instruction set
 constexpr int64_t kChunkRows = 512;      // rows of x in a call of `matmul`: the sums of two panels stay in L2
 
-// Splits rows of x into groups that share a register tile: as few as possible, of sizes as equal as possible. The
-// groups are stored one after the other; within a group, the values of one depth are adjacent.
+// Splits rows of x into groups that share a register tile: as few as possible, of sizes as equal as possible.
 struct RowGroups {
   int64_t rows;
   int64_t count;
@@ -111,7 +109,7 @@ enum class DotOrder {
   kPairs,  // as InstructionSet::order_pairs makes them
 };
 
-// Rows of float32 x, `stride` apart, in a DotOrder. Zeros follow each, up to a multiple of kXPadding.
+// Rows of float32 x, `stride` apart.
 struct PlainX {
   const float* values;
   int64_t stride;
@@ -172,15 +170,16 @@ struct Kernels {
   // y[n0:n1] = x @ matrix[n0:n1].T, for contracted_axis 1; n0 starts a block, or a byte.
   void (*row_matmul_transposed)(const Matrix& matrix, const float* x, int64_t n0, int64_t n1, float* y);
 
-  // y[:, n0:n1] for up to kChunkRows rows of x in RowGroups(count, tile_rows), from depth k0 to k1; n0 starts a panel,
-  // and k0 is a multiple of kDepthStep. Rows of y are Width() apart.
-  void (*matmul)(const Matrix& matrix, const float* x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+  // y[:, n0:n1] for up to kChunkRows rows of x, from depth k0 to k1; n0 starts a panel, and k0 is a multiple of
+  // kDepthStep. Rows of y are Width() apart.
+  void (*matmul)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                  float* y);
 
   // The order that x must have for `dot_matmul`.
   DotOrder (*dot_order)(const Matrix& matrix);
 
-  // As `matmul` for up to kDotRows rows of x, one behind the other, and contracted_axis 1; n0 may be any.
+  // As `matmul` for up to kDotRows rows of x in the order for it, followed by zeros up to a multiple of kXPadding, and
+  // contracted_axis 1; n0 may be any.
   void (*dot_matmul)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
                      int64_t n1, float* y);
 
@@ -212,12 +211,8 @@ struct Kernels {
 
 struct InstructionSet {
   const char* name;
-  int64_t tile_rows;        // rows of x whose sums fit into registers
-  int64_t int8_tile_rows;   // the same for rounded x
-  int64_t split_tile_rows;  // and for split x
-
-  // Makes a group of RowGroups: to[k * rows + r] = x[r * stride + k] for r < rows and k < depth.
-  void (*interleave)(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to);
+  int64_t int8_tile_rows;   // rows of rounded x whose sums fit into registers
+  int64_t split_tile_rows;  // the same for split x
 
   // Puts `count` values, a multiple of kXPadding, into the order in which pairs of codes in a byte are decoded.
   void (*order_pairs)(const float* x, int64_t count, float* to);

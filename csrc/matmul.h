@@ -14,26 +14,31 @@ constexpr int kTileRows = 8;
 #else
 constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 #endif
-static_assert(kTileRows <= kMaxTileRows);
 
 // The sums of kRows rows of x.
 template <int kRows>
 struct Tile {
   static constexpr int kVectors = 2 * kRows <= kTileRows ? 4 : 2;
 
-  // sums[r] += x[:, r] @ panel * scale, or = if this `starts` them; a scale of nullptr is 1.
-  static void Add(const float* panel, const float* x, int64_t depth, const float* scale, bool starts, float* sums) {
+  // sums[r] += x[r] @ panel * scale, or = if this `starts` them; a scale of nullptr is 1.
+  static void Add(const float* panel, const PlainX& x, int64_t depth, const float* scale, bool starts, float* sums) {
     Vec found[kRows][kVectors] = {};
-    for (int64_t k = 0; k < depth; ++k, panel += kPanelStride, x += kRows) {
+    constexpr int kNear = 3;  // rows that an address reaches from a pointer: 0, 1 or 2 times the stride away
+    constexpr int kPointers = (kRows + kNear - 1) / kNear;
+    const int64_t stride = x.stride;
+    const float* from[kPointers];
+    for (int i = 0; i < kPointers; ++i) from[i] = x.values + i * kNear * stride;
+    for (int64_t k = 0; k < depth; ++k, panel += kPanelStride) {
       Vec values[kVectors];
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) values[j] = Load(panel + j * kLanes);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
-        const Vec factor = Spread(x[r]);
+        const Vec factor = Spread(from[r / kNear][r % kNear * stride]);
 #pragma GCC unroll 4
         for (int j = 0; j < kVectors; ++j) found[r][j] += values[j] * factor;
       }
+      for (int i = 0; i < kPointers; ++i) ++from[i];
     }
     if (scale != nullptr) {
 #pragma GCC unroll 4
@@ -54,7 +59,7 @@ struct Tile {
   }
 
   // The same for `columns` of the panel.
-  static void AddAll(const float* panel, int64_t columns, const float* x, int64_t depth, const float* scale,
+  static void AddAll(const float* panel, int64_t columns, const PlainX& x, int64_t depth, const float* scale,
                      bool starts, float* sums) {
     for (int64_t i = 0; i < columns; i += kVectors * kLanes) {
       Add(panel + i, x, depth, scale != nullptr ? scale + i : nullptr, starts, sums + i);
@@ -97,30 +102,15 @@ EFORMER_INLINE void WriteSums(const Panels& panels, const float* sums, int64_t w
   }
 }
 
-// As InstructionSet::interleave says.
-EFORMER_NOINLINE static void Interleave(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to) {
-  int64_t k = 0;
-  for (; k + 8 <= depth && rows >= 8; k += 8) {
-    for (int64_t r = 0; r < rows; r += 8) {
-      const int64_t first = Min(r, rows - 8);  // some rows twice, rather than one by one
-      Transpose8(x + first * stride + k, stride, to + k * rows + first, rows);
-    }
-  }
-  for (; k < depth; ++k) {
-    for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = x[r * stride + k];
-  }
-}
-
 // As Kernels::matmul says.
 template <class Format>
-static void Matmul(const Matrix& m, const float* x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+static void Matmul(const Matrix& m, const PlainX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                    float* y) {
   typedef typename Format::Panels Own;
   std::conditional_t<std::is_void_v<Own>, DecodedPanels<Format>, Own> panels(m, count, n0, n1);
   const bool few = count <= kFewRows;
   const int64_t max_depth = few ? 64 : kMaxPanelDepth;       // for few rows, a panel stays in L1
   const int64_t at_once = few ? kPanelColumns : 2 * kLanes;  // for many, this part of it does
-  const int64_t depth = m.Depth();
   const RowGroups groups(count, kTileRows);
   alignas(64) float panel[(kMaxPanelDepth + 8) * kPanelStride];
   const Lines all_sums(CeilDiv(n1 - n0, kPanelColumns) * count * kPanelColumns);
@@ -134,8 +124,8 @@ static void Matmul(const Matrix& m, const float* x, int64_t count, int64_t k0, i
         for (int64_t g = 0; g < groups.count; ++g) {
           const int64_t first = groups.First(g), rows = groups.Size(g);
           const auto add = TileFunctions<std::make_integer_sequence<int, kTileRows>>::kOf[rows];
-          add(panel + i, at_once, x + first * depth + k * rows, end - k, scale != nullptr ? scale + i : nullptr,
-              k == k0, sums + first * kPanelColumns + i);
+          add(panel + i, at_once, {x.values + first * x.stride + k, x.stride}, end - k,
+              scale != nullptr ? scale + i : nullptr, k == k0, sums + first * kPanelColumns + i);
         }
       }
     }

@@ -20,16 +20,16 @@ class PreparedX {
 
   std::shared_ptr<const SingleRows> Single(const Stack& stack) { return Find(single_, stack, {}, stack, buffer); }
 
-  std::shared_ptr<const PackedRows> Packed(ffi::ThreadPool& pool, const Stack& stack) {
-    return Find(packed_, stack, {PackedRows::ChunkRows(pool, stack, rows)}, pool, stack, buffer);
+  std::shared_ptr<const PanelRows> Panels(ffi::ThreadPool& pool, const Stack& stack) {
+    return Find(panels_, stack, {PanelRows::ChunkRows(pool, stack, rows)}, pool, stack, buffer);
   }
 
   std::shared_ptr<const TiledRows> Tiled(ffi::ThreadPool& pool, const Stack& stack) {
     return Find(tiled_, stack, {}, pool, stack, buffer);
   }
 
-  std::shared_ptr<const PlainRows> Plain(const Stack& stack, DotOrder order) {
-    return Find(plain_, stack, {static_cast<int64_t>(order)}, stack, buffer, order);
+  std::shared_ptr<const DotRows> Dots(ffi::ThreadPool& pool, const Stack& stack, DotOrder order) {
+    return Find(dots_, stack, {static_cast<int64_t>(order)}, pool, stack, buffer, order);
   }
 
   std::shared_ptr<const Int8Rows> Rounded(ffi::ThreadPool& pool, const Stack& stack, const Int8Order& order) {
@@ -48,24 +48,24 @@ class PreparedX {
 
   // Rows that a matrix scales are its own: they are not kept.
   template <class Rows, class... Args>
-  static std::shared_ptr<const Rows> Find(All<Rows>& all, const Stack& stack, std::initializer_list<int64_t> order,
-                                          Args&&... args) {
+  std::shared_ptr<const Rows> Find(All<Rows>& all, const Stack& stack, std::initializer_list<int64_t> order,
+                                   Args&&... args) const {
     int64_t key[3] = {};
     std::copy(order.begin(), order.end(), key);
     const Order wanted = {key[0], key[1], key[2]};
-    const bool is_scaled = Rows::kIsScaled && OuterScale(stack.kernels->format, stack.first).of_depth != nullptr;
-    for (const auto& [each, rows] : all) {
-      if (each == wanted && !is_scaled) return rows;
+    const bool is_scaled = Rows::Scales(rows) && OuterScale(stack.kernels->format, stack.first).of_depth != nullptr;
+    for (const auto& [each, found] : all) {
+      if (each == wanted && !is_scaled) return found;
     }
-    auto rows = std::make_shared<const Rows>(std::forward<Args>(args)...);
-    if (!is_scaled) all.emplace_back(wanted, rows);
-    return rows;
+    auto made = std::make_shared<const Rows>(std::forward<Args>(args)...);
+    if (!is_scaled) all.emplace_back(wanted, made);
+    return made;
   }
 
   All<SingleRows> single_;
-  All<PackedRows> packed_;
+  All<PanelRows> panels_;
   All<TiledRows> tiled_;
-  All<PlainRows> plain_;
+  All<DotRows> dots_;
   All<Int8Rows> rounded_;
   All<SplitRows> split_;
 };

@@ -93,12 +93,14 @@ struct OuterScale {
   }
 };
 
-// One row of x for each matrix, times its outer scale and followed by zeros.
+// `Scales(rows)` of each kind of rows says whether so many are times the outer scale of their matrix.
+
+// One row of x for each matrix, followed by zeros.
 struct SingleRows {
   int64_t stride;
   std::unique_ptr<float[]> values;
 
-  static constexpr bool kIsScaled = true;
+  static bool Scales(int64_t) { return true; }
 
   const float* operator[](int64_t matrix) const { return values.get() + matrix * stride; }
 
@@ -112,15 +114,50 @@ struct SingleRows {
   }
 };
 
-// The rows of x for each matrix, times its outer scale, as Kernels::matmul takes them.
-struct PackedRows {
-  int64_t depth;
+// The rows of x for each matrix, times its outer scale if `scales`: x itself if it is float32, its rows are `stride`
+// apart, and nothing scales them.
+struct FloatRows {
   int64_t rows;
+  int64_t stride;
+  std::unique_ptr<float[]> copied;
+  const float* values;
+
+  static constexpr int64_t kStep = kDepthStep;
+
+  PlainX From(int64_t matrix, int64_t row) const { return {values + (matrix * rows + row) * stride, stride}; }
+
+  FloatRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, int64_t stride, DotOrder order,
+            bool scales)
+      : rows(x.dimensions()[1]), stride(stride), values(static_cast<const float*>(x.untyped_data())) {
+    constexpr int64_t kTaskValues = 1 << 15;
+    const int64_t depth = stack.first.Depth(), all = stack.count * rows;
+    const bool is_scaled = scales && OuterScale(stack.kernels->format, stack.first).of_depth != nullptr;
+    const bool in_pairs = order == DotOrder::kPairs;
+    if (x.element_type() == ffi::F32 && depth == stride && !is_scaled && !in_pairs) return;
+    copied.reset(new float[all * stride]);
+    values = copied.get();
+    const RowGroups tasks(all, std::max<int64_t>(1, kTaskValues / stride));
+    ParallelFor(pool, tasks.count, [&](int64_t task) {
+      const std::unique_ptr<float[]> natural(in_pairs ? new float[stride] : nullptr);
+      for (int64_t row = tasks.First(task); row < tasks.First(task + 1); ++row) {
+        float* to = in_pairs ? natural.get() : &copied[row * stride];
+        ReadFloats(x, row * depth, depth, to);
+        if (is_scaled) OuterScale(stack.kernels->format, stack[row / rows]).ScaleInput(0, depth, to);
+        std::memset(to + depth, 0, (stride - depth) * sizeof(float));
+        if (in_pairs) stack.instructions->order_pairs(natural.get(), stride, &copied[row * stride]);
+      }
+    });
+  }
+};
+
+// As Kernels::matmul takes them.
+struct PanelRows : FloatRows {
   RowGroups chunks;  // one for each call
-  std::unique_ptr<float[]> values;
 
   static constexpr auto kMatmul = &Kernels::matmul;
-  static constexpr int64_t kStep = kDepthStep;
+  static constexpr bool kKernelScales = true;
+  static bool Scales(int64_t rows) { return rows <= kFewRows; }  // for more, it is less work to scale the matrix
+
   // Few rows wait for codes, which are read in pieces of whole pages where rows are that long.
   static TaskColumns Columns(const Matrix& m, int64_t rows) {
     constexpr int64_t kMinPartDepth = 512;
@@ -130,12 +167,10 @@ struct PackedRows {
     columns.depth_parts = m.rows / kMinPartDepth;
     return columns;
   }
-  static constexpr bool kIsScaled = true;
-  static constexpr bool kKernelScales = true;
 
   int64_t First(int64_t chunk) const { return chunks.First(chunk); }
   int64_t Size(int64_t chunk) const { return chunks.Size(chunk); }
-  const float* Chunk(int64_t matrix, int64_t chunk) const { return &values[(matrix * rows + First(chunk)) * depth]; }
+  PlainX Chunk(int64_t matrix, int64_t chunk) const { return From(matrix, First(chunk)); }
 
   // As many in a chunk that decoding again for the next one, which takes as long as some rows, and threads that are
   // idle at the end cost the least.
@@ -152,85 +187,27 @@ struct PackedRows {
     return CeilDiv(rows, best);
   }
 
-  PackedRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
-      : depth(stack.first.Depth()),
-        rows(x.dimensions()[1]),
-        chunks(rows, ChunkRows(pool, stack, rows)),
-        values(new float[stack.count * rows * depth]) {
-    constexpr int64_t kTaskValues = 1 << 15;
-    const int64_t tile_rows = stack.instructions->tile_rows, piece = kTaskValues / tile_rows;
-    const int64_t pieces = CeilDiv(depth, piece), max_groups = CeilDiv(CeilDiv(rows, chunks.count), tile_rows);
-    ParallelFor(pool, stack.count * chunks.count * max_groups * pieces, [&](int64_t task) {
-      const int64_t matrix = task / (chunks.count * max_groups * pieces);
-      const int64_t chunk = task / (max_groups * pieces) % chunks.count, g = task / pieces % max_groups;
-      const int64_t k0 = task % pieces * piece, k1 = std::min(depth, k0 + piece);
-      const RowGroups groups(chunks.Size(chunk), tile_rows);
-      if (g >= groups.count) return;
-      const int64_t first = matrix * rows + chunks.First(chunk) + groups.First(g);
-      PackGroup(stack, x, OuterScale(stack.kernels->format, stack[matrix]), first, groups.Size(g), k0, k1);
-    });
-  }
-
- private:
-  void PackGroup(const Stack& stack, const ffi::AnyBuffer& x, const OuterScale& scale, int64_t first, int64_t size,
-                 int64_t k0, int64_t k1) {
-    constexpr int64_t kAtOnce = 256;
-    const auto interleave = stack.instructions->interleave;
-    float* to = &values[first * depth];
-    if (x.element_type() == ffi::F32 && scale.of_depth == nullptr) {
-      const float* from = static_cast<const float*>(x.untyped_data()) + first * depth + k0;
-      return interleave(from, depth, size, k1 - k0, to + k0 * size);
-    }
-    float buffer[kMaxTileRows * kAtOnce];
-    for (int64_t k = k0, end; k < k1; k = end) {
-      end = std::min(k1, k + kAtOnce);
-      for (int64_t r = 0; r < size; ++r) {
-        ReadFloats(x, (first + r) * depth + k, end - k, buffer + r * kAtOnce);
-        scale.ScaleInput(k, end, buffer + r * kAtOnce);
-      }
-      interleave(buffer, kAtOnce, size, end - k, to + k * size);
-    }
-  }
+  PanelRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
+      : FloatRows(pool, stack, x, stack.first.Depth(), DotOrder::kPlain, Scales(x.dimensions()[1])),
+        chunks(rows, ChunkRows(pool, stack, rows)) {}
 };
 
-// The rows of x for each matrix, times its outer scale, as Kernels::dot_matmul takes them: x itself where that fits.
-struct PlainRows {
-  int64_t rows;
-  int64_t stride;
+// As Kernels::dot_matmul takes them.
+struct DotRows : FloatRows {
   RowGroups chunks;  // all rows in one
-  std::unique_ptr<float[]> copied;
-  const float* values;
 
   static constexpr auto kMatmul = &Kernels::dot_matmul;
-  static constexpr int64_t kStep = kDepthStep;
-  static constexpr bool kIsScaled = true;
   static constexpr bool kKernelScales = false;
+  static bool Scales(int64_t) { return true; }
 
   static TaskColumns Columns(const Matrix&, int64_t) { return {16, 128}; }
   int64_t First(int64_t) const { return 0; }
   int64_t Size(int64_t) const { return rows; }
-  PlainX Chunk(int64_t matrix, int64_t) const { return {values + matrix * rows * stride, stride}; }
+  PlainX Chunk(int64_t matrix, int64_t) const { return From(matrix, 0); }
 
-  PlainRows(const Stack& stack, const ffi::AnyBuffer& x, DotOrder order)
-      : rows(x.dimensions()[1]),
-        stride(CeilDiv(stack.first.Depth(), kXPadding) * kXPadding),
-        chunks(rows, rows),
-        values(static_cast<const float*>(x.untyped_data())) {
-    const int64_t depth = stack.first.Depth();
-    const bool is_scaled = OuterScale(stack.kernels->format, stack.first).of_depth != nullptr;
-    const bool in_pairs = order == DotOrder::kPairs;
-    if (x.element_type() == ffi::F32 && depth == stride && !is_scaled && !in_pairs) return;
-    copied.reset(new float[(stack.count * rows + in_pairs) * stride]);
-    values = copied.get();
-    float* natural = in_pairs ? &copied[stack.count * rows * stride] : nullptr;
-    for (int64_t row = 0; row < stack.count * rows; ++row) {
-      float* to = in_pairs ? natural : &copied[row * stride];
-      ReadFloats(x, row * depth, depth, to);
-      OuterScale(stack.kernels->format, stack[row / rows]).ScaleInput(0, depth, to);
-      std::memset(to + depth, 0, (stride - depth) * sizeof(float));
-      if (in_pairs) stack.instructions->order_pairs(natural, stride, &copied[row * stride]);
-    }
-  }
+  DotRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, DotOrder order)
+      : FloatRows(pool, stack, x, CeilDiv(stack.first.Depth(), kXPadding) * kXPadding, order, true),
+        chunks(rows, rows) {}
 };
 
 // The rows of bfloat16 x for each matrix in tiles, as Kernels::bfloat_matmul takes them.
@@ -244,7 +221,7 @@ struct TiledRows {
   static constexpr auto kMatmul = &Kernels::bfloat_matmul;
   static constexpr int64_t kStep = kDepthStep;
   static constexpr auto Columns = PanelTaskColumns;
-  static constexpr bool kIsScaled = false;  // x times the scale would have to be rounded
+  static bool Scales(int64_t) { return false; }  // x times the scale would have to be rounded
   static constexpr bool kKernelScales = false;
 
   int64_t First(int64_t chunk) const { return chunks.First(chunk) * kAmxRows; }
@@ -290,7 +267,7 @@ struct Int8Rows {
 
   static constexpr auto kMatmul = &Kernels::int8_matmul;
   static constexpr int64_t kStep = kInt8DepthStep;
-  static constexpr bool kIsScaled = true;
+  static bool Scales(int64_t) { return true; }
   static constexpr bool kKernelScales = false;
 
   // For few rows, codes are read along their rows.

