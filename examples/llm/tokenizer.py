@@ -17,6 +17,7 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 ENDS = "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "</s>"  # tokens that end a text, whatever else the file says
+LONG = 64  # characters of a word; a longer one has too many parts to list
 CUTS = {"gpt-2": (GPT2,), "gpt2": (GPT2,), "smollm": (r"\p{N}", GPT2), "qwen2": (QWEN2,)}
 
 
@@ -106,7 +107,6 @@ class BytePairs:
         self._cut = split.Sequence([*parts, split.ByteLevel(add_prefix_space=False, use_regex=False)])
         self._decoder = tokenizers.decoders.ByteLevel()
         self._tokens, self._merges, self._special = tokens, merges, special
-        self._longest = max(map(len, tokens), default=0)
         names = sorted(special, key=len, reverse=True)  # of two that fit, the longer one
         self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._known: dict[str, list[int]] = {}  # words
@@ -130,9 +130,11 @@ class BytePairs:
 
     def _learn(self, words: Collection[str]) -> None:
         """Find the tokens of words: of all that are parts of them, those that merging pairs leads to."""
-        sizes = {word: range(1, min(len(word), self._longest) + 1) for word in words}
-        parts = {word[i : i + n] for word in words for n in sizes[word] for i in range(len(word) - n + 1)}
+        short = [word for word in words if len(word) <= LONG]
+        parts = {word[i:end] for word in short for i in range(len(word)) for end in range(i + 1, len(word) + 1)}
         ids = _found(self._tokens, map(parts.__contains__, self._tokens))
+        if long := " ".join(word for word in words if len(word) > LONG):  # no token has a space: its bytes are letters
+            ids |= _found(self._tokens, map(long.__contains__, self._tokens))
         pairs = {f"{token[:i]} {token[i:]}" for token in ids for i in range(1, len(token))}
         ranks = _found(self._merges, map(pairs.__contains__, self._merges))
         self._known |= {word: [ids[part] for part in _merged(word, ranks) if part in ids] for word in words}
