@@ -193,14 +193,6 @@ struct FewRows {
 
 #endif
 
-// Prefetches the scales of a call's columns, whose panels are read one after the other.
-template <class Format>
-EFORMER_INLINE void PrefetchTransposedScales(const Matrix& m, int64_t n0, int64_t n1) {
-  if constexpr (Format::kScales == ScaleKind::kPerBlock) {
-    if (m.contracted_axis == 1) PrefetchScales(m, n0, 0, (n1 - n0) * m.BlockScaleStride());
-  }
-}
-
 // As Kernels::int8_matmul says.
 template <class Format>
 static void Int8FewMatmul(const Matrix& m, const Int8X& x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
@@ -213,7 +205,6 @@ static void Int8FewMatmul(const Matrix& m, const Int8X& x, int64_t count, int64_
     }
   }
 #endif
-  if (count <= kFewRows) PrefetchTransposedScales<Format>(m, n0, n1);
   Int8Matmul<Format>(m, x, count, k0, k1, n0, n1, y);
 }
 

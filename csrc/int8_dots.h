@@ -32,7 +32,7 @@ struct Int8DotsOf {
 
   // From what is read to what is prefetched, on Zen 5: at least, and at most for what fits into L1 until it is read.
   static constexpr int64_t kBytesAhead = 16384, kMostAhead = 32768;
-  static constexpr int64_t kScalesAhead = 8;  // times the rows whose scales are read at once
+  static constexpr int64_t kScalesAhead = 4;  // times the rows whose scales are read at once
 
   template <int kPart>
   static constexpr int kPlaces = kPacked ? 8 / Format::kPlaneBits[kPart] : 1;
@@ -274,7 +274,6 @@ struct Int8DotsOf {
   }
 
   void RunAll(int64_t n0, int64_t n1, float* y) const {
-    if constexpr (kInBlocks) PrefetchScales(m, n0, 0, Min(n1 - n0, kScalesAhead * rows_at_once) * count);
     for (int64_t start = n0; start < n1; start += rows_at_once) {
       const int64_t rows = Min(rows_at_once, n1 - start);
       bool has_offsets = false;

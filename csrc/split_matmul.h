@@ -62,7 +62,6 @@ static void SplitMatmul(const Matrix& m, const SplitX& x, int64_t count, int64_t
   if (n1 - n0 <= kSliceColumns && FewRows<Format, FewSplit>::Fits(m))
     return FewRows<Format, FewSplit>{m, x, count}.Run(k0, k1, n0, n1, y);
 #endif
-  PrefetchTransposedScales<Format>(m, n0, n1);
   const RowGroups groups(count, kSplitTileRows);
   const int64_t all_blocks = x.depth / x.block;
   PanelsByBlock<Format, true>(

@@ -206,7 +206,7 @@ struct SplitPackedColumns {
   static constexpr int kPlaces = kValuesPerByte<Format>;
   static constexpr int64_t kSpan = kIntBytes, kSpanDepth = kSpan * kPlaces;
   static constexpr int kSideBySide = 4;       // rows that share what is loaded of x
-  static constexpr int64_t kScalesAhead = 8;  // times the rows whose scales are read at once
+  static constexpr int64_t kScalesAhead = 4;  // times the rows whose scales are read at once
 
   const Matrix& m;
   const int64_t length, span_blocks, row_bytes, spans, blocks;
@@ -260,7 +260,6 @@ struct SplitPackedColumns {
 
   void Run(int64_t n0, int64_t n1, float* y) const {
     const int64_t count = m.BlockScaleStride(), each = m.block / length;
-    PrefetchScales(m, n0, 0, Min(n1 - n0, kScalesAhead * rows_at_once) * count);
     for (int64_t n = n0; n < n1; n += rows_at_once) {
       const int64_t rows = Min(rows_at_once, n1 - n);
       const float* scale = ScalesAt(m, n, 0, rows * count, scales.values);
