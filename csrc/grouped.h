@@ -388,12 +388,11 @@ static bool SplitRowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t 
                            float* sums) {
   if (!Format::kSplitsX || m.packed_axis != 0 || m.block % 32 != 0) return false;
   if constexpr (Format::kSplitsX) {
-    const SplitPackedRows<Format> split(m, x, k0, k1);
+    SplitPackedRows<Format> split(m, x, k0, k1);
     if (!split.fits) return false;
-    alignas(64) float block_sums[kSliceColumns + kIntBytes];
+    ScaleBuffers buffers;
     for (int64_t k = k0, block = 0; k < k1; k += split.length, ++block) {
-      split.SumBlock(block, n0, n1, block_sums);
-      AddBlockRow(m, k / m.block, n0, n1 - n0, Format::kCentre, split.x_sums.values[block], block_sums, sums);
+      split.AddBlock(block, n0, n1, buffers.Take(m, k / m.block, n0, n1 - n0, Format::kCentre), sums);
     }
   }
   return true;

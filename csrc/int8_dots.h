@@ -32,6 +32,7 @@ struct Int8DotsOf {
 
   // From what is read to what is prefetched, on Zen 5: at least, and at most for what fits into L1 until it is read.
   static constexpr int64_t kBytesAhead = 16384, kMostAhead = 32768;
+  static constexpr int64_t kScalesAhead = 4;  // times the rows whose scales are read at once
 
   template <int kPart>
   static constexpr int kPlaces = kPacked ? 8 / Format::kPlaneBits[kPart] : 1;
@@ -67,7 +68,7 @@ struct Int8DotsOf {
   const int64_t each = kInBlocks ? m.block / x.block : 1, count = kInBlocks ? m.BlockScaleStride() : 0;
   const int64_t rows_at_once = Max(4, 1024 / blocks / 4 * 4);
   Floats factors{kInBlocks ? rows_at_once * blocks + kIntLanes : 0};  // scales times steps, of the blocks of x
-  Floats scales{kInBlocks ? rows_at_once * count : 0};
+  Floats scales{kInBlocks ? rows_at_once * count + kIntLanes : 0};
   Floats offsets{kInBlocks ? rows_at_once * count + kIntLanes : 0};
 
   Int8DotsOf(const Matrix& m, const Int8X& x) : m(m), x(x) {
@@ -126,22 +127,26 @@ struct Int8DotsOf {
     }
   }
 
-  // Reads the scales of rows `n` and following, and prefetches those after them; true if they have offsets.
+  // Reads the scales of rows `n` and following, and prefetches those of later rows; true if they have offsets.
   bool TakeScales(int64_t n, int64_t rows) const {
     const float* found = ScalesAt(m, n, 0, rows * count, scales.values);
     const float* added = OffsetsAt(m, n, 0, rows * count, centre, found, offsets.values);
-    PrefetchScales(m, n + rows, 0, rows * count);
+    PrefetchScales(m, n + kScalesAhead * rows, 0, rows * count);
+    // What is behind the last scale of the matrix.
+    const int64_t unreadable = found != scales.values && n + rows == m.rows ? kIntLanes : 0;
+    Ints halves;
+    for (int i = 0; i < kIntLanes; ++i) halves[i] = i / 2;
     for (int64_t row = 0; row < rows; ++row, found += count) {
       float* at = factors.values + row * blocks;
       if (each == 1) {
         for (int64_t b = 0; b < blocks; ++b) at[b] = found[b] * steps.values[b];
-      } else if (each == 2 && blocks % 2 == 0) {
-        for (int64_t i = 0; i < blocks / 2; ++i) {
-          at[2 * i] = found[i] * steps.values[2 * i];
-          at[2 * i + 1] = found[i] * steps.values[2 * i + 1];
-        }
       } else {
-        for (int64_t b = 0, i = 0; b < blocks; ++i) {
+        int64_t b = 0;
+        for (; each == 2 && b + kIntLanes + unreadable <= blocks; b += kIntLanes) {
+          const Reals scale = PickReals(LoadVector<Reals>(found + b / 2), halves);
+          StoreVector(at + b, scale * LoadVector<Reals>(steps.values + b));
+        }
+        for (int64_t i = b / each; b < blocks; ++i) {
           for (const int64_t end = Min(b + each, blocks); b < end; ++b) at[b] = found[i] * steps.values[b];
         }
       }
@@ -165,6 +170,7 @@ struct Int8DotsOf {
       const Ints places = LoadVector<Ints>(part.places[h]);
       const Ints correction = kPart == 0 ? LoadVector<Ints>(part.corrections + lane) : Ints{};
       const Reals step = kInBlocks ? Reals{} : LoadVector<Reals>(part.steps + lane);
+      const float* of_row = factor + part.first_block[h];
       Ints fours[kEach];
       for (int i = 0; i < kEach; ++i) {
         fours[i] = LoadVector<Ints>(part.values + (t * kEach + i) * kSpan + h * kIntBytes);
@@ -183,7 +189,8 @@ struct Int8DotsOf {
         });
         Reals scale = step;
         if constexpr (kInBlocks) {
-          scale = PickReals(LoadVector<Reals>(factor + r * blocks + part.first_block[h]), places);
+          scale = PickFirst<kIntBytes * kEach / 16>(of_row, places);
+          of_row += blocks;
           if constexpr (kLast) {
             scale = (Reals)((Ints)scale & LoadVector<Ints>(part.present_lanes + h * kIntLanes));
           }

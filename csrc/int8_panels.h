@@ -110,8 +110,9 @@ struct Int8Panels {
   explicit Int8Panels(const Matrix& m) : m(m) {}
 
   // Unpacks columns `n` and following from depth `k` on: `depth` is a multiple of the blocks of x. `nan` gets bits for
-  // each column that has a code of NaN.
-  void Unpack(int64_t k, int64_t depth, int64_t n, const PanelsAhead& ahead, uint8_t (&nan)[kQuadRowBytes]) {
+  // each column that has a code of NaN. ahead.Prefetch(codes, row) is called for rows of codes.
+  template <class Ahead>
+  void Unpack(int64_t k, int64_t depth, int64_t n, Ahead&& ahead, uint8_t (&nan)[kQuadRowBytes]) {
     if (m.contracted_axis == 0) {
       const bool whole = n + kPanelColumns <= m.cols && k + depth <= m.rows;
       whole ? UnpackRows<true>(k, depth, n, ahead, nan) : UnpackRows<false>(k, depth, n, ahead, nan);
@@ -132,8 +133,8 @@ struct Int8Panels {
     });
   }
 
-  template <bool kWhole>
-  void UnpackRows(int64_t k, int64_t depth, int64_t n, const PanelsAhead& ahead, uint8_t (&nan)[kQuadRowBytes]) {
+  template <bool kWhole, class Ahead>
+  void UnpackRows(int64_t k, int64_t depth, int64_t n, Ahead& ahead, uint8_t (&nan)[kQuadRowBytes]) {
     const int64_t first = k / kPlaces, count = depth / kPlaces, all = CeilDiv(m.rows, kPlaces);
     const int64_t present = kWhole ? kPanelColumns : m.cols - n;
     const uint8_t* from = m.planes[0] + first * m.cols + n;

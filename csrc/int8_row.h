@@ -11,27 +11,10 @@ namespace eformer::EFORMER_ISA {
 constexpr int64_t kStripeColumns = 4096;
 // Rows of bytes that are read side by side; the best from memory, on Zen 5.
 #if defined(EFORMER_BYTE_DOTS)
-constexpr int64_t kLineRows = 4;
+constexpr int64_t kLineRows = 8;
 #else
 constexpr int64_t kLineRows = 16;
 #endif
-
-// Prefetches the rows behind those that are read side by side, one after the other from end to end: of rows side by
-// side, memory gives less.
-struct RowsAhead {
-  const uint8_t *at, *end;  // what is next, and where its row ends
-  int64_t stride, width;    // of rows
-
-  RowsAhead(const uint8_t* first, int64_t stride, int64_t width)
-      : at(first), end(first + width), stride(stride), width(width) {}
-
-  EFORMER_INLINE void Prefetch() {
-    constexpr bool kFitL1 = kLineRows * kStripeColumns <= 16384;
-    kFitL1 ? __builtin_prefetch(at, 0, 0) : __builtin_prefetch(at, 0, 2);
-    at += kLineColumns;
-    if (at >= end) end += stride, at = end - width;
-  }
-};
 
 // Stores numbers that are in the order of panels.
 EFORMER_INLINE void StoreInOrder(float* to, const Reals (&v)[4]) {
@@ -55,47 +38,48 @@ struct Int8Stripe {
   const int64_t n, width;                    // the first column, and the number of columns
   alignas(64) int32_t sums[kStripeColumns];  // of a block; columns are in the order of panels
   alignas(64) float totals[kStripeColumns];  // from here on, columns are in order
-  alignas(64) float scales[kStripeColumns];  // of a block
-  alignas(64) float offsets[kStripeColumns];
-  alignas(64) int32_t nan[kStripeColumns];  // bits of columns, in the order of panels
+  alignas(64) int32_t nan[kStripeColumns];   // bits of columns, in the order of panels
+  ScaleBuffers buffers;
+  RowOfScales scales;  // of a block
+  ScalesAhead scales_ahead;
 
   Int8Stripe(const Matrix& m, const Int8X& x, int64_t n, int64_t width) : m(m), x(x), n(n), width(width) {
     const int64_t padded = CeilDiv(width, kPanelColumns) * kPanelColumns;
     std::memset(totals, 0, padded * sizeof(float));
-    for (float* floats : {scales, offsets}) std::memset(floats + width, 0, (padded - width) * sizeof(float));
     if (Int8Codes<Format>::kHasNaN) std::memset(nan, 0, padded * sizeof(int32_t));
   }
 
   // Adds x[k : k + block] @ matrix[k : k + block].
-  void AddBlock(int64_t k, bool has_offsets) {
+  void AddBlock(int64_t k) {
     const int64_t first = k / kPlaces, rows = Min(x.block / kPlaces, CeilDiv(m.rows, kPlaces) - first);
     for (int64_t r = 0; r < rows; r += kLineRows) {
-      const Part part = {first + r, Min(kLineRows, rows - r), k + r * kPlaces, k / x.block,
-                         r == 0,    r + kLineRows >= rows,    has_offsets};
+      const Part part =
+          PartOf(k / x.block, first + r, Min(kLineRows, rows - r), k + r * kPlaces, r == 0, r + kLineRows >= rows);
       const int64_t whole = part.count % 4 == 0 && kPacked ? width / kPanelColumns * kPanelColumns : 0;
       const uint8_t* first_code = m.planes[0] + part.row * m.cols + n;
-      RowsAhead ahead(first_code + part.count * m.cols, m.cols, width);
+      RowsAhead<(kLineRows * kStripeColumns <= 32768)> ahead(first_code + part.count * m.cols, m.cols, width);
+      ScalesAhead of_scales = scales_ahead;
+      const int64_t stride = m.cols;
       for (int64_t c = 0; c < whole; c += kLineColumns) {
-        AddLine(part, first_code + c, m.cols, c, [&] { ahead.Prefetch(); });
+        of_scales.Prefetch();
+        AddLine(part, first_code + c, stride, c, [&] { ahead.Prefetch(); });
       }
       for (int64_t c = whole; c < width; c += kPanelColumns) {
         alignas(64) uint8_t copy[kLineRows][kPanelColumns] = {};
         CopyRows(part, c, copy);
+        of_scales.Prefetch();
         for (int64_t at = 0; at < kPanelColumns; at += kLineColumns) {
           AddLine(part, copy[0] + at, kPanelColumns, c + at, [] {});
         }
       }
+      scales_ahead = of_scales;
     }
   }
 
-  // Reads the scales of a block of the matrix, and prefetches those of the next; true if it has offsets.
-  bool TakeScales(int64_t block) {
-    const float* scale = ScalesAt(m, block, n, width, scales);
-    PrefetchScales(m, block + 1, n, width);
-    const float* offset = OffsetsAt(m, block, n, width, CentreOf<Format>(m), scale, offsets);
-    if (scale != scales) std::memcpy(scales, scale, width * sizeof(float));
-    if (offset != nullptr && offset != offsets) std::memcpy(offsets, offset, width * sizeof(float));
-    return offset != nullptr;
+  // Finds the scales of a block of the matrix, and has those of the next prefetched.
+  void TakeScales(int64_t block) {
+    scales = buffers.Take(m, block, n, width, CentreOf<Format>(m));
+    scales_ahead = ScalesAhead(m, block + 1, n, width);
   }
 
   void Write(float* y) const {
@@ -109,12 +93,29 @@ struct Int8Stripe {
   }
 
  private:
-  // Some rows of bytes of a block.
+  // Some rows of bytes of a block, and all that is the same for their columns.
   struct Part {
     int64_t row, count;  // the first row, and how many
-    int64_t k, block;    // of x
-    bool starts, ends, has_offsets;
+    const int8_t* x;
+    bool starts, ends;
+    int32_t first_sum;  // what sums of the block start with
+    float step, x_sum;  // of the block
+    RowOfScales scales;
   };
+
+  Part PartOf(int64_t block, int64_t row, int64_t count, int64_t k, bool starts, bool ends) const {
+    const int32_t sum = x.sums[block];
+    const float step = x.steps[block];
+    return {row,
+            count,
+            x.values + k,
+            starts,
+            ends,
+            -BiasOf<Format>(m) * sum,
+            step / Format::kInt8Steps,
+            step * static_cast<float>(sum),
+            scales};
+  }
 
   // Copies columns `c` and following, or their codes, with zeros behind the last row and column.
   void CopyRows(const Part& part, int64_t c, uint8_t (&copy)[kLineRows][kPanelColumns]) const {
@@ -134,12 +135,11 @@ struct Int8Stripe {
   EFORMER_INLINE void AddLine(const Part& part, const uint8_t* from, int64_t stride, int64_t c,
                               const Prefetch& prefetch) {
     Ints dots[4];
-    const int32_t start = -BiasOf<Format>(m) * x.sums[part.block];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      dots[i] = part.starts ? start - Ints{} : LoadVector<Ints>(sums + c + i * kIntLanes);
+      dots[i] = part.starts ? part.first_sum - Ints{} : LoadVector<Ints>(sums + c + i * kIntLanes);
     }
-    const int8_t* xs = x.values + part.k;
+    const int8_t* xs = part.x;
     for (int64_t r = 0; r < part.count; r += 4, xs += 4 * kPlaces) {
       IntBytes rows[4], quads[4];
 #pragma GCC unroll 4
@@ -169,20 +169,18 @@ struct Int8Stripe {
 
   // Adds the sums of a block, scaled, to the totals.
   EFORMER_INLINE void Scale(const Part& part, int64_t c, const Ints (&dots)[4]) {
-    const float step = x.steps[part.block];
-    const float x_sum = step * static_cast<float>(x.sums[part.block]);
     Reals reals[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) reals[i] = ToReals(dots[i]);
     alignas(64) float found[kLineColumns];
     StoreInOrder(found, reals);
-    const Reals unit = step / Format::kInt8Steps - Reals{};
+    const Reals unit = part.step - Reals{};
 #pragma GCC unroll 4
     for (int i = 0; i < kLineColumns; i += kIntLanes) {
       Reals total = LoadVector<Reals>(totals + c + i);
-      const Reals factor = kInBlocks ? unit * LoadVector<Reals>(scales + c + i) : unit;
-      total += LoadVector<Reals>(found + i) * factor;
-      if (part.has_offsets) total += LoadVector<Reals>(offsets + c + i) * x_sum;
+      const Reals scale = kInBlocks ? part.scales.template Scale<Reals>(c + i) : 1 - Reals{};
+      total += LoadVector<Reals>(found + i) * (unit * scale);
+      if (part.scales.has_offsets) total += part.scales.template Offset<Reals>(c + i, scale) * part.x_sum;
       StoreVector(totals + c + i, total);
     }
   }
@@ -193,12 +191,11 @@ template <class Format, bool kPacked>
 static void Int8RowMatmulOf(const Matrix& m, const Int8X& x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
   for (int64_t n = n0; n < n1; n += kStripeColumns) {
     Int8Stripe<Format, kPacked> stripe(m, x, n, Min(kStripeColumns, n1 - n));
-    bool has_offsets = false;
     for (int64_t k = k0; k < k1; k += x.block) {
       if constexpr (Format::kScales == ScaleKind::kPerBlock) {
-        if (k == k0 || k % m.block == 0) has_offsets = stripe.TakeScales(k / m.block);
+        if (k == k0 || k % m.block == 0) stripe.TakeScales(k / m.block);
       }
-      stripe.AddBlock(k, has_offsets);
+      stripe.AddBlock(k);
     }
     stripe.Write(y + n);
   }

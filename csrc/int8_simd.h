@@ -62,6 +62,16 @@ EFORMER_INLINE Reals PickReals(Reals values, Ints places) {
 #endif
 }
 
+// The same for the first kCount of the floats at `values`: a load of more would cross cache lines more often.
+template <int kCount>
+EFORMER_INLINE Reals PickFirst(const float* values, Ints places) {
+#if defined(EFORMER_BYTE_DOTS)
+  if constexpr (kCount <= 4) return PickReals((Reals)_mm512_castps128_ps512(_mm_loadu_ps(values)), places);
+  if constexpr (kCount <= 8) return PickReals((Reals)_mm512_castps256_ps512(_mm256_loadu_ps(values)), places);
+#endif
+  return PickReals(LoadVector<Reals>(values), places);
+}
+
 // -1 in the first `count` lanes, and 0 in the others.
 EFORMER_INLINE Ints FirstLanes(int64_t count) {
   Ints lanes;

@@ -3,6 +3,7 @@
 
 #include "bfloats.h"
 #include "dot_tiles.h"
+#include "few_rows.h"
 #include "format_list.h"  // made by CMake: includes formats/*.h and defines EFORMER_FORMATS(use) as use(Int8, "int8") ...
 #include "int8_dots.h"
 #include "int8_matmul.h"
@@ -43,7 +44,7 @@ constexpr Kernels KernelsOf() {
           kBfloatMatmul<Format>,
           Int8OrderOf<Format>,
           Int8DotsOrNull<Format>(),
-          Int8MatmulOrNull<Format>(),
+          Int8FewMatmulOrNull<Format>(),
           SplitOrderOf<Format>,
           SplitMatmulOrNull<Format>(),
           Decode<Format>};

@@ -270,10 +270,11 @@ struct Int8Rows {
   static bool Scales(int64_t) { return true; }
   static constexpr bool kKernelScales = false;
 
-  // For few rows, codes are read along their rows.
+  // For few rows, codes are read along their rows: all of a row for one of x, else as much as has its sums in L1.
   static TaskColumns Columns(const Matrix& m, int64_t rows) {
+    constexpr int64_t kFewColumns = 1024;
     if (rows > kFewRows) return {kPanelColumns, 4 * kPanelColumns};
-    const int64_t columns = m.contracted_axis == 0 ? kSliceColumns : kPanelColumns;
+    const int64_t columns = m.contracted_axis != 0 ? kPanelColumns : rows == 1 ? kSliceColumns : kFewColumns;
     return {columns, columns};
   }
   int64_t First(int64_t chunk) const { return chunks.First(chunk); }

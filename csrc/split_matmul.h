@@ -2,12 +2,9 @@
 // blocks are added as floats.
 #pragma once
 
-#include "int8_matmul.h"
-#include "split_x.h"
+#include "few_rows.h"
 
 namespace eformer::EFORMER_ISA {
-
-constexpr int kSplitTileRows = kInt8TileRows / kXParts;  // rows of x whose sums fit into registers
 
 template <class Dots, int kRows>
 struct SplitTile {
@@ -61,6 +58,10 @@ struct SplitTileFunctions<Dots, std::integer_sequence<int, kRowsLessOne...>> {
 template <class Format>
 static void SplitMatmul(const Matrix& m, const SplitX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                         float* y) {
+#if defined(EFORMER_BYTE_DOTS)
+  if (n1 - n0 <= kSliceColumns && FewRows<Format, FewSplit>::Fits(m))
+    return FewRows<Format, FewSplit>{m, x, count}.Run(k0, k1, n0, n1, y);
+#endif
   const RowGroups groups(count, kSplitTileRows);
   const int64_t all_blocks = x.depth / x.block;
   PanelsByBlock<Format, true>(

@@ -293,6 +293,119 @@ static inline const float* OffsetsAt(const Matrix& m, int64_t row, int64_t col, 
   return OffsetsOf(m, count, centre, scales, NumbersAt(m, m.offsets, row, col, count, buffer), buffer);
 }
 
+// Numbers of neighbouring blocks: where they are stored, as float32 or bfloat16, or in a buffer of floats.
+struct RowOfNumbers {
+  const void* entries = nullptr;
+  bool is_narrow = false;  // bfloat16
+
+  RowOfNumbers() = default;
+  explicit RowOfNumbers(const float* floats) : entries(floats) {}
+  RowOfNumbers(const BlockNumbers& all, int64_t start)
+      : entries(static_cast<const uint8_t*>(all.entries) + start * BytesOf(all.type)),
+        is_narrow(all.type == Number::kBfloat16) {}
+
+  static bool Fits(const BlockNumbers& all) {
+    return all.factors == nullptr && (all.type == Number::kFloat32 || all.type == Number::kBfloat16);
+  }
+
+  // A vector of them, from number `i` on.
+  template <class Vector>
+  EFORMER_INLINE Vector At(int64_t i) const {
+    constexpr int kCount = sizeof(Vector) / sizeof(float);
+    Vector found;
+    if (is_narrow) {
+      const uint16_t* from = static_cast<const uint16_t*>(entries) + i;
+      float floats[kCount];
+      if constexpr (kCount == kLanes) {
+        ReadLanes<ReadBfloat16>(from, floats);
+      } else {
+        for (int j = 0; j < kCount; ++j) floats[j] = ReadBfloat16::Of(from[j]);
+      }
+      std::memcpy(&found, floats, sizeof found);
+    } else {
+      std::memcpy(&found, static_cast<const float*>(entries) + i, sizeof found);
+    }
+    return found;
+  }
+};
+
+// The scales of a row of blocks, for up to kSliceColumns columns, and what to add to scale * (value - centre). Vectors
+// of them are made where they are used: copies of both would take half of L1.
+struct RowOfScales {
+  RowOfNumbers scales, offsets;
+  float centre = 0;  // offsets are still to be corrected for it
+  bool has_offsets = false;
+
+  template <class Vector>
+  EFORMER_INLINE Vector Scale(int64_t i) const {
+    return scales.At<Vector>(i);
+  }
+
+  template <class Vector>
+  EFORMER_INLINE Vector Offset(int64_t i, Vector scale) const {
+    const Vector offset = offsets.At<Vector>(i);
+    return centre != 0 ? offset + scale * centre : offset;  // scale * 0 may be NaN
+  }
+};
+
+// Memory for scales that can't be read where they are stored.
+struct ScaleBuffers {
+  alignas(64) float scales[kSliceColumns];
+  alignas(64) float offsets[kSliceColumns];
+
+  // Those of block row `row`, for `count` columns from `col` on. Zeros follow them up to a multiple of kPanelColumns.
+  RowOfScales Take(const Matrix& m, int64_t row, int64_t col, int64_t count, float centre) {
+    const int64_t start = row * m.BlockScaleStride() + col, padding = -count & (kPanelColumns - 1);
+    const bool has_stored = m.offsets.entries != nullptr;
+    RowOfScales found;
+    if (padding == 0 && RowOfNumbers::Fits(m.scales) &&
+        (has_stored ? RowOfNumbers::Fits(m.offsets) && !m.offsets_are_zeros : centre == m.centre)) {
+      found.scales = RowOfNumbers(m.scales, start);
+      found.has_offsets = has_stored;
+      if (has_stored) found.offsets = RowOfNumbers(m.offsets, start);
+      found.centre = centre;
+      return found;
+    }
+    const float* scale = ScalesAt(m, row, col, count, scales);
+    const float* offset = OffsetsAt(m, row, col, count, centre, scale, offsets);
+    if (scale != scales) std::memcpy(scales, scale, count * sizeof(float));
+    if (offset != nullptr && offset != offsets) std::memcpy(offsets, offset, count * sizeof(float));
+    for (float* floats : {scales, offsets}) std::memset(floats + count, 0, padding * sizeof(float));
+    found.scales = RowOfNumbers(scales);
+    found.offsets = RowOfNumbers(offsets);
+    found.has_offsets = offset != nullptr;
+    return found;
+  }
+};
+
+// Prefetches the scales and offsets of a row of blocks, a little at a time while the row before it is multiplied.
+struct ScalesAhead {
+  const char* at[2] = {};
+  const char* end[2] = {};
+
+  ScalesAhead() = default;
+  ScalesAhead(const Matrix& m, int64_t row, int64_t col, int64_t count) {
+    if (row >= CeilDiv(m.rows, m.block)) return;
+    for (int i = 0; i < 2; ++i) {
+      const BlockNumbers& all = i == 0 ? m.scales : m.offsets;
+      if (all.entries == nullptr) continue;
+      const int64_t bytes = BytesOf(all.type);
+      at[i] = static_cast<const char*>(all.entries) + (row * m.BlockScaleStride() + col) * bytes;
+      end[i] = at[i] + count * bytes;
+    }
+  }
+
+  // The next cache line of both.
+  EFORMER_INLINE void Prefetch() {
+    constexpr int64_t kCacheLine = 64;
+    for (int i = 0; i < 2; ++i) {
+      if (at[i] >= end[i]) continue;
+      __builtin_prefetch(at[i], 0, 2);
+      at[i] += kCacheLine;
+    }
+  }
+};
+
 // Copies numbers of `count` neighbouring blocks in each of several rows, one row behind the other.
 static inline void CopyNumbers(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t rows, int64_t col,
                                int64_t count, float* to) {
