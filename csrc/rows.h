@@ -354,7 +354,7 @@ struct Int8Rows {
     for (int64_t r = 0; r < size; ++r) {
       int8_t* row = size == 1 ? to : &rounded.values[r * depth];
       RoundRow(matrix, first + r, rounded.floats.get(), row, rounded.steps.get(), rounded.sums.get());
-      const int64_t together = order.scaled / order.block;
+      const int64_t together = order.scaled / order.block;  // a power of two
       float total = 0;
       for (int64_t i = 0, at = first * blocks + r; i < CeilDiv(stack.first.Depth(), order.block); ++i, at += size) {
         total = rounded.steps[i] * static_cast<float>(rounded.sums[i]) + (i & (together - 1) ? total : 0.0f);
@@ -366,7 +366,7 @@ struct Int8Rows {
     if (size > 1) InterleaveFours(rounded.values.get(), depth, size, to);
   }
 
-  // Four bytes of each row side by side, a tile of AVX-512 without loops.
+  // For the rows of a tile of AVX-512, whole vectors are written.
   static void InterleaveFours(const int8_t* rows, int64_t depth, int64_t count, int8_t* to) {
     constexpr int kTile = 4;
     for (int64_t i = 0; i < depth && count == kTile; i += 4) {
