@@ -9,6 +9,10 @@
 #include "parallel.h"
 #include "problem.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace eformer {
 
 inline float FromBfloat16(uint16_t bits) {
@@ -366,16 +370,26 @@ struct Int8Rows {
     if (size > 1) InterleaveFours(rounded.values.get(), depth, size, to);
   }
 
-  // For the rows of a tile of AVX-512, whole vectors are written.
+  // Four bytes of each row side by side.
   static void InterleaveFours(const int8_t* rows, int64_t depth, int64_t count, int8_t* to) {
-    constexpr int kTile = 4;
-    for (int64_t i = 0; i < depth && count == kTile; i += 4) {
-      int32_t fours[kTile];
-      for (int r = 0; r < kTile; ++r) std::memcpy(&fours[r], rows + r * depth + i, 4);
-      std::memcpy(to + i * kTile, fours, sizeof fours);
+    int64_t i = 0;
+#if defined(__SSE2__)
+    for (; i < depth && count == 4; i += 16) {  // the rows of a tile of AVX-512
+      __m128i row[4], pairs[4];
+      for (int r = 0; r < 4; ++r) row[r] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + r * depth + i));
+      for (int r = 0; r < 2; ++r) {
+        pairs[r] = _mm_unpacklo_epi32(row[2 * r], row[2 * r + 1]);
+        pairs[2 + r] = _mm_unpackhi_epi32(row[2 * r], row[2 * r + 1]);
+      }
+      __m128i* fours = reinterpret_cast<__m128i*>(to + 4 * i);
+      for (int j = 0; j < 2; ++j) {
+        _mm_storeu_si128(fours + 2 * j, _mm_unpacklo_epi64(pairs[2 * j], pairs[2 * j + 1]));
+        _mm_storeu_si128(fours + 2 * j + 1, _mm_unpackhi_epi64(pairs[2 * j], pairs[2 * j + 1]));
+      }
     }
-    for (int64_t r = 0; r < count && count != kTile; ++r) {
-      for (int64_t i = 0; i < depth; i += 4) std::memcpy(to + i * count + 4 * r, rows + r * depth + i, 4);
+#endif
+    for (; i < depth; i += 4) {
+      for (int64_t r = 0; r < count; ++r) std::memcpy(to + i * count + 4 * r, rows + r * depth + i, 4);
     }
   }
 
