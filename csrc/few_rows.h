@@ -51,30 +51,24 @@ struct FewRounded {
     const int8_t* values = x.values + first * x.depth + k * kRows;
     const float* steps = x.steps + at;
     const int32_t* sums = x.sums + at;
-    for (int64_t start = 0, end; start < part.blocks; start = end) {
-      end = part.EndOfScales(start);
-      Reals found[kRows][kFewVectors];
-      float x_sums[kRows] = {};
-      for (int64_t b = start; b < end; ++b) {
-        Ints dots[kRows][kFewVectors];
-        DotsOfBlock(part, b, values, sums, dots);
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-          const float step = steps[b * kRows + r];
-          x_sums[r] += step * static_cast<float>(sums[b * kRows + r]);
-#pragma GCC unroll 4
-          for (int v = 0; v < kFewVectors; ++v) {
-            const Reals scaled = ToReals(dots[r][v]) * step;
-            found[r][v] = b == start ? scaled : found[r][v] + scaled;
-          }
-        }
-      }
+    Reals found[kRows][kFewVectors] = {};
+    float x_sums[kRows] = {};
+    for (int64_t b = 0; b < part.blocks; ++b) {  // which share the scales of the matrix
+      Ints dots[kRows][kFewVectors];
+      DotsOfBlock(part, b, values, sums, dots);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
+        const float step = steps[b * kRows + r];
+        x_sums[r] += step * static_cast<float>(sums[b * kRows + r]);
 #pragma GCC unroll 4
-        for (int v = 0; v < kFewVectors; ++v) {
-          AddScaled(part, start, v, found[r][v], x_sums[r], totals + r * kPanelColumns);
-        }
+        for (int v = 0; v < kFewVectors; ++v) found[r][v] += ToReals(dots[r][v]) * step;
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kFewVectors; ++v) {
+        AddScaled(part, 0, v, found[r][v], x_sums[r], totals + r * kPanelColumns);
       }
     }
   }
@@ -126,7 +120,7 @@ struct FewRows {
   const int64_t count;
   const RowGroups groups{count, Rows::kMostRows};
   Int8Panels<Format, true> panels{m};
-  Int8Part part = {panels.bytes, 0, x.block / 4, BiasOf<Format>(m), true, false, {}, {}};
+  Int8Part part = {panels.bytes, 0, x.block / 4, BiasOf<Format>(m), true, false, {}, {}, nullptr};
 
   static bool Fits(const Matrix& m) { return m.packed_axis == 0 && m.contracted_axis == 0 && m.block % 32 == 0; }
 

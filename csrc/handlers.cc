@@ -20,7 +20,9 @@ constexpr int64_t kTaskValues = 1 << 20;     // values of a large matrix in a ta
 constexpr int64_t kMinTaskValues = 1 << 17;  // of a small one: less is not worth waking a thread
 constexpr int64_t kTaskRows = 16;            // rows of the matrix in a task are a multiple: loops take several at once
 constexpr int64_t kDecodedValues = 1 << 16;  // that are decoded in a task: about 3 microseconds
-constexpr int64_t kSplitWidth = 768;         // for fewer columns, to split x costs more than it saves
+constexpr int64_t kSplitWidth = 768;         // for fewer columns, to split x costs more than it saves,
+constexpr int64_t kDotSplitWidth = 256;      // or than dot products along rows, for up to
+constexpr int64_t kDotSplitRows = 4;         // rows of x
 constexpr int64_t kMaxDepthParts = 8;        // partial sums kept for each element of the result
 constexpr int64_t kThreadTasks = 8;          // for each thread, where rows of x are many
 constexpr int64_t kMinTasks = 8;             // with fewer, threads are idle
@@ -238,7 +240,8 @@ std::optional<Work> Int8Matmul(ffi::ThreadPool& pool, const Stack& stack, Prepar
 std::optional<Work> SplitMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, float* y) {
   const Int8Order order = stack.kernels->split_order(stack.first);
   const int64_t rows = stack.count * x.rows, width = stack.first.Width();
-  if (order.block == 0 || x.rows > kFewRows || width < kSplitWidth) return std::nullopt;
+  const bool beats_dots = stack.first.contracted_axis == 1 && x.rows <= kDotSplitRows;
+  if (order.block == 0 || x.rows > kFewRows || width < (beats_dots ? kDotSplitWidth : kSplitWidth)) return std::nullopt;
   const std::shared_ptr<const SplitRows> split = x.Split(pool, stack, order);
   Work work = PanelMatmul(pool, stack, split, y);
   if (std::all_of(split->fit.get(), split->fit.get() + rows, [](bool fits) { return fits; })) return work;

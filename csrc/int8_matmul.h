@@ -47,13 +47,16 @@ struct Int8Part {
   bool has_scales, has_offsets;
   const float* scales[kMaxPanelBlocks + 1];  // of each block
   const float* offsets[kMaxPanelBlocks + 1];
+  const float* results;  // where the first row of the panel's results goes, if this is its last part; else nullptr
+};
 
-  // The block behind those that have the scales of block `b`.
-  EFORMER_INLINE int64_t EndOfScales(int64_t b) const {
-    int64_t end = b + 1;
-    while (end < blocks && scales[end] == scales[b]) ++end;
-    return end;
-  }
+// What rows of x have for each block, as Int8X says.
+struct Int8Blocks {
+  const float* steps;
+  const int32_t* sums;
+  const int32_t* starts;  // of the sums of a block times the bytes of a panel: what undoes the bias of these
+  const float* totals;
+  int64_t together;  // blocks that are scaled together
 };
 
 // found[r][v] += four bytes of row r of x times quads of vector v, for each of `quads` rows of the panel.
@@ -150,94 +153,102 @@ struct Int8Tile {
   static constexpr int kVectors = TileVectors<Dots>(kRows);
 
   // totals[r] += x[r] @ panel for each row r of x.
-  static void Add(const Int8Part& part, const int8_t* x, const float* steps, const int32_t* sums, float* totals) {
-    for (int64_t c = 0; c < kPanelColumns; c += kVectors * kIntLanes) AddColumns(part, c, x, steps, sums, totals + c);
+  static void Add(const Int8Part& part, const int8_t* x, const Int8Blocks& of_x, float* totals) {
+    constexpr int kQuads = kInt8Block / 4;  // of most blocks
+    if constexpr (!kHoldsTotals) {
+      for (int64_t c = 0; c < kPanelColumns; c += kVectors * kIntLanes) AddToMemory(part, c, x, of_x, totals + c);
+    } else if (part.quads == kQuads) {
+      (part.has_scales ? AddToHeld<kQuads, true> : AddToHeld<kQuads, false>)(part, x, of_x, totals);
+    } else {
+      (part.has_scales ? AddToHeld<0, true> : AddToHeld<0, false>)(part, x, of_x, totals);
+    }
   }
 
  private:
   typedef Reals Totals[kRows][kVectors];
   typedef Ints Sums[kRows][kVectors];
 
-  EFORMER_INLINE static void AddColumns(const Int8Part& part, int64_t c, const int8_t* x, const float* steps,
-                                        const int32_t* sums, float* totals) {
-    if constexpr (kHoldsTotals) {
-      AddToHeld(part, c, x, steps, sums, totals);
-    } else {
-      AddToMemory(part, c, x, steps, sums, totals);
-    }
-  }
-
-  // The sums of a block of x, from columns `c` on.
+  // The sums of a block of x, from columns `c` on. kQuads are in a block, or part.quads if it is 0.
+  template <int kQuads = 0>
   EFORMER_INLINE static void AddBlock(const Int8Part& part, int64_t block, int64_t c, const int8_t* x,
-                                      const int32_t* sums, Sums& dots) {
+                                      const int32_t* starts, Sums& dots) {
+    const int64_t quads = kQuads > 0 ? kQuads : part.quads;
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) dots[r][v] = -part.bias * sums[block * kRows + r] - Ints{};
+      for (int v = 0; v < kVectors; ++v) dots[r][v] = starts[block * kRows + r] - Ints{};
     }
-    AddAllQuads<Dots>(part.panel + block * part.quads * kQuadRowBytes + 4 * c, part.quads,
-                      x + block * part.quads * 4 * kRows, dots);
+    AddAllQuads<Dots>(part.panel + block * quads * kQuadRowBytes + 4 * c, quads, x + block * quads * 4 * kRows, dots);
   }
 
-  // found += the sums of blocks of x from `start` to `end`, and x_sums += those of x alone if there are offsets.
+  // found += the sums of blocks of x from `start` to `end`.
+  template <int kQuads>
   EFORMER_INLINE static void AddBlocks(const Int8Part& part, int64_t start, int64_t end, int64_t c, const int8_t* x,
-                                       const float* steps, const int32_t* sums, Totals& found, float (&x_sums)[kRows]) {
+                                       const Int8Blocks& of_x, Totals& found) {
     for (int64_t b = start; b < end; ++b) {
       Sums dots;
-      AddBlock(part, b, c, x, sums, dots);
+      AddBlock<kQuads>(part, b, c, x, of_x.starts, dots);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) found[r][v] += ToReals(dots[r][v]) * steps[b * kRows + r];
-      }
-      for (int r = 0; r < kRows && part.has_offsets; ++r) {
-        x_sums[r] += steps[b * kRows + r] * static_cast<float>(sums[b * kRows + r]);
+        for (int v = 0; v < kVectors; ++v) found[r][v] += ToReals(dots[r][v]) * of_x.steps[b * kRows + r];
       }
     }
   }
 
   // Blocks of x that share the scales of the matrix are added first, and scaled together.
-  EFORMER_INLINE static void AddToHeld(const Int8Part& part, int64_t c, const int8_t* x, const float* steps,
-                                       const int32_t* sums, float* totals) {
-    Totals held;
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) held[r][v] = LoadVector<Reals>(totals + r * kPanelColumns + v * kIntLanes);
-    }
-    if (!part.has_scales) {
-      float x_sums[kRows];  // not needed: there are no offsets
-      AddBlocks(part, 0, part.blocks, c, x, steps, sums, held, x_sums);
-    }
-    for (int64_t start = 0, end; start < part.blocks && part.has_scales; start = end) {
-      end = part.EndOfScales(start);
+  template <int kQuads>
+  EFORMER_INLINE static void AddScaled(const Int8Part& part, int64_t c, const int8_t* x, const Int8Blocks& of_x,
+                                       Totals& held) {
+    for (int64_t start = 0, end; start < part.blocks; start = end) {
+      end = Min(start + of_x.together, part.blocks);
       Totals found = {};
-      float x_sums[kRows] = {};
-      AddBlocks(part, start, end, c, x, steps, sums, found, x_sums);
+      AddBlocks<kQuads>(part, start, end, c, x, of_x, found);
+      const float* x_totals = of_x.totals + (end - 1) * kRows;
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        const int64_t at = c + v * kIntLanes;
-        const Reals scale = LoadVector<Reals>(part.scales[start] + at);
-        const Reals offset = part.has_offsets ? LoadVector<Reals>(part.offsets[start] + at) : Reals{};
+        const Reals scale = LoadVector<Reals>(part.scales[start] + c + v * kIntLanes);
 #pragma GCC unroll 12
-        for (int r = 0; r < kRows; ++r) {
-          held[r][v] += found[r][v] * scale;
-          if (part.has_offsets) held[r][v] += offset * x_sums[r];
-        }
+        for (int r = 0; r < kRows; ++r) held[r][v] += found[r][v] * scale;
       }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) StoreVector(totals + r * kPanelColumns + v * kIntLanes, held[r][v]);
+      for (int v = 0; v < kVectors && part.has_offsets; ++v) {
+        const Reals offset = LoadVector<Reals>(part.offsets[start] + c + v * kIntLanes);
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r) held[r][v] += offset * x_totals[r];
+      }
     }
   }
 
-  EFORMER_INLINE static void AddToMemory(const Int8Part& part, int64_t c, const int8_t* x, const float* steps,
-                                         const int32_t* sums, float* totals) {
+  // A function of its own for each case: GCC 12 would move sums between registers where several are in one.
+  template <int kQuads, bool kScales>
+  EFORMER_NOINLINE static void AddToHeld(const Int8Part& part, const int8_t* x, const Int8Blocks& of_x, float* totals) {
+    for (int64_t c = 0; c < kPanelColumns; c += kVectors * kIntLanes, totals += kVectors * kIntLanes) {
+      Totals held;
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) held[r][v] = LoadVector<Reals>(totals + r * kPanelColumns + v * kIntLanes);
+      }
+      if constexpr (kScales) {
+        AddScaled<kQuads>(part, c, x, of_x, held);
+      } else {
+        AddBlocks<kQuads>(part, 0, part.blocks, c, x, of_x, held);
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) StoreVector(totals + r * kPanelColumns + v * kIntLanes, held[r][v]);
+      }
+    }
+  }
+
+  EFORMER_INLINE static void AddToMemory(const Int8Part& part, int64_t c, const int8_t* x, const Int8Blocks& of_x,
+                                         float* totals) {
+    const float* steps = of_x.steps;
     for (int64_t b = 0; b < part.blocks; ++b, steps += kRows) {
       Sums dots;
-      AddBlock(part, b, c, x, sums, dots);
+      AddBlock(part, b, c, x, of_x.starts, dots);
 #pragma GCC unroll 4  // in full, or the compiler stores all sums first
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = c + v * kIntLanes;
@@ -247,7 +258,7 @@ struct Int8Tile {
         for (int r = 0; r < kRows; ++r) {
           float* to = totals + r * kPanelColumns + v * kIntLanes;
           Reals total = LoadVector<Reals>(to) + ToReals(dots[r][v]) * (scale * steps[r]);
-          if (part.has_offsets) total += offset * (steps[r] * static_cast<float>(sums[b * kRows + r]));
+          if (part.has_offsets) total += offset * (steps[r] * static_cast<float>(of_x.sums[b * kRows + r]));
           StoreVector(to, total);
         }
       }
@@ -263,6 +274,24 @@ struct Int8TileFunctions<Dots, std::integer_sequence<int, kRowsLessOne...>> {
   static constexpr decltype(&Int8Tile<Dots, 1>::Add) kOf[] = {nullptr, Int8Tile<Dots, kRowsLessOne + 1>::Add...};
 };
 
+// Writes the sums of a panel's columns, in their order in the matrix.
+EFORMER_INLINE void WriteTotals(const float* totals, float* y) {
+#if defined(EFORMER_BYTE_DOTS)
+  __m512 lines[4], pairs[4];  // whole lines: lanes of sixteen bytes are transposed
+  for (int i = 0; i < 4; ++i) lines[i] = _mm512_load_ps(totals + 16 * i);
+  for (int i = 0; i < 2; ++i) {
+    pairs[2 * i] = _mm512_shuffle_f32x4(lines[2 * i], lines[2 * i + 1], 0x88);      // lanes 0 and 2 of both
+    pairs[2 * i + 1] = _mm512_shuffle_f32x4(lines[2 * i], lines[2 * i + 1], 0xdd);  // lanes 1 and 3
+  }
+  for (int i = 0; i < 2; ++i) {
+    _mm512_storeu_ps(y + 16 * i, _mm512_shuffle_f32x4(pairs[i], pairs[2 + i], 0x88));
+    _mm512_storeu_ps(y + 16 * (i + 2), _mm512_shuffle_f32x4(pairs[i], pairs[2 + i], 0xdd));
+  }
+#else
+  for (int i = 0; i < 16; ++i) std::memcpy(y + kPanelFours[i], totals + 4 * i, 16);
+#endif
+}
+
 // Calls multiply(part, k, totals) for each panel, from depth k on, to add `count` rows of x times it to `totals`, and
 // writes those to y. Blocks of x are `length` long.
 template <class Format, bool kPacked, class Multiply>
@@ -277,13 +306,14 @@ EFORMER_INLINE void PanelsByBlock(const Matrix& m, int64_t length, int64_t count
   const int64_t max_depth = by_rows && count <= kFewRows ? Max(whole, 32 * panels.kPlaces) : kInt8PanelDepth;
   const int64_t next_rows = max_depth / panels.kPlaces * m.cols - columns;
   const int64_t first_scale = k0 / m.block;
-  const Floats all_totals(columns * count);
+  const Floats all_totals((by_rows ? columns : kPanelColumns) * count);
   const Zeros<uint32_t> nan(Int8Codes<Format>::kHasNaN ? columns : 0);  // bits of each column
   const int64_t scale_rows = by_rows ? kMaxPanelBlocks + 1 : CeilDiv(k1, m.block) - first_scale;
   Int8PanelScales<Format> scales(m, kInBlocks ? scale_rows : 0);
-  Int8Part part = {panels.bytes, 0, length / 4, BiasOf<Format>(m), kInBlocks, false, {}, {}};
-  const auto multiply = [&](int64_t k, int64_t end, int64_t n) {
+  Int8Part part = {panels.bytes, 0, length / 4, BiasOf<Format>(m), kInBlocks, false, {}, {}, nullptr};
+  const auto multiply = [&](int64_t k, int64_t end, int64_t n, float* totals) {
     part.blocks = CeilDiv(end - k, length);
+    part.results = end == k1 ? y + n : nullptr;
     if constexpr (kInBlocks) {
       const int64_t first = by_rows ? k / m.block : first_scale;
       if (by_rows) scales.Take(first, CeilDiv(end, m.block) - first, n);
@@ -302,29 +332,33 @@ EFORMER_INLINE void PanelsByBlock(const Matrix& m, int64_t length, int64_t count
         StoreVector(to, LoadVector<Bytes>(to) | LoadVector<Bytes>(found + 32 * i));
       }
     }
-    multiply_all(part, k, all_totals.values + (n - n0) * count);
+    multiply_all(part, k, totals);
   };
-  if (by_rows) {
-    for (int64_t k = k0; k < k1; k += max_depth) {
-      for (int64_t n = n0; n < n1; n += kPanelColumns) multiply(k, Min(k + max_depth, k1), n);
-    }
-  } else {
-    for (int64_t n = n0; n < n1; n += kPanelColumns) {
-      if constexpr (kInBlocks) scales.Take(first_scale, scale_rows, n);
-      for (int64_t k = k0; k < k1; k += max_depth) multiply(k, Min(k + max_depth, k1), n);
-    }
-  }
-  for (int64_t n = n0; n < n1; n += kPanelColumns) {
-    float* totals = all_totals.values + (n - n0) * count;
+  const auto write = [&](int64_t n, float* totals) {
     for (int64_t r = 0; r < count; ++r, totals += kPanelColumns) {
-      float row[kPanelColumns];
       if constexpr (Int8Codes<Format>::kHasNaN) {
         for (int i = 0; i < kPanelColumns; ++i) {
           if (nan.values[n - n0 + i] != 0) totals[i] = __builtin_nanf("");
         }
       }
-      for (int i = 0; i < 16; ++i) std::memcpy(row + kPanelFours[i], totals + 4 * i, 16);
-      std::memcpy(y + r * m.Width() + n, row, Min(kPanelColumns, n1 - n) * sizeof(float));
+      float row[kPanelColumns], *to = y + r * m.Width() + n;
+      const bool is_whole = n + kPanelColumns <= n1;
+      WriteTotals(totals, is_whole ? to : row);
+      if (!is_whole) std::memcpy(to, row, (n1 - n) * sizeof(float));
+    }
+  };
+  if (by_rows) {
+    const auto totals_of = [&](int64_t n) { return all_totals.values + (n - n0) * count; };
+    for (int64_t k = k0; k < k1; k += max_depth) {
+      for (int64_t n = n0; n < n1; n += kPanelColumns) multiply(k, Min(k + max_depth, k1), n, totals_of(n));
+    }
+    for (int64_t n = n0; n < n1; n += kPanelColumns) write(n, totals_of(n));
+  } else {
+    for (int64_t n = n0; n < n1; n += kPanelColumns) {
+      if constexpr (kInBlocks) scales.Take(first_scale, scale_rows, n);
+      if (n > n0) std::memset(all_totals.values, 0, kPanelColumns * count * sizeof(float));
+      for (int64_t k = k0; k < k1; k += max_depth) multiply(k, Min(k + max_depth, k1), n, all_totals.values);
+      write(n, all_totals.values);
     }
   }
 }
@@ -333,13 +367,21 @@ template <class Format, bool kPacked>
 static void Int8MatmulOf(const Matrix& m, const Int8X& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                          float* y) {
   const RowGroups groups(count, kInt8TileRows);
-  const int64_t all_blocks = x.depth / x.block;
+  const int64_t all_blocks = x.depth / x.block, width = m.Width();
+  const int32_t bias = BiasOf<Format>(m);
+  const Zeros<int32_t> starts(count * all_blocks);
+  for (int64_t i = 0; i < count * all_blocks && bias != 0; ++i) starts.values[i] = -bias * x.sums[i];
   PanelsByBlock<Format, kPacked>(
       m, x.block, count, k0, k1, n0, n1, y, [&](const Int8Part& part, int64_t k, float* totals) {
         for (int64_t g = 0; g < groups.count; ++g) {
           const int64_t first = groups.First(g), rows = groups.Size(g), at = first * all_blocks + k / x.block * rows;
+          // Lines of y are fetched while the tile is multiplied: stores would wait for them.
+          for (int64_t r = first; r < first + rows && part.results != nullptr; ++r) {
+            for (int i = 0; i < kPanelColumns; i += 16) __builtin_prefetch(part.results + r * width + i, 1, 2);
+          }
+          const Int8Blocks of_x = {x.steps + at, x.sums + at, starts.values + at, x.totals + at, x.scaled / x.block};
           Int8TileFunctions<DotsOf<Format>, std::make_integer_sequence<int, kInt8TileRows>>::kOf[rows](
-              part, x.values + first * x.depth + k * rows, x.steps + at, x.sums + at, totals + first * kPanelColumns);
+              part, x.values + first * x.depth + k * rows, of_x, totals + first * kPanelColumns);
         }
       });
 }
@@ -418,7 +460,10 @@ static Int8Order Int8OrderOf(const Matrix& m, bool dots) {
   int64_t block = kLongest;
   if (Format::kInt8Steps == 0 || (kInBlocks && (m.packed_axis != m.contracted_axis || m.block % 16 != 0))) return {};
   while (kInBlocks && m.block % block != 0) block /= 2;
-  return {block, IsPackedAlongDepth<Format>(m) ? kValuesPerByte<Format> : 1, dots ? 64 : 4};
+  int64_t scaled = block;  // or as long as a panel and the matrix have the same scales
+  if (kHoldsTotals && kInBlocks && kInt8PanelDepth % m.block == 0) scaled = m.block;
+  if (kHoldsTotals && kInBlocks && m.block % kInt8PanelDepth == 0) scaled = kInt8PanelDepth;
+  return {block, IsPackedAlongDepth<Format>(m) ? kValuesPerByte<Format> : 1, dots ? 64 : 4, scaled};
 }
 
 }  // namespace eformer::EFORMER_ISA

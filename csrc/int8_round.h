@@ -42,6 +42,35 @@ static inline int32_t Largest(Places v) {
 #endif
 }
 
+static inline int32_t Total(Places v) {
+#if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t total = 0;
+  for (int i = 0; i < kLanes; ++i) total += v[i];
+  return total;
+#endif
+}
+
+// Sixteen floats times `factor`, rounded to bytes; adds them to `sum`.
+static inline Sixteen RoundSixteen(const float* x, float factor, Places& sum) {
+#if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
+  const Places all = Round(Load(x) * factor);
+  sum += all;
+  return (Sixteen)_mm512_cvtepi32_epi8((__m512i)all);
+#else
+  int32_t integers[16];
+  for (int j = 0; j < 16; j += kLanes) {
+    const Places some = Round(Load(x + j) * factor);
+    sum += some;
+    std::memcpy(integers + j, &some, sizeof some);
+  }
+  Sixteen bytes;
+  for (int j = 0; j < 16; ++j) bytes[j] = static_cast<uint8_t>(integers[j]);
+  return bytes;
+#endif
+}
+
 // Writes sixteen values of a row from value `k` on, in the order of Int8Order.
 template <int kPlaces, int kSpan>
 static inline void PutSixteen(Sixteen values, int64_t k, int8_t* to) {
@@ -93,22 +122,10 @@ static bool RoundRowOf(const float* x, int64_t depth, int64_t block, int8_t* val
     if (bits >= kTooLarge || !(factor <= __FLT_MAX__)) return false;
     Places sum{};
     for (int64_t i = 0; i < block; i += 16) {
-      int32_t integers[16];
-      for (int j = 0; j < 16; j += kLanes) {
-        const Places some = Round(Load(from + i + j) * factor);
-        sum += some;
-        std::memcpy(integers + j, &some, sizeof some);
-      }
-      uint8_t bytes[16];
-      for (int j = 0; j < 16; ++j) bytes[j] = static_cast<uint8_t>(integers[j]);
-      Sixteen some;
-      std::memcpy(&some, bytes, sizeof some);
-      PutSixteen<kPlaces, kSpan>(some, k + i, values);
+      PutSixteen<kPlaces, kSpan>(RoundSixteen(from + i, factor, sum), k + i, values);
     }
-    int32_t total = 0;
-    for (int i = 0; i < kLanes; ++i) total += sum[i];
     *steps++ = top / 127;
-    *sums++ = total;
+    *sums++ = Total(sum);
   }
   return true;
 }

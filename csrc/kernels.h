@@ -128,7 +128,7 @@ constexpr int64_t kInt8Block = 32;
 constexpr int64_t kMaxInt8Block = 64;  // of x that is split into bytes
 constexpr int64_t kInt8Padding = 256;
 constexpr int64_t kInt8DepthStep = 256;  // the contracted axis is cut at multiples of this
-constexpr int64_t kInt8ChunkRows = 240;  // rows of x in a call of `int8_matmul`: their sums stay in L2
+constexpr int64_t kInt8ChunkRows = 256;  // rows of x in a call of `int8_matmul`: their sums stay in L2
 
 // The order of a row of rounded x: value `places` * byte + place is at byte / span * span * places + place * span +
 // byte % span.
@@ -136,6 +136,7 @@ struct Int8Order {
   int64_t block;  // of x: 16, 32 or 64; 0: there is no loop for int8
   int64_t places;
   int64_t span;
+  int64_t scaled;  // values of x whose sums are scaled together: a multiple of `block`
 };
 
 // Rows of rounded x. For several rows in a group, four bytes of each are adjacent, and so are their steps and sums.
@@ -143,8 +144,10 @@ struct Int8X {
   const int8_t* values;
   const float* steps;   // of each block
   const int32_t* sums;  // of the integers of each block
+  const float* totals;  // of x in each block, and in those before it that are scaled together with it
   int64_t depth;        // of a row, with the zeros behind it
   int64_t block;
+  int64_t scaled;  // as Int8Order says
 };
 
 // Rows of x split into bytes, as split_x.h says. In a group of rows, four bytes of each part of each row are adjacent,

@@ -1,8 +1,8 @@
 // Rows of x, made ready once for all matrices of a call that take them alike.
 #pragma once
 
+#include <array>
 #include <memory>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -33,7 +33,7 @@ class PreparedX {
   }
 
   std::shared_ptr<const Int8Rows> Rounded(ffi::ThreadPool& pool, const Stack& stack, const Int8Order& order) {
-    return Find(rounded_, stack, {order.block, order.places, order.span}, pool, stack, buffer, order);
+    return Find(rounded_, stack, {order.block, order.places, order.span, order.scaled}, pool, stack, buffer, order);
   }
 
   std::shared_ptr<const SplitRows> Split(ffi::ThreadPool& pool, const Stack& stack, const Int8Order& order) {
@@ -41,7 +41,7 @@ class PreparedX {
   }
 
  private:
-  typedef std::tuple<int64_t, int64_t, int64_t> Order;
+  typedef std::array<int64_t, 4> Order;
 
   template <class Rows>
   using All = std::vector<std::pair<Order, std::shared_ptr<const Rows>>>;
@@ -50,9 +50,8 @@ class PreparedX {
   template <class Rows, class... Args>
   std::shared_ptr<const Rows> Find(All<Rows>& all, const Stack& stack, std::initializer_list<int64_t> order,
                                    Args&&... args) const {
-    int64_t key[3] = {};
-    std::copy(order.begin(), order.end(), key);
-    const Order wanted = {key[0], key[1], key[2]};
+    Order wanted = {};
+    std::copy(order.begin(), order.end(), wanted.begin());
     const bool is_scaled = Rows::Scales(rows) && OuterScale(stack.kernels->format, stack.first).of_depth != nullptr;
     for (const auto& [each, found] : all) {
       if (each == wanted && !is_scaled) return found;

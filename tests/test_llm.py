@@ -30,7 +30,7 @@ from eformer.examples.llm import (
 from eformer.examples.llm.__main__ import Stream, main
 from eformer.examples.llm.generation import choose
 from eformer.examples.llm.int8_cache import Int8Cache
-from eformer.examples.llm.model import Cache
+from eformer.examples.llm.model import PART, Cache
 from eformer.examples.llm.quantize import quantizing
 from small_llm import TOKENIZER, TOKENS, hugging_face_tokenizer, write_folder, write_gguf
 
@@ -76,6 +76,24 @@ def test_token_by_token_is_all_at_once(family: str, tmp_path: Path):
         x, cache = run(params, jnp.asarray([PROMPT[start:stop]]), jnp.int32(start), cache)
         parts.append(implicit(logits)(params, x))
     np.testing.assert_allclose(np.concatenate(parts, 1), expected, rtol=0, atol=1e-4 * np.ptp(expected))
+
+
+@pytest.mark.parametrize("make", [empty_cache, empty_int8_cache])
+@pytest.mark.parametrize("length", [2 * PART, 2 * PART + 37])
+def test_a_long_prompt_is_its_parts(length: int, make: Any, tmp_path: Path):
+    """A long prompt attends in parts that leave out later entries: as if each part came in a call of its own."""
+    params, config, _ = load_model(write_gguf(tmp_path / "m.gguf", "llama"))
+    run = jax.jit(implicit(functools.partial(hidden, config=config)))
+    tokens = jax.random.randint(jax.random.key(0), (2, length), 0, 99)
+    padding, first = jnp.asarray([0, 5]), 3  # the prompt comes after three other tokens
+    _, cache = run(params, tokens[:, -first:], jnp.int32(0), make(config, 2, first + length + 9), padding=padding)
+    expected, parts = run(params, tokens, jnp.int32(first), cache, padding=padding)[0], []
+    for start in range(0, length, PART):
+        x, cache = run(params, tokens[:, start : start + PART], jnp.int32(first + start), cache, padding=padding)
+        parts.append(x)
+    found = np.concatenate(parts, axis=1)[:, 5:]
+    np.testing.assert_allclose(found, expected[:, 5:], rtol=0, atol=1e-4 * np.ptp(expected[:, 5:]))
+    assert explain(functools.partial(hidden, config=config))(params, tokens, jnp.int32(first), cache).dense_bytes == 0
 
 
 @pytest.mark.skipif(not cpu.is_available(), reason="counts calls of the native core")

@@ -16,6 +16,7 @@ Params = Mapping[str, Any]  # dense or quantized arrays, by their names in a GGU
 # Keys (batch * heads, size, length) and values (batch * heads, length, size) of each layer, as matmuls want them: XLA
 # would copy the whole cache for every token to transpose it, or to join axes.
 Cache = list[tuple[jax.Array, jax.Array]]
+PART = 128  # tokens of a prompt that attend together
 
 
 class Config(NamedTuple):
@@ -95,6 +96,18 @@ def _layer(
 
 
 def _attention(query: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
+    """(batch, length, heads * size). Entries that a part of a long prompt can't see, being later, are left out."""
+    length, capacity = seen.shape[2:]
+    if length <= PART:
+        return _attended(query, keys, values, seen)
+    parts = []
+    for first in range(0, length, PART):
+        part, end = slice(first, first + PART), capacity - max(0, length - first - PART)
+        parts.append(_attended(query[:, :, part], keys[..., :end], values[:, :end], seen[:, :, part, :end]))
+    return jnp.concatenate(parts, axis=1)
+
+
+def _attended(query: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
     """(batch, length, heads * size); heads of `query` that share a head of keys are rows of one matmul."""
     batch, heads, length, size = query.shape
     shared = query.reshape(len(keys), -1, size) / size**0.5
@@ -125,9 +138,10 @@ def _places(
     frequencies = config.rope_base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if "rope_freqs.weight" in params:
         frequencies = frequencies / params["rope_freqs.weight"]
-    positions = (entries[None] - padding[:, None]).astype(jnp.float32)
-    angles = positions[:, None, :, None] * frequencies
-    return Places(start, seen, jnp.cos(angles), jnp.sin(angles))
+    angles = jnp.arange(capacity, dtype=jnp.float32)[:, None] * frequencies
+    positions = (entries[None] - padding[:, None])[:, None]
+    # Looked up: XLA would compute cosines and sines again in each layer, for each head.
+    return Places(start, seen, jnp.cos(angles)[positions], jnp.sin(angles)[positions])
 
 
 def _rotated(x: jax.Array, places: Places, config: Config) -> jax.Array:
