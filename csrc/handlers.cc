@@ -42,7 +42,7 @@ struct Work {
   int64_t tasks = 0;
   std::function<void(int64_t, int64_t)> run = nullptr;  // tasks from the first to the second
   std::function<void()> finish = nullptr;               // after all tasks, if there is more to do
-  int64_t multiplications = 0;
+  int64_t values = 0;                                   // of matrices for one row of x that take as long
 };
 
 template <class Body>
@@ -70,14 +70,14 @@ Work WorkOfRanges(const Stack& stack, int64_t unit, const Body& body) {
 // Cuts all of it into parts of about the same length, for which the threads wake once.
 void Run(ffi::ThreadPool& pool, const std::vector<Work>& all) {
   int64_t total = 0;
-  for (const Work& work : all) total += work.multiplications;
+  for (const Work& work : all) total += work.values;
   const int64_t threads = pool.num_threads(),
                 wanted = CeilDiv(total, std::clamp(total / 16, kMinTaskValues, kTaskValues));
   const int64_t parts = wanted < threads ? wanted : CeilDiv(wanted, threads) * threads;
-  // The first task of `work` that belongs to a part, if `before` is what works before it multiply.
+  // The first task of `work` that belongs to a part, if `before` is what works before it have.
   const auto first_of = [&](int64_t part, const Work& work, int64_t before) {
     const int64_t start = total / parts * part + total % parts * part / parts - before;
-    const double share = static_cast<double>(start) / work.multiplications;
+    const double share = static_cast<double>(start) / work.values;
     return static_cast<int64_t>(std::clamp(share, 0.0, 1.0) * work.tasks + 0.5);
   };
   ParallelFor(pool, parts, [&](int64_t part) {
@@ -85,12 +85,19 @@ void Run(ffi::ThreadPool& pool, const std::vector<Work>& all) {
     for (const Work& work : all) {
       const int64_t first = first_of(part, work, before), end = first_of(part + 1, work, before);
       if (first < end) work.run(first, end);
-      before += work.multiplications;
+      before += work.values;
     }
   });
   for (const Work& work : all) {
     if (work.finish) work.finish();
   }
+}
+
+// The values of matrices for one row of x that take as long as these do for `rows`: to decode them takes as long as to
+// multiply kFewRows.
+int64_t TimeInValues(const Stack& stack, int64_t rows) {
+  const double values = static_cast<double>(stack.count) * stack.first.rows * stack.first.cols;
+  return std::max<int64_t>(1, static_cast<int64_t>(values * (rows + kFewRows) / (1 + kFewRows)));
 }
 
 // Values in a task for one row of x. Small matrices are cut finer, so that threads share them too.
@@ -250,7 +257,7 @@ std::optional<Work> SplitMatmul(ffi::ThreadPool& pool, const Stack& stack, Prepa
     if (finish_split) finish_split();
     const std::unique_ptr<float[]> others(new float[rows * width]);
     Work others_work = PanelMatmul(pool, stack, x.Panels(pool, stack), others.get());
-    others_work.multiplications = rows * width * stack.first.Depth();
+    others_work.values = TimeInValues(stack, x.rows);
     Run(pool, {others_work});
     for (int64_t row = 0; row < rows; ++row) {
       if (!split->fit[row]) std::memcpy(y + row * width, &others[row * width], width * sizeof(float));
@@ -310,7 +317,7 @@ ffi::Error PlanMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, c
   if (results != 0 && depth == 0) std::memset(sums, 0, results * sizeof(float));
   if (results == 0 || depth == 0) return ffi::Error::Success();
   all.push_back(Matmul(pool, stack, x, rounding, sums));
-  all.back().multiplications = results * depth;
+  all.back().values = TimeInValues(stack, x.rows);
   return ffi::Error::Success();
 }
 
