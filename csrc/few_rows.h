@@ -45,21 +45,22 @@ struct FewRounded {
   typedef Int8X X;
   static constexpr int kMostRows = kInt8TileRows;
 
+  // Of what is multiplied at once.
+  static int64_t Depth(const Matrix&, const X& x) { return x.scaled; }
+
   template <int kRows>
   static void Add(const Int8Part& part, const X& x, int64_t first, int64_t k, float* totals) {
     const int64_t at = first * (x.depth / x.block) + k / x.block * kRows;
     const int8_t* values = x.values + first * x.depth + k * kRows;
-    const float* steps = x.steps + at;
+    const float *steps = x.steps + at, *x_totals = x.totals + at + (part.blocks - 1) * kRows;
     const int32_t* sums = x.sums + at;
     Reals found[kRows][kFewVectors] = {};
-    float x_sums[kRows] = {};
     for (int64_t b = 0; b < part.blocks; ++b) {  // which share the scales of the matrix
       Ints dots[kRows][kFewVectors];
       DotsOfBlock(part, b, values, sums, dots);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         const float step = steps[b * kRows + r];
-        x_sums[r] += step * static_cast<float>(sums[b * kRows + r]);
 #pragma GCC unroll 4
         for (int v = 0; v < kFewVectors; ++v) found[r][v] += ToReals(dots[r][v]) * step;
       }
@@ -68,7 +69,7 @@ struct FewRounded {
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
       for (int v = 0; v < kFewVectors; ++v) {
-        AddScaled(part, 0, v, found[r][v], x_sums[r], totals + r * kPanelColumns);
+        AddScaled(part, 0, v, found[r][v], x_totals[r], totals + r * kPanelColumns);
       }
     }
   }
@@ -78,6 +79,8 @@ struct FewRounded {
 struct FewSplit {
   typedef SplitX X;
   static constexpr int kMostRows = kSplitTileRows;
+
+  static int64_t Depth(const Matrix& m, const X&) { return m.block % 64 == 0 ? 64 : 32; }
 
   template <int kRows>
   static void Add(const Int8Part& part, const X& x, int64_t first, int64_t k, float* totals) {
@@ -150,7 +153,7 @@ struct FewRows {
 
   // Up to kSliceColumns columns.
   void Run(int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
-    const int64_t depth = m.block % 64 == 0 ? 64 : 32, columns = CeilDiv(n1 - n0, kPanelColumns) * kPanelColumns;
+    const int64_t depth = Rows::Depth(m, x), columns = CeilDiv(n1 - n0, kPanelColumns) * kPanelColumns;
     const Floats totals(columns * count);
     ScaleBuffers buffers;
     alignas(64) float scales[kPanelColumns], offsets[kPanelColumns];
