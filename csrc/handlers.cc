@@ -42,7 +42,7 @@ struct Work {
   int64_t tasks = 0;
   std::function<void(int64_t, int64_t)> run = nullptr;  // tasks from the first to the second
   std::function<void()> finish = nullptr;               // after all tasks, if there is more to do
-  int64_t values = 0;                                   // of matrices for one row of x that take as long
+  int64_t values = 0;                                   // how long it takes, as TimeInValues says
 };
 
 template <class Body>
@@ -74,7 +74,7 @@ void Run(ffi::ThreadPool& pool, const std::vector<Work>& all) {
   const int64_t threads = pool.num_threads(),
                 wanted = CeilDiv(total, std::clamp(total / 16, kMinTaskValues, kTaskValues));
   const int64_t parts = wanted < threads ? wanted : CeilDiv(wanted, threads) * threads;
-  // The first task of `work` that belongs to a part, if `before` is what works before it have.
+  // The first task of `work` that belongs to a part, if `before` is the sum of `values` of works before it.
   const auto first_of = [&](int64_t part, const Work& work, int64_t before) {
     const int64_t start = total / parts * part + total % parts * part / parts - before;
     const double share = static_cast<double>(start) / work.values;

@@ -30,10 +30,6 @@ struct Int8DotsOf {
   static constexpr int kSideBySide = 4;
 #endif
 
-  // From what is read to what is prefetched, on Zen 5: at least, and at most for what fits into L1 until it is read.
-  static constexpr int64_t kBytesAhead = 16384, kMostAhead = 32768;
-  static constexpr int64_t kScalesAhead = 4;  // times the rows whose scales are read at once
-
   template <int kPart>
   static constexpr int kPlaces = kPacked ? 8 / Format::kPlaneBits[kPart] : 1;
 
@@ -131,7 +127,7 @@ struct Int8DotsOf {
   bool TakeScales(int64_t n, int64_t rows) const {
     const float* found = ScalesAt(m, n, 0, rows * count, scales.values);
     const float* added = OffsetsAt(m, n, 0, rows * count, centre, found, offsets.values);
-    PrefetchScales(m, n + kScalesAhead * rows, 0, rows * count);
+    PrefetchScales(m, n + kDotScalesAhead * rows, 0, rows * count);
     // What is behind the last scale of the matrix.
     const int64_t unreadable = found != scales.values && n + rows == m.rows ? kIntLanes : 0;
     Ints halves;
@@ -225,12 +221,12 @@ struct Int8DotsOf {
     const uint8_t* codes[kRows];
     alignas(64) uint8_t copies[kRows][kSpan];
     for (int r = 0; r < kRows && kPacked; ++r) codes[r] = m.planes[kPart] + (n + r) * row_bytes;
-    const int64_t distance = Max(kRows * row_bytes, kBytesAhead);
+    const int64_t distance = Max(kRows * row_bytes, kDotBytesAhead);
     const uint8_t* ahead = m.planes[kPart] + n * row_bytes + distance;
     for (int64_t t = 0; t < whole; ++t, ahead += kRows * kSpan) {
       for (int r = 0; r < kRows && kPacked; ++r) {
-        distance <= kMostAhead ? __builtin_prefetch(ahead + r * kSpan, 0, 0)
-                               : __builtin_prefetch(ahead + r * kSpan, 0, 2);
+        distance <= kDotMostAhead ? __builtin_prefetch(ahead + r * kSpan, 0, 0)
+                                  : __builtin_prefetch(ahead + r * kSpan, 0, 2);
       }
       for (int r = 0; r < kRows && !kPacked; ++r) codes[r] = CopySpan<kPart>(n + r, t, copies[r]);
       AddSpan<kPart, kRows, false>(t, codes, factor + t * part.span_blocks, sums, nan);

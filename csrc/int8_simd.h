@@ -10,6 +10,11 @@
 
 namespace eformer::EFORMER_ISA {
 
+// From the codes that dot products along rows read to those that they prefetch, on Zen 5: at least, and at most for
+// what fits into L1 until it is read.
+constexpr int64_t kDotBytesAhead = 16384, kDotMostAhead = 32768;
+constexpr int64_t kDotScalesAhead = 4;  // the same for scales, times the rows whose scales are read at once
+
 #if defined(EFORMER_VNNI) && defined(__AVX512VNNI__)
 #define EFORMER_BYTE_DOTS
 constexpr int kIntBytes = 64;

@@ -8,7 +8,6 @@ namespace eformer::EFORMER_ISA {
 
 static_assert(kPanelColumns == kRunValues, "a row of a panel is decoded at once");
 constexpr int64_t kPanelStride = kPanelColumns + 16;  // between rows: no power of two, so that they share no cache set
-constexpr int64_t kMaxPanelDepth = 192;
 
 // Byte distances to prefetch, since hardware prefetchers miss strides of a page: panels further on in the same rows of
 // codes, or at the start of the next rows. Neighbouring rows use different distances, because the same column of rows a

@@ -205,8 +205,7 @@ template <class Format>
 struct SplitPackedColumns {
   static constexpr int kPlaces = kValuesPerByte<Format>;
   static constexpr int64_t kSpan = kIntBytes, kSpanDepth = kSpan * kPlaces;
-  static constexpr int kSideBySide = 4;       // rows that share what is loaded of x
-  static constexpr int64_t kScalesAhead = 4;  // times the rows whose scales are read at once
+  static constexpr int kSideBySide = 4;  // rows that share what is loaded of x
 
   const Matrix& m;
   const int64_t length, span_blocks, row_bytes, spans, blocks;
@@ -264,7 +263,7 @@ struct SplitPackedColumns {
       const int64_t rows = Min(rows_at_once, n1 - n);
       const float* scale = ScalesAt(m, n, 0, rows * count, scales.values);
       const float* offset = OffsetsAt(m, n, 0, rows * count, Format::kCentre, scale, offsets.values);
-      PrefetchScales(m, n + kScalesAhead * rows, 0, rows * count);
+      PrefetchScales(m, n + kDotScalesAhead * rows, 0, rows * count);
       for (int64_t i = 0; i < rows; ++i) {  // of all rows first: a load can't take the bytes of two recent stores
         float* factor = factors.values + i * blocks;
         if (each == 1) {
@@ -327,13 +326,12 @@ struct SplitPackedColumns {
   // The dot products of kRows rows from `n` on. While they are read, those behind them are prefetched from end to end.
   template <int kRows>
   EFORMER_INLINE void DotsOfRows(int64_t n, const float* factor, const float* offset, float* y) const {
-    constexpr int64_t kBytesAhead = 16384, kMostAhead = 32768;  // at most, for what fits into L1 until it is read
     Reals sums[kRows] = {};
     float rest[kRows] = {};
     if (offset != nullptr) AddOffsets(offset, sums, rest);
     const Ints lanes = LoadVector<Ints>(places);
     const uint8_t* codes = m.planes[0] + n * row_bytes;
-    const int64_t whole = m.cols / kSpanDepth, distance = Max(kRows * row_bytes, kBytesAhead), stride = row_bytes;
+    const int64_t whole = m.cols / kSpanDepth, distance = Max(kRows * row_bytes, kDotBytesAhead), stride = row_bytes;
     const uint8_t* ahead = codes + distance;
     Ints fours[kXParts * kPlaces];
     const auto dot = [&](int64_t span, IntBytes packed, int r) {
@@ -346,8 +344,8 @@ struct SplitPackedColumns {
       LoadSpan(t, fours);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        distance <= kMostAhead ? __builtin_prefetch(ahead + r * kSpan, 0, 0)
-                               : __builtin_prefetch(ahead + r * kSpan, 0, 2);
+        distance <= kDotMostAhead ? __builtin_prefetch(ahead + r * kSpan, 0, 0)
+                                  : __builtin_prefetch(ahead + r * kSpan, 0, 2);
         sums[r] += dot(t, LoadVector<IntBytes>(codes + r * stride), r);
       }
     }
