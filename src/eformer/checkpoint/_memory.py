@@ -58,8 +58,7 @@ def _memory(nbytes: int) -> np.ndarray:
 class _HugePages:
     """Huge pages, as long as they are there more quickly than the small pages in their place.
 
-    The first page of each piece of memory is timed. After one that was slow this process gets small pages: decode of a
-    model of 1.5 billion weights takes as long on them, within 3%.
+    The first page of each piece of memory is timed. After one that was slow this process gets small pages.
     """
 
     def __init__(self) -> None:
