@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import jax
 
 from eformer.model import stored_bytes
 
@@ -22,6 +25,7 @@ from .tokenizer import Tokenizer
 
 CACHES = {"float32": empty_cache, "int8": empty_int8_cache}
 SWITCH = 1e-4  # seconds that threads which read weights wait for Python's lock while JAX traces; they need it often
+LEAST_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 HELP = """\
 Write text with a language model of the Llama or Qwen2 family, in plain JAX, on dense or quantized weights.
 
@@ -86,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     sys.setswitchinterval(SWITCH)
+    if LEAST_SECONDS not in os.environ:
+        jax.config.update(LEAST_SECONDS.lower(), 0.0)  # a layer is compiled more quickly than what JAX keeps else
     sampling = Sampling(args.temperature, args.top_k, args.top_p).checked()
     change = quantizing(args.format, embeddings=args.embeddings, activations=args.activations)
     prompts = [sys.stdin.read().strip() if text == "-" else text for text in args.prompts]

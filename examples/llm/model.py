@@ -66,13 +66,25 @@ def hidden(
     long: no token attends to them, and positions are counted from there.
     """
     padding = jnp.zeros(len(tokens), jnp.int32) if padding is None else padding
-    places = _places(params, start + jnp.arange(tokens.shape[1]), padding, cache[0][0].shape[-1], start, config)
-    x, after = params["token_embd.weight"][tokens], []
+    x, places = entering(params, tokens, start, cache[0][0].shape[-1], config, padding)
+    after = []
     for i, entries in enumerate(cache):
-        weights = {name.removeprefix(f"blk.{i}."): params[name] for name in params if name.startswith(f"blk.{i}.")}
-        x, entries = _layer(weights, x, entries, places, config)
+        x, entries = layer(layer_weights(params, i), x, entries, places, config)
         after.append(entries)
-    return _normalized(params, "output_norm", x, config), after
+    return normalized(params, "output_norm", x, config), after
+
+
+def entering(
+    params: Params, tokens: jax.Array, start: jax.Array, capacity: int, config: Config, padding: jax.Array
+) -> tuple[jax.Array, Places]:
+    """What the first layer takes: the embedded tokens, and where they stand in a cache of `capacity` entries."""
+    places = _places(params, start + jnp.arange(tokens.shape[1]), padding, capacity, start, config)
+    return params["token_embd.weight"][tokens], places
+
+
+def layer_weights(params: Params, i: int) -> Params:
+    """The parameters of a layer, by their names without its number."""
+    return {name.removeprefix(f"blk.{i}."): params[name] for name in params if name.startswith(f"blk.{i}.")}
 
 
 def logits(params: Params, x: jax.Array) -> jax.Array:
@@ -81,16 +93,17 @@ def logits(params: Params, x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="config")  # traced once, not for every layer
-def _layer(
+def layer(
     weights: Params, x: jax.Array, entries: tuple[jax.Array, jax.Array], places: Places, config: Config
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    y = _normalized(weights, "attn_norm", x, config)
+    """What a layer makes of x (batch, length, width), and its entries of the cache with the new tokens added."""
+    y = normalized(weights, "attn_norm", x, config)
     query, key, value = (_heads(_dense(weights, name, y), config) for name in ("attn_q", "attn_k", "attn_v"))
     query, key = (_rotated(each, places, config) for each in (query, key))
     keys = jax.lax.dynamic_update_slice(entries[0], _joined(key).mT, (0, 0, places.start))
     values = jax.lax.dynamic_update_slice(entries[1], _joined(value), (0, places.start, 0))
     x = x + _dense(weights, "attn_output", _attention(query, keys, values, places.seen))
-    y = _normalized(weights, "ffn_norm", x, config)
+    y = normalized(weights, "ffn_norm", x, config)
     gated = jax.nn.silu(_dense(weights, "ffn_gate", y)) * _dense(weights, "ffn_up", y)
     return x + _dense(weights, "ffn_down", gated), (keys, values)
 
@@ -158,5 +171,5 @@ def _dense(params: Params, name: str, x: jax.Array) -> jax.Array:
     return y + params[f"{name}.bias"] if f"{name}.bias" in params else y
 
 
-def _normalized(params: Params, name: str, x: jax.Array, config: Config) -> jax.Array:
+def normalized(params: Params, name: str, x: jax.Array, config: Config) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.epsilon) * params[f"{name}.weight"]
