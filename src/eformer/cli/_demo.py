@@ -20,6 +20,7 @@ from eformer._text import in_bytes, table
 from eformer.checkpoint import load, quantize_checkpoint
 from eformer.jaximus import implicit
 from eformer.model import default_rules, stored_bytes
+from eformer.ops.quantization import fuse
 
 from . import _demo_llm
 from ._answer import Answer
@@ -125,7 +126,7 @@ def compare_models(
 ) -> list[Row]:
     """Each model's embeddings compared with the first model's, and their times; inputs are (sentences, length)."""
     minilm = importlib.import_module(MODEL)
-    run = jax.jit(implicit(minilm.embed))
+    run = jax.jit(fuse(implicit(minilm.embed)))
     stage("embedding ...", sys.stderr)
     vectors = {name: minilm.embed_all(run, params, inputs, max(BATCHES)) for name, params in models.items()}
     times = {}
