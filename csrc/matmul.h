@@ -15,6 +15,11 @@ constexpr int kTileRows = 8;
 constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 #endif
 
+// Those of many, of which each is multiplied by all columns of a panel where there are registers for that: less of x is
+// read. Else a part of the columns stays in L1.
+constexpr int kManyTileRows = kLanes == 16 ? kTileRows / 2 : kTileRows;
+constexpr int64_t kManyTileColumns = kLanes == 16 ? kPanelColumns : 2 * kLanes;
+
 // The sums of kRows rows of x.
 template <int kRows>
 struct Tile {
@@ -109,9 +114,9 @@ static void Matmul(const Matrix& m, const PlainX& x, int64_t count, int64_t k0, 
   typedef typename Format::Panels Own;
   std::conditional_t<std::is_void_v<Own>, DecodedPanels<Format>, Own> panels(m, count, n0, n1);
   const bool few = count <= kFewRows;
-  const int64_t max_depth = few ? 64 : kMaxPanelDepth;       // for few rows, a panel stays in L1
-  const int64_t at_once = few ? kPanelColumns : 2 * kLanes;  // for many, this part of it does
-  const RowGroups groups(count, kTileRows);
+  const int64_t max_depth = few ? 64 : kMaxPanelDepth;  // for few rows, a panel stays in L1
+  const int64_t at_once = few ? kPanelColumns : kManyTileColumns;
+  const RowGroups groups(count, few ? kTileRows : kManyTileRows);
   alignas(64) float panel[(kMaxPanelDepth + 8) * kPanelStride];
   const Lines all_sums(CeilDiv(n1 - n0, kPanelColumns) * count * kPanelColumns);
   for (int64_t k = k0, end; k < k1; k = end) {
@@ -119,22 +124,20 @@ static void Matmul(const Matrix& m, const PlainX& x, int64_t count, int64_t k0, 
     for (int64_t n = n0; n < n1; n += kPanelColumns) {
       const PrefetchDistances ahead(m, kValuesPerByte<Format>, end - k, n, n0, n1);
       const float* scale = panels.Decode(k, end - k, n, Min(kPanelColumns, n1 - n), ahead, panel);
-      float* sums = all_sums.values + (n - n0) * count;
+      const float* result_scale = m.result_scale != nullptr ? m.result_scale + n : nullptr;
       for (int64_t i = 0; i < kPanelColumns; i += at_once) {
+        const bool ends = end == k1 && i + at_once == kPanelColumns;
         for (int64_t g = 0; g < groups.count; ++g) {
           const int64_t first = groups.First(g), rows = groups.Size(g);
           const auto add = TileFunctions<std::make_integer_sequence<int, kTileRows>>::kOf[rows];
+          float* sums = all_sums.values + (n - n0) * count + first * kPanelColumns;
           add(panel + i, at_once, {x.values + first * x.stride + k, x.stride}, end - k,
-              scale != nullptr ? scale + i : nullptr, k == k0, sums + first * kPanelColumns + i);
+              scale != nullptr ? scale + i : nullptr, k == k0, sums + i);
+          for (int64_t r = 0; ends && r < rows; ++r, sums += kPanelColumns) {  // while they are in L1
+            WriteSums(panels, sums, Min(kPanelColumns, n1 - n), result_scale, y + (first + r) * m.Width() + n);
+          }
         }
       }
-    }
-  }
-  for (int64_t n = n0; n < n1; n += kPanelColumns) {
-    const float* sums = all_sums.values + (n - n0) * count;
-    const float* scale = m.result_scale != nullptr ? m.result_scale + n : nullptr;
-    for (int64_t r = 0; r < count; ++r, sums += kPanelColumns) {
-      WriteSums(panels, sums, Min(kPanelColumns, n1 - n), scale, y + r * m.Width() + n);
     }
   }
 }

@@ -75,7 +75,7 @@ static void TransposeBytes(const uint8_t* from, int64_t stride, uint8_t* to, int
   for (int i = 0; i < 16; ++i) std::memcpy(to + i * to_stride, &a[i], sizeof(Vector));
 }
 
-constexpr int64_t kMaxPanelDepth = 192;  // of what is decoded at a time
+constexpr int64_t kMaxPanelDepth = 384;  // of what is decoded at a time
 
 // The transpose of part of `m`: a matrix of `depth` rows and kPanelColumns columns, packed along the same values.
 template <class Format>
