@@ -194,24 +194,63 @@ EFORMER_NOINLINE static void ReadSuperblocks(const BlockNumbers& all, int64_t fi
   }
 }
 
+// The same from row `row` of entries on, if any number of them share a factor, the last ones of a row perhaps fewer.
 template <class Read>
-static inline bool ReadSuperblocks(const BlockNumbers& all, int64_t first, int64_t count, float* floats) {
-  if (all.per_factor == 8) return ReadSuperblocks<Read, 8>(all, first, count, floats), true;
-  if (all.per_factor == 16) return ReadSuperblocks<Read, 16>(all, first, count, floats), true;
-  return false;
+EFORMER_NOINLINE static void ReadSuperblocksOfRows(const BlockNumbers& all, int64_t row, int64_t stride, int64_t count,
+                                                   float* floats) {
+  const typename Read::Stored* from = static_cast<const typename Read::Stored*>(all.entries) + row * stride;
+  constexpr int64_t kAtOnce = 64;
+  float factors[kAtOnce];
+  int64_t left = stride;  // in this row
+  for (int64_t f = 0; f < count; f += kAtOnce) {
+    const int64_t some = Min(kAtOnce, count - f);
+    ReadNumbers(all.factor_type, all.factors, row * all.factor_row_step + f, 0, 1, some, factors);
+    for (int64_t i = 0; i < some; ++i) {
+      const int64_t shared = Min(all.per_factor, left);
+      const Vec factor = Spread(factors[i]);
+      int64_t j = 0;
+      for (; j + kLanes <= shared; j += kLanes) {
+        float found[kLanes];
+        ReadLanes<Read>(from + j, found);
+        Store(floats + j, Load(found) * factor);
+      }
+      for (; j < shared; ++j) floats[j] = Read::Of(from[j]) * factors[i];
+      from += shared;
+      floats += shared;
+      left = left == shared ? stride : left - shared;
+    }
+  }
 }
 
 // Reads `count` entries that run on into the following rows, and multiplies them by their factors, if there is a loop
-// that does both: for bytes in whole superblocks of 8 or 16 along the rows.
+// that does both: for bytes that begin a row, in whole superblocks along the rows, or in whole rows.
+template <class Read>
+static inline bool ReadSuperblocks(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t count,
+                                   float* floats) {
+  const int64_t stride = m.BlockScaleStride(), superblocks = CeilDiv(stride, all.per_factor);
+  if (all.factor_row_step != superblocks) return false;
+  if (superblocks * all.per_factor != stride) {
+    if (count % stride != 0) return false;
+    ReadSuperblocksOfRows<Read>(all, row, stride, count / stride * superblocks, floats);
+    return true;
+  }
+  if (count % all.per_factor != 0) return false;
+  const int64_t first = row * superblocks, some = count / all.per_factor;
+  if (all.per_factor == 8) {
+    ReadSuperblocks<Read, 8>(all, first, some, floats);
+  } else if (all.per_factor == 16) {
+    ReadSuperblocks<Read, 16>(all, first, some, floats);
+  } else {
+    ReadSuperblocksOfRows<Read>(all, row, stride, some, floats);
+  }
+  return true;
+}
+
 static inline bool ReadSuperblocks(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col, int64_t count,
                                    float* floats) {
-  const int64_t stride = m.BlockScaleStride(), superblocks = stride / all.per_factor;
-  const bool whole = m.packed_axis == 1 && all.factor_col_step == 1 && all.factor_row_step == superblocks &&
-                     superblocks * all.per_factor == stride && col == 0 && count % all.per_factor == 0;
-  if (!whole) return false;
-  const int64_t first = row * superblocks, some = count / all.per_factor;
-  if (all.type == Number::kUint8) return ReadSuperblocks<ReadUint8>(all, first, some, floats);
-  return all.type == Number::kInt8 && ReadSuperblocks<ReadInt8>(all, first, some, floats);
+  if (m.packed_axis != 1 || col != 0 || count == 0) return false;
+  if (all.type == Number::kUint8) return ReadSuperblocks<ReadUint8>(m, all, row, count, floats);
+  return all.type == Number::kInt8 && ReadSuperblocks<ReadInt8>(m, all, row, count, floats);
 }
 
 // The same for entries that run on into the following rows.
