@@ -158,15 +158,15 @@ def test_scales_reach_their_columns_alone(contracted_axis, instructions):
     np.testing.assert_array_equal(~np.isfinite(found), np.broadcast_to(expected, found.shape))
 
 
-@pytest.mark.parametrize("per_superblock", [2, 8, 16])
+@pytest.mark.parametrize("per_superblock", [2, 8, 12, 16, 20, 64])
 @pytest.mark.parametrize("contracted_axis", [0, 1])
 def test_scales_of_superblocks(contracted_axis, per_superblock):
-    """As Q4_K and Q6_K of GGUF have them: integers times a float for each superblock."""
+    """As Q4_K and Q6_K of GGUF have them: integers times a float for each superblock, the last perhaps with less."""
     shape = (2, 512, 70) if contracted_axis == 0 else (2, 70, 512)
     matrix = integer_matrix("uint6", shape, contracted_axis + 1, 16)
     rng, blocks = np.random.default_rng(4), matrix.scales[0].shape
     scale = jnp.asarray(rng.integers(-9, 9, blocks), jnp.int8)
-    over = [size if axis != contracted_axis + 1 else size // per_superblock for axis, size in enumerate(blocks)]
+    over = [size if axis != contracted_axis + 1 else -(-size // per_superblock) for axis, size in enumerate(blocks)]
     scales = (scale, jnp.asarray(rng.integers(1, 3, over), jnp.float16))
     names, size = ("scale", "scale_scale"), 16 * per_superblock
     matrix = replace(matrix, scales=scales, scale_names=names, superblock_size=size)
