@@ -131,6 +131,7 @@ OPTIMIZE = {
     "init": lambda p: optax.adam(1e-3).init(p),
     "momentum": lambda p: optax.sgd(1e-3, momentum=0.9).init(p),
     "apply_updates": lambda p: optax.apply_updates(p, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), p)),
+    "updates that are codes": lambda p: optax.apply_updates(p, p),
     "norm": lambda p: optax.tree.norm(p),
 }
 

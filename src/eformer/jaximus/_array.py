@@ -366,6 +366,14 @@ def _is_code(leaf: Leaf) -> bool:
 
 
 def _moves_codes(arguments: Mapping[str, Tree]) -> bool:
-    """Whether `apply_updates` would add fractions to codes; zeros of the same dtype do no harm."""
+    """Whether `apply_updates` would add fractions or other codes to codes; zeros of the same dtype do no harm.
+
+    Under `jit` updates have no values yet, and those of a code's dtype are taken for zeros.
+    """
     params, updates = (jtu.tree_leaves(arguments.get(name)) for name in ("params", "updates"))
-    return any(_is_code(p) and not _is_code(u) for p, u in zip(params, updates, strict=False))
+    return any(_is_code(p) and not (_is_code(u) and _may_be_zero(u)) for p, u in zip(params, updates, strict=False))
+
+
+def _may_be_zero(leaf: Leaf) -> bool:
+    has_values = isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, Tracer)
+    return not (has_values and np.any(np.asarray(leaf) != 0))
