@@ -15,7 +15,8 @@ import optax
 import pytest
 
 from eformer.checkpoint import load
-from eformer.jaximus import explain, implicit, materialization_error
+from eformer.jaximus import explain, implicit, materialization_error, materialize
+from eformer.model import quantize_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -174,7 +175,7 @@ def test_stories_are_sampled_from_what_the_model_predicts(told):
     np.testing.assert_array_equal(likeliest[:, 2:], jnp.argmax(scores, axis=-1)[:, 1:-1])
 
 
-@pytest.mark.parametrize(("format", "relative"), [("ternary", False), ("int4", True)])
+@pytest.mark.parametrize(("format", "relative"), [("ternary", False), ("int4", True), ("nf4", True)])
 def test_a_stopped_run_continues_as_if_it_had_not_stopped(format, relative, told, tmp_path):
     distillation, _, model, text = told
     student = distillation.student_of(model.params, format, None, False, 0)
@@ -220,6 +221,20 @@ def test_loftq_starts_nearer_to_the_teacher(told):
     assert 0 < found[True] < found[False]
 
 
+def test_scales_that_are_codes_are_trained_as_numbers(told):
+    """Each block has a gradient, and the forward pass sees the values of the quantized model, bit for bit."""
+    distillation, _, model, text = told
+    student = distillation.student_with_codes(quantize_model(model.params, distillation.rules("nf4")))
+    trained = [leaf * 1.1 for leaf in student.trained]
+    params, final = student.params(trained, student.frozen), student.final(trained, student.frozen)
+    jax.tree.map(np.testing.assert_array_equal, params, dict(materialize(final)))
+    assert final["gate.weight"].absmax.dtype == jnp.uint8
+    given = (text.tokens, jnp.asarray(text.states), model.params, text.vocabulary, 2)
+    gradients = jax.grad(lambda trained: distillation.loss(student.params(trained, student.frozen), *given)[0])(trained)
+    assert (2, 64, 4) in [leaf.shape for leaf in gradients]  # of the gate: 32 columns are 4 blocks
+    assert all(jnp.all(leaf != 0) for leaf in gradients)
+
+
 @pytest.mark.usefixtures("as_outside")
 def test_distillation_runs(stories_file, tmp_path, monkeypatch, capsys):
     from eformer.examples import distillation
@@ -261,7 +276,8 @@ def test_scales_are_trained_after_the_weights(stories_file, tmp_path, monkeypatc
     before, after = (load(tmp_path / "out" / name / "model.safetensors") for name in ("nf4", "nf4-scales"))
     for name in ("gate.weight", "down.weight"):
         assert jnp.array_equal(before[name].packed, after[name].packed)
-        assert not jnp.array_equal(before[name].absmax, after[name].absmax)
+        assert after[name].absmax.dtype == before[name].absmax.dtype == jnp.uint8
+        assert not jnp.array_equal(before[name].materialize(), after[name].materialize())
     assert jnp.array_equal(before["embed"], after["embed"])
     rows = [distillation.read_rows(tmp_path / "out" / name / "curve.csv") for name in ("nf4", "nf4-scales")]
     assert rows[1][0]["cpu_minutes"] >= rows[0][-1]["cpu_minutes"]
