@@ -84,24 +84,23 @@ EFORMER_INLINE void PrefetchPart(const Matrix& m, int64_t row, int64_t c) {
   }
 }
 
-// As Kernels::dot_matmul says.
+// As Kernels::dot_matmul says, for any format and x in the order of RowParts.
 template <class Format>
-static void DotMatmul(const Matrix& m, const PlainX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
-                      float* y) {
+static void DecodedDotMatmul(const Matrix& m, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y) {
   const RowParts<Format> parts(m, RowParts<Format>::DotOrderOf(m));
   const RowGroups groups(count, kDotTileRows);
   constexpr int64_t kRowsAhead = 2 * kDotColumns;
   alignas(64) float panel[kDotColumns][kDotStride];
   const Lines all_sums(count * CeilDiv(n1 - n0, kDotColumns) * kDotColumns);
   const auto begin = reinterpret_cast<float (*)[kDotColumns]>(all_sums.values);
-  for (int64_t k = k0; k < k1; k += kDotDepth) {
-    const int64_t depth = Min(kDotDepth, k1 - k), padded = CeilDiv(depth, kRunValues) * kRunValues;
+  for (int64_t k = 0; k < m.cols; k += kDotDepth) {
+    const int64_t depth = Min(kDotDepth, m.cols - k), padded = CeilDiv(depth, kRunValues) * kRunValues;
     auto sums = begin;
     for (int64_t n = n0; n < n1; n += kDotColumns, sums += count) {
       for (int64_t i = 0; i < kDotColumns; ++i) {
         if (n + i < n1) {
-          if (k + depth < k1) PrefetchPart<Format>(m, n + i, k + depth);
-          if (k == k0 && n + i + kRowsAhead < n1) PrefetchPart<Format>(m, n + i + kRowsAhead, k);
+          if (k + depth < m.cols) PrefetchPart<Format>(m, n + i, k + depth);
+          if (k == 0 && n + i + kRowsAhead < n1) PrefetchPart<Format>(m, n + i + kRowsAhead, k);
           parts.Decode(n + i, k, depth, panel[i]);
         } else {
           std::memset(panel[i], 0, padded * sizeof(float));
@@ -110,7 +109,7 @@ static void DotMatmul(const Matrix& m, const PlainX& x, int64_t count, int64_t k
       for (int64_t g = 0; g < groups.count; ++g) {
         const int64_t first = groups.First(g), rows = groups.Size(g);
         DotTileFunctions<std::make_integer_sequence<int, kDotTileRows>>::kOf[rows](
-            panel[0], x.values + first * x.stride + k, x.stride, padded, k == k0, sums + first);
+            panel[0], x.values + first * x.stride + k, x.stride, padded, k == 0, sums + first);
       }
     }
   }

@@ -175,8 +175,8 @@ int64_t TasksWorth(ffi::ThreadPool& pool, int64_t multiplications, int64_t other
   return std::min(multiplications / kTaskValues, CeilDiv(kThreadTasks * pool.num_threads(), others));
 }
 
-// Rows of x, as PanelRows, DotRows, TiledRows or Int8Rows, in tasks of some columns, and in parts of the depth if those
-// are few.
+// Rows of x, as PanelRows, TiledRows, Int8Rows or SplitRows, in tasks of some columns, and in parts of the depth if
+// those are few.
 template <class Rows>
 Work PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, std::shared_ptr<const Rows> shared, float* y) {
   const Rows& x = *shared;
@@ -270,7 +270,18 @@ std::optional<Work> SplitMatmul(ffi::ThreadPool& pool, const Stack& stack, Prepa
 std::optional<Work> DotMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, float* y) {
   const DotOrder order = stack.kernels->dot_order(stack.first);
   if (order == DotOrder::kNone || x.rows > kDotRows) return std::nullopt;
-  return PanelMatmul(pool, stack, x.Dots(pool, stack, order), y);
+  constexpr int64_t kFewest = 4;  // rows of the matrix in a task, if those are few
+  const int64_t width = stack.first.Width(), rows = x.rows;
+  const int64_t unit = width < kMinTasks * kTaskRows ? kFewest : kTaskRows;
+  const std::shared_ptr<const DotRows> ordered = x.Dots(pool, stack, order);
+  return WorkOfRanges(stack, unit, [=, &stack](int64_t matrix, int64_t n0, int64_t n1) {
+    Matrix m = stack[matrix];
+    const OuterScale scale(stack.kernels->format, m);
+    if (scale.of_width != nullptr || scale.of_depth != nullptr) m.scale = nullptr;
+    float* sums = y + matrix * rows * width;
+    stack.kernels->dot_matmul(m, ordered->From(matrix, 0), rows, n0, n1, sums);
+    for (int64_t row = 0; row < rows; ++row) scale.ScaleResult(n0, n1, sums + row * width);
+  });
 }
 
 // What a matmul may round.

@@ -2,7 +2,6 @@
 #include "kernels.h"
 
 #include "bfloats.h"
-#include "dot_tiles.h"
 #include "few_rows.h"
 #include "format_list.h"  // made by CMake: includes formats/*.h and defines EFORMER_FORMATS(use) as use(Int8, "int8") ...
 #include "int8_dots.h"
@@ -10,6 +9,7 @@
 #include "int8_round.h"
 #include "matmul.h"
 #include "split_matmul.h"
+#include "word_dots.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -39,7 +39,7 @@ constexpr Kernels KernelsOf() {
           RowMatmulOrNull<Format::RowMatmul>(),
           RowMatmulTransposedOf<Format>(),
           Matmul<Format>,
-          RowParts<Format>::DotOrderOf,
+          DotOrderOf<Format>,
           DotMatmul<Format>,
           kBfloatMatmul<Format>,
           Int8OrderOf<Format>,
@@ -105,7 +105,7 @@ const InstructionSet kInstructionSet = WithKernels(kExtended);
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
 const InstructionSet kInstructionSet = {
-    EFORMER_STRING(EFORMER_ISA),      kInt8TileRows, kSplitTileRows, OrderPairs, RoundRow, SplitRow, kAll,
+    EFORMER_STRING(EFORMER_ISA),      kInt8TileRows, kSplitTileRows, kWordTileRows, OrderX, RoundRow, SplitRow, kAll,
     kAll + sizeof kAll / sizeof *kAll};
 
 #endif

@@ -104,9 +104,11 @@ struct RowGroups {
 
 // How `dot_matmul` wants rows of x.
 enum class DotOrder {
-  kNone,   // there is no such loop for the matrix
-  kPlain,  // as they are
-  kPairs,  // as InstructionSet::order_pairs makes them
+  kNone,       // there is no such loop for the matrix
+  kPlain,      // as they are
+  kPairs,      // with values for even and for odd places of codes apart
+  kWordsOf8,   // as words of 8 codes are looked up, in RowGroups(rows, dot_tile_rows) whose vectors alternate
+  kWordsOf16,  // the same for words of 16 codes
 };
 
 // Rows of float32 x, `stride` apart.
@@ -181,10 +183,9 @@ struct Kernels {
   // The order that x must have for `dot_matmul`.
   DotOrder (*dot_order)(const Matrix& matrix);
 
-  // As `matmul` for up to kDotRows rows of x in the order for it, followed by zeros up to a multiple of kXPadding, and
-  // contracted_axis 1; n0 may be any.
-  void (*dot_matmul)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
-                     int64_t n1, float* y);
+  // As `matmul` for all of the depth, up to kDotRows rows of x in the order for it, followed by zeros up to a multiple
+  // of kXPadding, and contracted_axis 1; n0 may be any.
+  void (*dot_matmul)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y);
 
   // As `matmul` for up to kBfloatChunkRows rows of bfloat16 x, with values rounded to bfloat16; nullptr without AMX.
   void (*bfloat_matmul)(const Matrix& matrix, const uint16_t* x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
@@ -216,9 +217,11 @@ struct InstructionSet {
   const char* name;
   int64_t int8_tile_rows;   // rows of rounded x whose sums fit into registers
   int64_t split_tile_rows;  // the same for split x
+  int64_t dot_tile_rows;    // the same for float x in the orders of words
 
-  // Puts `count` values, a multiple of kXPadding, into the order in which pairs of codes in a byte are decoded.
-  void (*order_pairs)(const float* x, int64_t count, float* to);
+  // Puts `count` values of a row of x, a multiple of kXPadding, into an order: those of row `row` of `rows` side by
+  // side for the orders of words, of one row otherwise.
+  void (*order)(DotOrder order, const float* x, int64_t count, int64_t row, int64_t rows, float* to);
 
   // Rounds a row of x; false if it is not finite or beyond 2^100, or its steps are not. What follows the last block
   // stays as it is.

@@ -118,8 +118,8 @@ struct SingleRows {
   }
 };
 
-// The rows of x for each matrix, times its outer scale if `scales`: x itself if it is float32, its rows are `stride`
-// apart, and nothing scales them.
+// The rows of x for each matrix in an order for `dot_matmul`, times its outer scale if `scales`: x itself if it is
+// float32, its rows are `stride` apart, and nothing scales or orders them.
 struct FloatRows {
   int64_t rows;
   int64_t stride;
@@ -136,21 +136,33 @@ struct FloatRows {
     constexpr int64_t kTaskValues = 1 << 15;
     const int64_t depth = stack.first.Depth(), all = stack.count * rows;
     const bool is_scaled = scales && OuterScale(stack.kernels->format, stack.first).of_depth != nullptr;
-    const bool in_pairs = order == DotOrder::kPairs;
-    if (x.element_type() == ffi::F32 && depth == stride && !is_scaled && !in_pairs) return;
-    copied.reset(new float[all * stride]);
-    values = copied.get();
+    const bool is_plain = order == DotOrder::kPlain;
+    if (x.element_type() == ffi::F32 && depth == stride && !is_scaled && is_plain) return;
+    constexpr int64_t kLine = 64 / sizeof(float);  // vectors that cross a cache line take twice as long to load
+    copied.reset(new float[all * stride + kLine]);
+    float* const to = copied.get() + (-reinterpret_cast<uintptr_t>(copied.get()) / sizeof(float)) % kLine;
+    values = to;
     const RowGroups tasks(all, std::max<int64_t>(1, kTaskValues / stride));
     ParallelFor(pool, tasks.count, [&](int64_t task) {
-      const std::unique_ptr<float[]> natural(in_pairs ? new float[stride] : nullptr);
+      const std::unique_ptr<float[]> natural(is_plain ? nullptr : new float[stride]);
       for (int64_t row = tasks.First(task); row < tasks.First(task + 1); ++row) {
-        float* to = in_pairs ? natural.get() : &copied[row * stride];
-        ReadFloats(x, row * depth, depth, to);
-        if (is_scaled) OuterScale(stack.kernels->format, stack[row / rows]).ScaleInput(0, depth, to);
-        std::memset(to + depth, 0, (stride - depth) * sizeof(float));
-        if (in_pairs) stack.instructions->order_pairs(natural.get(), stride, &copied[row * stride]);
+        float* floats = is_plain ? to + row * stride : natural.get();
+        ReadFloats(x, row * depth, depth, floats);
+        if (is_scaled) OuterScale(stack.kernels->format, stack[row / rows]).ScaleInput(0, depth, floats);
+        std::memset(floats + depth, 0, (stride - depth) * sizeof(float));
+        if (!is_plain) Order(*stack.instructions, order, floats, row, to);
       }
     });
+  }
+
+ private:
+  void Order(const InstructionSet& instructions, DotOrder order, const float* floats, int64_t row, float* to) const {
+    const bool alternate = order == DotOrder::kWordsOf8 || order == DotOrder::kWordsOf16;
+    const RowGroups groups(rows, alternate ? instructions.dot_tile_rows : 1);
+    int64_t group = row % rows * groups.count / rows;  // the one that has the row, or the one before it
+    if (groups.First(group + 1) <= row % rows) ++group;
+    const int64_t first = groups.First(group), size = groups.Size(group);
+    instructions.order(order, floats, stride, row % rows - first, size, to + (row - row % rows + first) * stride);
   }
 };
 
@@ -198,20 +210,10 @@ struct PanelRows : FloatRows {
 
 // As Kernels::dot_matmul takes them.
 struct DotRows : FloatRows {
-  RowGroups chunks;  // all rows in one
-
-  static constexpr auto kMatmul = &Kernels::dot_matmul;
-  static constexpr bool kKernelScales = false;
   static bool Scales(int64_t) { return true; }
 
-  static TaskColumns Columns(const Matrix&, int64_t) { return {16, 128}; }
-  int64_t First(int64_t) const { return 0; }
-  int64_t Size(int64_t) const { return rows; }
-  PlainX Chunk(int64_t matrix, int64_t) const { return From(matrix, 0); }
-
   DotRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, DotOrder order)
-      : FloatRows(pool, stack, x, CeilDiv(stack.first.Depth(), kXPadding) * kXPadding, order, true),
-        chunks(rows, rows) {}
+      : FloatRows(pool, stack, x, CeilDiv(stack.first.Depth(), kXPadding) * kXPadding, order, true) {}
 };
 
 // The rows of bfloat16 x for each matrix in tiles, as Kernels::bfloat_matmul takes them.

@@ -85,12 +85,12 @@ constexpr decltype(Kernels::split_matmul) SplitMatmulOrNull() {
 }
 
 // As Kernels::split_order says. Where no instruction sums four products, floats are as fast unless they have to be
-// transposed.
+// transposed, which AVX-512 need not do (word_dots.h).
 template <class Format>
 static Int8Order SplitOrderOf(const Matrix& m) {
 #if defined(EFORMER_BYTE_DOTS)
-  constexpr bool kByRows = true, kByColumns = true;
-#elif defined(__AVX2__) || (defined(EFORMER_NEON) && defined(__ARM_FEATURE_DOTPROD))
+  constexpr bool kByRows = true, kByColumns = false;
+#elif !defined(EFORMER_AVX512) && (defined(__AVX2__) || (defined(EFORMER_NEON) && defined(__ARM_FEATURE_DOTPROD)))
   constexpr bool kByRows = false, kByColumns = true;
 #else
   constexpr bool kByRows = false, kByColumns = false;
