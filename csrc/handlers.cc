@@ -43,6 +43,7 @@ struct Work {
   std::function<void(int64_t, int64_t)> run = nullptr;  // tasks from the first to the second
   std::function<void()> finish = nullptr;               // after all tasks, if there is more to do
   int64_t values = 0;                                   // how long it takes, as TimeInValues says
+  bool is_fine = false;                                 // whether many short ranges of tasks take no longer than few
 };
 
 template <class Body>
@@ -67,20 +68,24 @@ Work WorkOfRanges(const Stack& stack, int64_t unit, const Body& body) {
   return {stack.count * tasks, run};
 }
 
-// Cuts all of it into parts of about the same length, for which the threads wake once.
+// Cuts all of it into parts of about the same length, for which the threads wake once. That takes them about 5
+// microseconds, in which the calling thread runs some of the parts if they are short.
 void Run(ffi::ThreadPool& pool, const std::vector<Work>& all) {
+  constexpr int64_t kShortParts = 4;  // for each thread
   int64_t total = 0;
-  for (const Work& work : all) total += work.values;
+  bool is_fine = true;
+  for (const Work& work : all) total += work.values, is_fine &= work.is_fine;
   const int64_t threads = pool.num_threads(),
                 wanted = CeilDiv(total, std::clamp(total / 16, kMinTaskValues, kTaskValues));
-  const int64_t parts = wanted < threads ? wanted : CeilDiv(wanted, threads) * threads;
+  const int64_t rounds = std::max(CeilDiv(wanted, threads), is_fine && wanted > 1 ? kShortParts : 1);
+  const int64_t parts = rounds * std::min(wanted, threads);
   // The first task of `work` that belongs to a part, if `before` is the sum of `values` of works before it.
   const auto first_of = [&](int64_t part, const Work& work, int64_t before) {
     const int64_t start = total / parts * part + total % parts * part / parts - before;
     const double share = static_cast<double>(start) / work.values;
     return static_cast<int64_t>(std::clamp(share, 0.0, 1.0) * work.tasks + 0.5);
   };
-  ParallelFor(pool, parts, [&](int64_t part) {
+  ParallelFor(pool, parts, wanted, [&](int64_t part) {
     int64_t before = 0;
     for (const Work& work : all) {
       const int64_t first = first_of(part, work, before), end = first_of(part + 1, work, before);
@@ -274,7 +279,7 @@ std::optional<Work> DotMatmul(ffi::ThreadPool& pool, const Stack& stack, Prepare
   const int64_t width = stack.first.Width(), rows = x.rows;
   const int64_t unit = width < kMinTasks * kTaskRows ? kFewest : kTaskRows;
   const std::shared_ptr<const DotRows> ordered = x.Dots(pool, stack, order);
-  return WorkOfRanges(stack, unit, [=, &stack](int64_t matrix, int64_t n0, int64_t n1) {
+  Work work = WorkOfRanges(stack, unit, [=, &stack](int64_t matrix, int64_t n0, int64_t n1) {
     Matrix m = stack[matrix];
     const OuterScale scale(stack.kernels->format, m);
     if (scale.of_width != nullptr || scale.of_depth != nullptr) m.scale = nullptr;
@@ -282,6 +287,8 @@ std::optional<Work> DotMatmul(ffi::ThreadPool& pool, const Stack& stack, Prepare
     stack.kernels->dot_matmul(m, ordered->From(matrix, 0), rows, n0, n1, sums);
     for (int64_t row = 0; row < rows; ++row) scale.ScaleResult(n0, n1, sums + row * width);
   });
+  work.is_fine = true;
+  return work;
 }
 
 // What a matmul may round.

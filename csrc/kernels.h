@@ -107,8 +107,9 @@ enum class DotOrder {
   kNone,       // there is no such loop for the matrix
   kPlain,      // as they are
   kPairs,      // with values for even and for odd places of codes apart
-  kWordsOf8,   // as words of 8 codes are looked up, in RowGroups(rows, dot_tile_rows) whose vectors alternate
-  kWordsOf16,  // the same for words of 16 codes
+  kWordsOf4,   // as words of 4 values are looked up, in RowGroups(rows, dot_tile_rows) whose vectors alternate
+  kWordsOf8,   // the same for words of 8 values
+  kWordsOf16,  // or 16
 };
 
 // Rows of float32 x, `stride` apart.
@@ -184,7 +185,7 @@ struct Kernels {
   DotOrder (*dot_order)(const Matrix& matrix);
 
   // As `matmul` for all of the depth, up to kDotRows rows of x in the order for it, followed by zeros up to a multiple
-  // of kXPadding, and contracted_axis 1; n0 may be any.
+  // of kXPadding, and contracted_axis 1; n0 starts a byte.
   void (*dot_matmul)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y);
 
   // As `matmul` for up to kBfloatChunkRows rows of bfloat16 x, with values rounded to bfloat16; nullptr without AMX.

@@ -1,6 +1,7 @@
 // Loops over XLA's own thread pool.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -11,11 +12,11 @@
 
 namespace eformer {
 
-// Calls body(i) for 0 <= i < count. The calling thread works too, so the loop also ends if the pool is busy. Throws
-// std::bad_alloc after all calls if one of them threw.
+// Calls body(i) for 0 <= i < count on up to `threads`. The calling thread works too, so the loop also ends if the pool
+// is busy. Throws std::bad_alloc after all calls if one of them threw.
 template <class Body>
-void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
+void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, int64_t threads, const Body& body) {
+  const int64_t helpers = std::min({pool.num_threads(), count, threads}) - 1;
   if (helpers < 1) {
     for (int64_t i = 0; i < count; ++i) body(i);
     return;
@@ -46,6 +47,12 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
     if (spins > 1000) std::this_thread::yield();
   }
   if (state->failed.load(std::memory_order_relaxed)) throw std::bad_alloc();
+}
+
+// The same on all threads.
+template <class Body>
+void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
+  ParallelFor(pool, count, count, body);
 }
 
 }  // namespace eformer

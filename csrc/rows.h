@@ -157,8 +157,7 @@ struct FloatRows {
 
  private:
   void Order(const InstructionSet& instructions, DotOrder order, const float* floats, int64_t row, float* to) const {
-    const bool alternate = order == DotOrder::kWordsOf8 || order == DotOrder::kWordsOf16;
-    const RowGroups groups(rows, alternate ? instructions.dot_tile_rows : 1);
+    const RowGroups groups(rows, order == DotOrder::kPairs ? 1 : instructions.dot_tile_rows);
     int64_t group = row % rows * groups.count / rows;  // the one that has the row, or the one before it
     if (groups.First(group + 1) <= row % rows) ++group;
     const int64_t first = groups.First(group), size = groups.Size(group);

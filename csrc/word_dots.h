@@ -33,7 +33,9 @@ struct WordOrder {
   }
 
   EFORMER_INLINE static Words Load(const uint8_t* codes) {
-    if constexpr (kBits == 4) {
+    if constexpr (kBits == 8) {
+      return (Words)_mm512_loadu_si512(codes);
+    } else if constexpr (kBits == 4) {
       return (Words)_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
     } else {
       return (Words)_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
@@ -71,7 +73,16 @@ struct WordDots {
   static constexpr bool kExists = kPlanes<Format> == 1 && (kBits == 2 || kBits == 4);
   static constexpr bool kInBlocks = Format::kScales == ScaleKind::kPerBlock;
   static constexpr bool kHasOffsets = kInBlocks && !Format::kFloatScales;
-  typedef WordOrder<kBits> Order;
+
+  enum Kind {
+    kRuns,   // codes lie along rows, and all of a run share a scale
+    kShort,  // codes lie along rows, in blocks shorter than a run
+    kAcross  // codes of several rows share a byte, and there are no blocks
+  };
+  template <Kind kKind>
+  using OrderOf = WordOrder<kKind == kAcross ? 8 : kBits>;
+  typedef OrderOf<kRuns> Order;
+  static constexpr int kPerByte = 8 / kBits;
 
   static constexpr int64_t kChunk = 16;    // rows of the matrix whose scales are read at once
   static constexpr int64_t kNearX = 6144;  // values of x that stay in L1
@@ -81,11 +92,16 @@ struct WordDots {
   // What a tile has room for: a multiple of four sums.
   static constexpr int64_t TileSums(int64_t rows) { return CeilDiv(rows * Columns(rows), 4) * 4; }
 
+  static Kind KindOf(const Matrix& m) {
+    return m.packed_axis == 0 ? kAcross : kInBlocks && m.block < kRunValues ? kShort : kRuns;
+  }
+
   // Whether lanes have one scale each.
   static bool Fits(const Matrix& m) {
-    if (m.packed_axis == 0 || m.contracted_axis == 0) return false;
+    if (m.contracted_axis == 0) return false;
     if (!kInBlocks) return m.scale_row_step == 0 || m.scale_col_step == 0;
-    return m.block % kRunValues == 0 || (kRunValues % m.block == 0 && m.block % Order::kWordValues == 0);
+    const bool fits = m.block % kRunValues == 0 || (kRunValues % m.block == 0 && m.block % Order::kWordValues == 0);
+    return m.packed_axis == 1 && fits;
   }
 
   // What is multiplied over a part of the depth.
@@ -93,6 +109,7 @@ struct WordDots {
     const uint8_t* codes[4];
     const float *scales[4], *offsets[4];  // of each run, or of each block if those are shorter
     const float* tail[4];                 // decoded values behind the last whole run, if has_tail
+    int first_bit;                        // of codes across rows, in a byte
     int64_t run_blocks;                   // in a run, if blocks are shorter
     const int32_t* places;                // and which of them each lane is in
     const float* x;
@@ -103,37 +120,43 @@ struct WordDots {
     float* sums;
   };
 
-  // The sums of kRows rows of x. kShort: blocks are shorter than runs, and values are scaled one by one; else a table
-  // of values is scaled for each run.
-  template <int kRows, bool kShort>
+  // The sums of kRows rows of x. Values of short blocks are scaled one by one; else a table of values is scaled for
+  // each run.
+  template <int kRows, Kind kKind>
   static void Add(const LoadedTable& table, const Part& part) {
+    typedef OrderOf<kKind> Order;
     constexpr int kColumns = Columns(kRows);
+    constexpr int64_t kReadBytes = (kKind == kAcross ? 1 : kColumns) * Order::kRunBytes;
     const Places places = LoadPlaces(part.places);
     Vec sums[kRows][kColumns] = {}, next[kColumns], decoded[kColumns];
     const float* x = part.x;
-    ScaleTables<kShort>(table, part, 0, next);
+    ScaleTables<kKind>(table, part, 0, next);
     for (int64_t run = 0; run < part.runs; ++run, x += kRows * kRunValues) {
       Words words[kColumns];
       Vec tables[kColumns], scales[kColumns], offsets[kColumns];
-      for (int64_t i = 0; i < kColumns * Order::kRunBytes; i += 64) {
-        __builtin_prefetch(part.ahead + run * kColumns * Order::kRunBytes + i, 0, 2);
-      }
+      for (int64_t i = 0; i < kReadBytes; i += 64) __builtin_prefetch(part.ahead + run * kReadBytes + i, 0, 2);
 #pragma GCC unroll 4
       for (int c = 0; c < kColumns; ++c) {
-        words[c] = Order::Load(part.codes[c] + run * Order::kRunBytes);
+        if (kKind != kAcross || c == 0) words[c] = Order::Load(part.codes[c] + run * Order::kRunBytes);
+        if (kKind == kAcross && c == 0) words[c] >>= part.first_bit;
         tables[c] = next[c];
-        if constexpr (kShort) scales[c] = Pick(Load(part.scales[c] + run * part.run_blocks), places);
-        if constexpr (kShort && kHasOffsets) offsets[c] = Pick(Load(part.offsets[c] + run * part.run_blocks), places);
+        if constexpr (kKind == kShort) scales[c] = Pick(Load(part.scales[c] + run * part.run_blocks), places);
+        if constexpr (kKind == kShort && kHasOffsets) {
+          offsets[c] = Pick(Load(part.offsets[c] + run * part.run_blocks), places);
+        }
       }
-      ScaleTables<kShort>(table, part, run + 1, next);  // so that lookups need not wait for it
+      ScaleTables<kKind>(table, part, run + 1, next);  // so that lookups need not wait for it
 #pragma GCC unroll 4
       for (int v = 0; v < Order::kVectors; ++v) {
-        const Words shifts = Order::template Shifts<Format::kHighBitsFirst>(v);
 #pragma GCC unroll 4
         for (int c = 0; c < kColumns; ++c) {
-          decoded[c] = LookUp((__m512)tables[c], words[c] >> shifts);
-          if constexpr (kShort) decoded[c] *= scales[c];
-          if constexpr (kShort && kHasOffsets) decoded[c] += offsets[c];
+          if constexpr (kKind == kAcross) {
+            decoded[c] = LookUp((__m512)tables[c], words[0] >> (8 * v + kBits * c));
+          } else {
+            decoded[c] = LookUp((__m512)tables[c], words[c] >> Order::template Shifts<Format::kHighBitsFirst>(v));
+          }
+          if constexpr (kKind == kShort) decoded[c] *= scales[c];
+          if constexpr (kKind == kShort && kHasOffsets) decoded[c] += offsets[c];
         }
         Multiply(x + v * kRows * kLanes, decoded, sums);
       }
@@ -158,34 +181,36 @@ struct WordDots {
 
   template <int... kRowsLessOne>
   struct Functions<std::integer_sequence<int, kRowsLessOne...>> {
-    static constexpr decltype(&Add<1, false>) kOf[2][kWordTileRows + 1] = {
-        {nullptr, Add<kRowsLessOne + 1, false>...}, {nullptr, Add<kRowsLessOne + 1, kInBlocks>...}};
+    static constexpr decltype(&Add<1, kRuns>) kOf[2][kWordTileRows + 1] = {
+        {nullptr, Add<kRowsLessOne + 1, kRuns>...},
+        {nullptr, Add < kRowsLessOne + 1, kInBlocks ? kShort : kAcross > ...}};  // formats have one of them
   };
 
   // As Kernels::dot_matmul says.
   static void Run(const Matrix& m, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y) {
     const RowGroups groups(count, kWordTileRows);
+    const int64_t depth = kNearX / Min(count, kWordTileRows) / kRunValues * kRunValues;  // the same for all rows
     Chunk chunk(m);
     for (int64_t n = n0; n < n1; n += kChunk) {
       const int64_t rows = Min(kChunk, n1 - n);
       chunk.Take(n, rows);
       for (int64_t g = 0; g < groups.count; ++g) {
         const int64_t first = groups.First(g), size = groups.Size(g);
-        chunk.Multiply(x.values + first * x.stride, size);
+        chunk.Multiply(x.values + first * x.stride, size, depth);
         (Columns(size) == 4 ? Write<4> : Write<2>)(chunk.sums, size, rows, m.Width(), y + first * m.Width() + n);
       }
     }
   }
 
  private:
-  template <bool kShort, int kColumns>
+  template <Kind kKind, int kColumns>
   EFORMER_INLINE static void ScaleTables(const LoadedTable& table, const Part& part, int64_t run,
                                          Vec (&tables)[kColumns]) {
 #pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) {
       tables[c] = (Vec)table.values;
-      if constexpr (kInBlocks && !kShort) tables[c] *= Spread(part.scales[c][run]);
-      if constexpr (kHasOffsets && !kShort) tables[c] += Spread(part.offsets[c][run]);
+      if constexpr (kInBlocks && kKind == kRuns) tables[c] *= Spread(part.scales[c][run]);
+      if constexpr (kHasOffsets && kKind == kRuns) tables[c] += Spread(part.offsets[c][run]);
     }
   }
 
@@ -222,11 +247,12 @@ struct WordDots {
   // shorter.
   struct Chunk {
     const Matrix m;
-    const int64_t row_bytes = m.RowBytes(8 / kBits), whole = m.cols / kRunValues * kRunValues;
-    const bool is_short = kInBlocks && m.block < kRunValues;
-    const int64_t run_blocks = is_short ? kRunValues / m.block : 1;
+    const Kind kind = KindOf(m);
+    const int64_t row_bytes = m.RowBytes(kPerByte), whole = m.cols / kRunValues * kRunValues;
+    const int64_t byte_rows = kind == kAcross ? kPerByte : 1, byte_values = kPerByte / byte_rows;  // in a byte
+    const int64_t run_blocks = kind == kShort ? kRunValues / m.block : 1;
     const int64_t blocks = kInBlocks ? m.BlockScaleStride() : 0,
-                  numbers = is_short ? blocks : CeilDiv(m.cols, kRunValues);
+                  numbers = kind == kShort ? blocks : CeilDiv(m.cols, kRunValues);
     const Floats stored_scales{kInBlocks ? kChunk * blocks : 0}, stored_offsets{kHasOffsets ? kChunk * blocks : 0};
     const Floats scales{kInBlocks ? kChunk * numbers + kLanes : 0};
     const Floats offsets{kHasOffsets ? kChunk * numbers + kLanes : 0};
@@ -238,7 +264,7 @@ struct WordDots {
 
     explicit Chunk(const Matrix& matrix) : m(matrix) {
       for (int i = 0; i < kLanes; ++i) {
-        places[i] = is_short ? static_cast<int32_t>(i % Order::kWords * Order::kWordValues / m.block) : 0;
+        places[i] = kind == kShort ? static_cast<int32_t>(i % Order::kWords * Order::kWordValues / m.block) : 0;
       }
       if (kHasOffsets && m.offsets.entries == nullptr) table.values = (__m512)((Vec)table.values - m.centre);
     }
@@ -258,7 +284,7 @@ struct WordDots {
         float run[kRunValues];
         DecodeRun<Format>(m, TableOf<Format>(), n + i, whole, m.cols - whole, run);
         std::memset(run + m.cols - whole, 0, (whole + kRunValues - m.cols) * sizeof(float));
-        Order::Put(run, kRunValues, 0, 1, tails.values + i * kRunValues);
+        (kind == kAcross ? OrderOf<kAcross>::Put : Order::Put)(run, kRunValues, 0, 1, tails.values + i * kRunValues);
       }
     }
 
@@ -275,26 +301,27 @@ struct WordDots {
       }
     }
 
-    // The sums of `size` rows of x, tile by tile.
-    void Multiply(const float* x, int64_t size) {
-      const int64_t columns = Columns(size), depth = Max(1, kNearX / (size * kRunValues)) * kRunValues;
-      const auto add = Functions<std::make_integer_sequence<int, kWordTileRows>>::kOf[is_short][size];
-      const uint8_t* ahead = m.planes[0] + (n + kChunk) * row_bytes;
+    // The sums of `size` rows of x, tile by tile, in parts of the depth.
+    void Multiply(const float* x, int64_t size, int64_t depth) {
+      const int64_t columns = Columns(size);
+      const auto add = Functions<std::make_integer_sequence<int, kWordTileRows>>::kOf[kind != kRuns][size];
+      const uint8_t* ahead = m.planes[0] + (n + kChunk) / byte_rows * row_bytes;
       for (int64_t k = 0; k < m.cols; k += depth) {
         const int64_t runs = (Min(k + depth, whole) - k) / kRunValues, number = k / kRunValues * run_blocks;
         const bool has_tail = k + depth >= m.cols && whole < m.cols;
         float* to = sums;
         for (int64_t i = 0; i < rows; i += columns, to += TileSums(size)) {
-          Part part = {{}, {}, {}, {}, run_blocks, places, x + k * size, runs, has_tail, ahead, k == 0, to};
+          const int first_bit = static_cast<int>((n + i) % byte_rows) * kBits;
+          Part part = {{}, {}, {}, {}, first_bit, run_blocks, places, x + k * size, runs, has_tail, ahead, k == 0, to};
           for (int64_t c = 0; c < columns; ++c) {
             const int64_t row = Min(i + c, rows - 1);
-            part.codes[c] = m.planes[0] + (n + row) * row_bytes + k * kBits / 8;
+            part.codes[c] = m.planes[0] + (n + row) / byte_rows * row_bytes + k / byte_values;
             part.scales[c] = scales.values + row * numbers + number;
             part.offsets[c] = offsets.values + row * numbers + number;
             part.tail[c] = tails.values + row * kRunValues;
           }
           add(table, part);
-          ahead += columns * runs * Order::kRunBytes;
+          ahead += columns * runs * kRunValues / kPerByte;
         }
       }
     }
@@ -308,7 +335,8 @@ template <class Format>
 static DotOrder DotOrderOf(const Matrix& m) {
 #if defined(EFORMER_AVX512)
   if constexpr (WordDots<Format>::kExists) {
-    if (WordDots<Format>::Fits(m)) return WordDots<Format>::kBits == 4 ? DotOrder::kWordsOf8 : DotOrder::kWordsOf16;
+    constexpr DotOrder kAlong = WordDots<Format>::kBits == 4 ? DotOrder::kWordsOf8 : DotOrder::kWordsOf16;
+    if (WordDots<Format>::Fits(m)) return m.packed_axis == 0 ? DotOrder::kWordsOf4 : kAlong;
   }
 #endif
   return RowParts<Format>::DotOrderOf(m);
@@ -319,6 +347,8 @@ static inline void OrderX(DotOrder order, const float* x, int64_t count, int64_t
   (void)row, (void)rows;
   switch (order) {
 #if defined(EFORMER_AVX512)
+    case DotOrder::kWordsOf4:
+      return WordOrder<8>::Put(x, count, row, rows, to);
     case DotOrder::kWordsOf8:
       return WordOrder<4>::Put(x, count, row, rows, to);
     case DotOrder::kWordsOf16:
