@@ -98,11 +98,15 @@ void Run(ffi::ThreadPool& pool, const std::vector<Work>& all) {
   }
 }
 
-// The values of matrices for one row of x that take as long as these do for `rows`: to decode them takes as long as to
-// multiply kFewRows.
-int64_t TimeInValues(const Stack& stack, int64_t rows) {
+// The values of matrices for one row of x that take as long as these do, `times` over.
+int64_t TimeInValues(const Stack& stack, double times) {
   const double values = static_cast<double>(stack.count) * stack.first.rows * stack.first.cols;
-  return std::max<int64_t>(1, static_cast<int64_t>(values * (rows + kFewRows) / (1 + kFewRows)));
+  return std::max<int64_t>(1, static_cast<int64_t>(values * times));
+}
+
+// The same for `rows`: to decode values takes as long as to multiply kFewRows.
+int64_t TimeInValues(const Stack& stack, int64_t rows) {
+  return TimeInValues(stack, static_cast<double>(rows + kFewRows) / (1 + kFewRows));
 }
 
 // Values in a task for one row of x. Small matrices are cut finer, so that threads share them too.
@@ -272,22 +276,23 @@ std::optional<Work> SplitMatmul(ffi::ThreadPool& pool, const Stack& stack, Prepa
 }
 
 // Of few rows of x by dot products; nothing if another way is faster.
-std::optional<Work> DotMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, float* y) {
+std::optional<Work> DotMatmul(const Stack& stack, PreparedX& x, float* y) {
   const DotOrder order = stack.kernels->dot_order(stack.first);
   if (order == DotOrder::kNone || x.rows > kDotRows) return std::nullopt;
   constexpr int64_t kFewest = 4;  // rows of the matrix in a task, if those are few
   const int64_t width = stack.first.Width(), rows = x.rows;
   const int64_t unit = width < kMinTasks * kTaskRows ? kFewest : kTaskRows;
-  const std::shared_ptr<const DotRows> ordered = x.Dots(pool, stack, order);
+  const std::shared_ptr<const DotRows> ordered = x.Dots(stack, order);
   Work work = WorkOfRanges(stack, unit, [=, &stack](int64_t matrix, int64_t n0, int64_t n1) {
     Matrix m = stack[matrix];
     const OuterScale scale(stack.kernels->format, m);
     if (scale.of_width != nullptr || scale.of_depth != nullptr) m.scale = nullptr;
     float* sums = y + matrix * rows * width;
-    stack.kernels->dot_matmul(m, ordered->From(matrix, 0), rows, n0, n1, sums);
+    stack.kernels->dot_matmul(m, ordered->OfThisThread().From(matrix, 0), rows, n0, n1, sums);
     for (int64_t row = 0; row < rows; ++row) scale.ScaleResult(n0, n1, sums + row * width);
   });
   work.is_fine = true;
+  work.values = TimeInValues(stack, (rows + 2) / 6.0);  // four rows take as long as one alone
   return work;
 }
 
@@ -308,7 +313,7 @@ Work Matmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, const Round
   }
   if (several) {
     if (auto work = SplitMatmul(pool, stack, x, y)) return *std::move(work);
-    if (auto work = DotMatmul(pool, stack, x, y)) return *std::move(work);
+    if (auto work = DotMatmul(stack, x, y)) return *std::move(work);
   }
   if (several || !HasRowMatmul(*stack.kernels, stack.first)) {
     return PanelMatmul(pool, stack, x.Panels(pool, stack), y);
@@ -335,7 +340,7 @@ ffi::Error PlanMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, c
   if (results != 0 && depth == 0) std::memset(sums, 0, results * sizeof(float));
   if (results == 0 || depth == 0) return ffi::Error::Success();
   all.push_back(Matmul(pool, stack, x, rounding, sums));
-  all.back().values = TimeInValues(stack, x.rows);
+  if (all.back().values == 0) all.back().values = TimeInValues(stack, x.rows);
   return ffi::Error::Success();
 }
 
