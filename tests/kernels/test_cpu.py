@@ -214,6 +214,18 @@ def test_a_row_of_x_beside_more_of_them(rows, name, contracted_axis):
     np.testing.assert_array_less(np.abs(few.astype(np.float64) - many[:, :rows]), bound + 1e-30)
 
 
+@every_set
+@pytest.mark.parametrize("name", ["nf4 64 along 1", "int8 per column"])
+@pytest.mark.parametrize("rows", [9, 17])
+def test_equal_rows_of_x(rows, name, instructions):
+    """They have the same bits, though tiles have different numbers of rows, and the sum is taken in parts."""
+    matrix, _ = example(name, (1, 70, 1600))
+    x = np.repeat(normal((1, 1, 1600), seed=1), rows, axis=1)
+    with cpu.instruction_set(instructions):
+        out = np.asarray(cpu.matmul(jnp.asarray(x), matrix, 1))
+    np.testing.assert_array_equal(out, np.repeat(out[:, :1], rows, axis=1))
+
+
 @both_ways
 @BESIDE
 @pytest.mark.parametrize("rows", [7, 250])
