@@ -184,8 +184,8 @@ struct Kernels {
   // The order that x must have for `dot_matmul`.
   DotOrder (*dot_order)(const Matrix& matrix);
 
-  // As `matmul` for all of the depth, up to kDotRows rows of x in the order for it, followed by zeros up to a multiple
-  // of kXPadding, and contracted_axis 1; n0 starts a byte.
+  // As `matmul` for all of the depth, up to kDotRows rows of x in the order for it, followed by zeros up
+  // to a multiple of kXPadding, and contracted_axis 1; n0 starts a byte.
   void (*dot_matmul)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y);
 
   // As `matmul` for up to kBfloatChunkRows rows of bfloat16 x, with values rounded to bfloat16; nullptr without AMX.

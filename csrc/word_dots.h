@@ -131,14 +131,17 @@ struct WordDots {
     Vec sums[kRows][kColumns] = {}, next[kColumns], decoded[kColumns];
     const float* x = part.x;
     ScaleTables<kKind>(table, part, 0, next);
+    const auto across = [&](int64_t run) {
+      return Order::Load(part.codes[0] + run * Order::kRunBytes) >> part.first_bit;
+    };
+    Words next_word = kKind == kAcross && part.runs > 0 ? across(0) : Words{};
     for (int64_t run = 0; run < part.runs; ++run, x += kRows * kRunValues) {
       Words words[kColumns];
       Vec tables[kColumns], scales[kColumns], offsets[kColumns];
       for (int64_t i = 0; i < kReadBytes; i += 64) __builtin_prefetch(part.ahead + run * kReadBytes + i, 0, 2);
 #pragma GCC unroll 4
       for (int c = 0; c < kColumns; ++c) {
-        if (kKind != kAcross || c == 0) words[c] = Order::Load(part.codes[c] + run * Order::kRunBytes);
-        if (kKind == kAcross && c == 0) words[c] >>= part.first_bit;
+        words[c] = kKind == kAcross ? next_word : Order::Load(part.codes[c] + run * Order::kRunBytes);
         tables[c] = next[c];
         if constexpr (kKind == kShort) scales[c] = Pick(Load(part.scales[c] + run * part.run_blocks), places);
         if constexpr (kKind == kShort && kHasOffsets) {
@@ -146,6 +149,7 @@ struct WordDots {
         }
       }
       ScaleTables<kKind>(table, part, run + 1, next);  // so that lookups need not wait for it
+      if constexpr (kKind == kAcross) next_word = across(Min(run + 1, part.runs - 1));
 #pragma GCC unroll 4
       for (int v = 0; v < Order::kVectors; ++v) {
 #pragma GCC unroll 4
