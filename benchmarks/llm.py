@@ -256,6 +256,35 @@ from eformer.examples.llm.__main__ import main
 main([*sys.argv[1:3], "--count", sys.argv[3], "--activations", "int8", "--quiet"])
 print(open("/proc/self/status").read(), file=sys.stderr)
 """
+# What it takes on the way, step by step: what is resident then, and the most so far.
+MEMORY_RUN = """
+import sys
+def say(what):
+    found = dict(line.split(":") for line in open("/proc/self/status"))
+    print(what, *(found[name].split()[0] for name in ("VmRSS", "VmHWM")), sep=": ", flush=True)
+import jax
+say("JAX is imported")
+from eformer.examples.llm import Request, open_model
+from eformer.examples.llm.quantize import quantizing
+say("the example is imported")
+with open_model(sys.argv[1]) as opened:
+    tokenizer = opened.tokenizer()
+    request = Request(opened.config, [tokenizer.encode(sys.argv[2])], int(sys.argv[3]))
+    say("the prompt is tokens")
+    change = quantizing("file", activations="int8")
+    request.compile(opened.like(change))
+    say("the programs for the prompt are loaded")
+    params = opened.read(change)
+say("the weights are read")
+made = request.run(params)
+next(made)
+say("the first token is there")
+next(made)
+say("the program of the loop is loaded")
+for _ in made:
+    pass
+say("all tokens are there")
+"""
 
 
 # --- the comparison ---
@@ -364,6 +393,19 @@ def whole_run(command: list[str], args: argparse.Namespace) -> tuple[float, int]
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
     return seconds, next(int(line.split()[1]) * 1024 for line in told.splitlines() if line.startswith("VmHWM"))
+
+
+def memory_steps(model: Path, args: argparse.Namespace) -> str:
+    """A table: memory of a process that writes DECODE tokens, at each step, with what JAX compiled before."""
+    from rings import markdown
+
+    command = [sys.executable, "-c", MEMORY_RUN, str(model), PROMPT, str(DECODE)]
+    for _ in range(2):  # the first fills caches
+        done = subprocess.run(command, env=os.environ | compiled_once(args.folder), stdout=subprocess.PIPE, text=True)
+        done.check_returncode()
+    steps = [line.split(": ") for line in done.stdout.splitlines()]
+    lines = [[what, *(f"{int(kibibytes) * 1024 / 1e6:.0f}" for kibibytes in each)] for what, *each in steps]
+    return markdown([f"{model.stem}, as in the file, when", "resident, MB", "peak so far, MB"], lines)
 
 
 def say(text: str) -> None:
@@ -486,6 +528,7 @@ def main() -> None:
     )
     parser.add_argument("--cache", action="store_true", help="measure only what an int8 cache costs; --text is long")
     parser.add_argument("--cold", action="store_true", help="measure only the time to the first token, and memory")
+    parser.add_argument("--memory", action="store_true", help="show only where the memory of a process goes")
     parser.add_argument("--no-quality", dest="quality", action="store_false", help="leave out int8 activations' cost")
     parser.add_argument("--docs", action="store_true", help="write the results into docs/benchmarks.md too")
     parser.add_argument(
@@ -515,8 +558,8 @@ def measure_all(args: argparse.Namespace) -> None:
         for name in args.models:
             model = models.find(name, args.folder, say)
             say(f"{model.stem}:")
-            if args.cache:
-                print(f"\n{cache_cost(model, args.text)}", flush=True)
+            if args.cache or args.memory:
+                print(f"\n{memory_steps(model, args) if args.memory else cache_cost(model, args.text)}", flush=True)
                 continue
             rows = {} if args.cold else compare(model, args)
             if args.peer:
@@ -525,7 +568,7 @@ def measure_all(args: argparse.Namespace) -> None:
                     rows[each] = rows.get(each, {}) | row
             measured[model.stem] = {"file_bytes": model.stat().st_size, "rows": rows}
             print(f"\n{tables(model.stem, rows, model.stat().st_size)}", flush=True)
-    if not (args.only or args.cold or args.cache):
+    if not (args.only or args.cold or args.cache or args.memory):
         write(measured, args)
 
 
