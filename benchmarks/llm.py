@@ -400,10 +400,10 @@ def memory_steps(model: Path, args: argparse.Namespace) -> str:
     from rings import markdown
 
     command = [sys.executable, "-c", MEMORY_RUN, str(model), PROMPT, str(DECODE)]
-    for _ in range(2):  # the first fills caches
-        done = subprocess.run(command, env=os.environ | compiled_once(args.folder), stdout=subprocess.PIPE, text=True)
-        done.check_returncode()
-    steps = [line.split(": ") for line in done.stdout.splitlines()]
+    where = os.environ | compiled_once(args.folder)
+    subprocess.run(command, env=where, stdout=subprocess.DEVNULL, check=True)  # fills caches
+    told = subprocess.run(command, env=where, stdout=subprocess.PIPE, check=True, text=True).stdout
+    steps = [line.split(": ") for line in told.splitlines()]
     lines = [[what, *(f"{int(kibibytes) * 1024 / 1e6:.0f}" for kibibytes in each)] for what, *each in steps]
     return markdown([f"{model.stem}, as in the file, when", "resident, MB", "peak so far, MB"], lines)
 
