@@ -152,30 +152,36 @@ Work CutRowMatmul(const Stack& stack, const PartMatmul& matmul, float* y) {
   return work;
 }
 
-Work RowMatmulTransposed(const Stack& stack, std::shared_ptr<const SingleRows> x, float* y) {
+// Whether the outer scale of a matrix is applied to x or to the result. Else only `matmul` serves.
+bool HasOuterScale(const Stack& stack) {
   const FormatInfo& format = stack.kernels->format;
-  const int64_t width = stack.first.Width();
-  const bool in_blocks = format.scales == ScaleKind::kPerBlock && stack.first.packed_axis == 0;
-  const int64_t unit = in_blocks ? stack.first.block : kTaskRows;  // whole bytes of codes
-  return WorkOfRanges(stack, unit, [=, &stack, &format](int64_t matrix, int64_t n0, int64_t n1) {
-    stack.kernels->row_matmul_transposed(stack[matrix], (*x)[matrix], n0, n1, y + matrix * width);
-    OuterScale(format, stack[matrix]).ScaleResult(n0, n1, y + matrix * width);
-  });
+  return format.scales == ScaleKind::kPerBlock || OuterScale::VariesAlongOneAxis(format, stack.first);
 }
 
-Work RowMatmul(const Stack& stack, std::shared_ptr<const SingleRows> x, float* y) {
-  if (stack.first.contracted_axis == 1) return RowMatmulTransposed(stack, x, y);
-  const auto matmul = [x, &stack](int64_t i, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* to) {
-    stack.kernels->row_matmul(stack[i], (*x)[i], k0, k1, n0, n1, to);
+bool FitsGemv(const Stack& stack) {
+  const Matrix& m = stack.first;
+  const int64_t lanes = stack.instructions->lanes, block = m.block;
+  if (stack.kernels->format.scales != ScaleKind::kPerBlock) return true;
+  if (m.packed_axis == 0) return block % stack.kernels->format.max_values_per_byte == 0;
+  return block % lanes == 0 || lanes % block == 0;
+}
+
+bool FitsDots(const Stack& stack) {
+  const Matrix& m = stack.first;
+  constexpr int64_t kRun = 64, kTileColumns = 4, kLaneValues = 8;
+  if (stack.kernels->format.scales != ScaleKind::kPerBlock) return true;
+  if (m.packed_axis == 0) return m.block % kTileColumns == 0;
+  return m.block % kRun == 0 || (kRun % m.block == 0 && m.block % kLaneValues == 0);
+}
+
+Work GemvMatmul(const Stack& stack, std::shared_ptr<const SingleRows> x, float* y) {
+  const auto gemv = FitsGemv(stack) ? stack.kernels->gemv : stack.kernels->gemv_any;
+  const auto matmul = [x, &stack, gemv](int64_t i, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* to) {
+    Matrix m = stack[i];
+    m.scale = nullptr;
+    gemv(m, (*x)[i], k0, k1, n0, n1, to);
   };
   return CutRowMatmul(stack, matmul, y);
-}
-
-// Whether there is a loop for one row of x. Such loops do not apply a broadcast scale that varies along both axes.
-bool HasRowMatmul(const Kernels& kernels, const Matrix& m) {
-  const bool has_loop = m.contracted_axis == 1 || kernels.row_matmul != nullptr;
-  return has_loop &&
-         (kernels.format.scales == ScaleKind::kPerBlock || OuterScale::VariesAlongOneAxis(kernels.format, m));
 }
 
 // In how many tasks to cut work of so many multiplications, of which there are `others` alike: some for each thread, so
@@ -276,19 +282,27 @@ std::optional<Work> SplitMatmul(ffi::ThreadPool& pool, const Stack& stack, Prepa
 }
 
 // Of few rows of x by dot products; nothing if another way is faster.
-std::optional<Work> DotMatmul(const Stack& stack, PreparedX& x, float* y) {
-  const DotOrder order = stack.kernels->dot_order(stack.first);
-  if (order == DotOrder::kNone || x.rows > kDotRows) return std::nullopt;
-  constexpr int64_t kFewest = 4;  // rows of the matrix in a task, if those are few
-  const int64_t width = stack.first.Width(), rows = x.rows;
-  const int64_t unit = width < kMinTasks * kTaskRows ? kFewest : kTaskRows;
-  const std::shared_ptr<const DotRows> ordered = x.Dots(stack, order);
+std::optional<Work> DotMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, float* y) {
+  const Matrix& shape = stack.first;
+  const bool fits = FitsDots(stack);
+  if (shape.contracted_axis == 0 || x.rows > kDotRows || !HasOuterScale(stack) || (!fits && x.rows > 1)) {
+    return std::nullopt;
+  }
+  constexpr int64_t kFewest = 4, kMostBlocks = 64;  // rows of the matrix in a task, if those are few; or of a block
+  const int64_t width = shape.Width(), rows = x.rows;
+  int64_t unit = width < kMinTasks * kTaskRows ? kFewest : kTaskRows;
+  if (stack.kernels->format.scales == ScaleKind::kPerBlock && shape.packed_axis == 0) {
+    unit = shape.block < kMostBlocks ? CeilDiv(unit, shape.block) * shape.block : kMostBlocks;
+  }
+  const bool in_lanes = fits && shape.packed_axis == 1 && stack.kernels->format.reorders;
+  const std::shared_ptr<const DotRows> ordered = x.Dots(pool, stack, in_lanes);
+  const auto dots = fits ? stack.kernels->dots : stack.kernels->dots_any;
   Work work = WorkOfRanges(stack, unit, [=, &stack](int64_t matrix, int64_t n0, int64_t n1) {
     Matrix m = stack[matrix];
     const OuterScale scale(stack.kernels->format, m);
-    if (scale.of_width != nullptr || scale.of_depth != nullptr) m.scale = nullptr;
+    m.scale = nullptr;
     float* sums = y + matrix * rows * width;
-    stack.kernels->dot_matmul(m, ordered->OfThisThread().From(matrix, 0), rows, n0, n1, sums);
+    dots(m, ordered->From(matrix, 0), rows, n0, n1, sums);
     for (int64_t row = 0; row < rows; ++row) scale.ScaleResult(n0, n1, sums + row * width);
   });
   work.is_fine = true;
@@ -313,12 +327,10 @@ Work Matmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, const Round
   }
   if (several) {
     if (auto work = SplitMatmul(pool, stack, x, y)) return *std::move(work);
-    if (auto work = DotMatmul(stack, x, y)) return *std::move(work);
   }
-  if (several || !HasRowMatmul(*stack.kernels, stack.first)) {
-    return PanelMatmul(pool, stack, x.Panels(pool, stack), y);
-  }
-  return RowMatmul(stack, x.Single(stack), y);
+  if (auto work = DotMatmul(pool, stack, x, y)) return *std::move(work);
+  if (several || !HasOuterScale(stack)) return PanelMatmul(pool, stack, x.Panels(pool, stack), y);
+  return GemvMatmul(stack, x.Single(stack), y);
 }
 
 // Checks x and the result against the stack, and plans the matmul. An empty one is no work.
@@ -351,7 +363,7 @@ ffi::Error MatmulImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs
   Stack stack;
   const Attributes attributes = {format,     instruction_set, rows,       cols, packed_axis, contracted_axis,
                                  block_size, superblock_size, scale_names};
-  if (auto error = MakeStack(pool, attributes, AllOf(buffers), stack); error.failure()) return error;
+  if (auto error = MakeStack(attributes, AllOf(buffers), stack); error.failure()) return error;
   PreparedX prepared(x);
   std::vector<Work> all;
   if (auto error = PlanMatmul(pool, stack, prepared, {round_x, round_values}, *y, all); error.failure()) return error;
@@ -412,7 +424,7 @@ ffi::Error MatmulsImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer in
     const Attributes attributes = {format[i],     instruction_set,    rows[i],
                                    cols[i],       packed_axis[i],     contracted_axis[i],
                                    block_size[i], superblock_size[i], names[i]};
-    if (auto error = MakeStack(pool, attributes, own, stacks[i]); error.failure()) return error;
+    if (auto error = MakeStack(attributes, own, stacks[i]); error.failure()) return error;
   }
   if (used != buffers.size()) {
     return ffi::Error::InvalidArgument("buffer_count takes " + std::to_string(used) + " of the " +
@@ -436,7 +448,7 @@ ffi::Error DecodeImpl(ffi::ThreadPool pool, ffi::RemainingArgs buffers, ffi::Res
   Stack stack;
   const Attributes attributes = {format,     instruction_set, rows,       cols, packed_axis, 0,
                                  block_size, superblock_size, scale_names};
-  if (auto error = MakeStack(pool, attributes, AllOf(buffers), stack); error.failure()) return error;
+  if (auto error = MakeStack(attributes, AllOf(buffers), stack); error.failure()) return error;
   int64_t results;
   if (auto error = CheckResult(*values, stack.count, rows, cols, results); error.failure()) return error;
   if (results == 0) return ffi::Error::Success();

@@ -28,8 +28,8 @@ class PreparedX {
     return Find(tiled_, stack, {}, pool, stack, buffer);
   }
 
-  std::shared_ptr<const DotRows> Dots(const Stack& stack, DotOrder order) {
-    return Find(dots_, stack, {static_cast<int64_t>(order)}, stack, buffer, order);
+  std::shared_ptr<const DotRows> Dots(ffi::ThreadPool& pool, const Stack& stack, bool in_lanes) {
+    return Find(dots_, stack, {in_lanes}, pool, stack, buffer, in_lanes);
   }
 
   std::shared_ptr<const Int8Rows> Rounded(ffi::ThreadPool& pool, const Stack& stack, const Int8Order& order) {

@@ -23,8 +23,6 @@
 namespace eformer {
 namespace {
 
-constexpr int64_t kNestedBlock = 256;  // quantized scales that share a scale
-
 #if defined(EFORMER_EMULATE_AVX512)
 
 bool HasAmx() { return true; }
@@ -133,24 +131,6 @@ ffi::Error ChooseKernels(const Attributes& a, Stack& stack) {
   return ffi::Error::InvalidArgument("unknown format \"" + std::string(a.format) + "\": there are " + names);
 }
 
-// scales = values[code] * nested + offset, for each code of each matrix.
-void DecodeScales(ffi::ThreadPool& pool, const uint8_t* codes, const float* nested, const float* offset,
-                  const float* values, int64_t count, int64_t size, float* scales) {
-  const int64_t groups = CeilDiv(size, kNestedBlock);
-  constexpr int64_t kGroupsAtOnce = 64;
-  const int64_t tasks = CeilDiv(groups, kGroupsAtOnce);
-  ParallelFor(pool, count * tasks, [&](int64_t task) {
-    const int64_t matrix = task / tasks, start = task % tasks * kGroupsAtOnce;
-    for (int64_t g = start; g < std::min(groups, start + kGroupsAtOnce); ++g) {
-      const float scale = nested[matrix * groups + g];
-      const int64_t end = std::min(size, (g + 1) * kNestedBlock);
-      for (int64_t i = matrix * size + g * kNestedBlock; i < matrix * size + end; ++i) {
-        scales[i] = values[codes[i]] * scale + offset[matrix];  // rounded twice, as the oracle does: -ffp-contract=off
-      }
-    }
-  });
-}
-
 // The buffers behind those of codes, by the names that the call gives them.
 struct NamedBuffers {
   struct Entry {
@@ -242,47 +222,38 @@ ffi::Error TakeNumbers(const Attributes& a, const Stack& stack, const std::strin
                                      ShapeOf({stack.count, all_rows, all_cols}) + ", got " + Describe(*factors));
 }
 
-// For loops that read float32: scales that are float32 already, or codes of them that are decoded here.
-ffi::Error TakeFloatScales(ffi::ThreadPool& pool, const NamedBuffers& named, Stack& stack) {
+// Takes scales that are codes of a table of 256 floats, times a factor for each kMappedBlock of them, plus a mean.
+ffi::Error TakeMappedScales(const NamedBuffers& named, Stack& stack) {
   Matrix& m = stack.first;
-  const int64_t rows = m.packed_axis == 0 ? CeilDiv(m.rows, m.block) : m.rows;
-  const int64_t cols = m.BlockScaleStride();
-  stack.scale_size = rows * cols;
-  stack.bytes_of_scales[0] = stack.scale_size * sizeof(float);
+  const int64_t rows = m.packed_axis == 0 ? CeilDiv(m.rows, m.block) : m.rows, cols = m.BlockScaleStride();
+  const int64_t groups = CeilDiv(rows * cols, kMappedBlock);
   const auto *scale = named.Find("scale"), *nested = named.Find("nested"), *mean = named.Find("mean"),
              *map = named.Find("map");
-  const size_t known = nested != nullptr && mean != nullptr && map != nullptr ? 4 : 1;
-  if (scale == nullptr || named.all.size() != known) {
+  if (scale == nullptr || nested == nullptr || mean == nullptr || map == nullptr || named.all.size() != 4) {
     return ffi::Error::InvalidArgument(stack.kernels->format.name +
-                                       std::string(" takes \"scale\" or \"scale nested mean map\" as scale_names"));
+                                       std::string(" takes quantized scales as scale_names \"scale nested mean map\""));
   }
-  if (known == 1) {
-    if (!Is(*scale, ffi::F32, {stack.count, rows, cols})) {
-      return ffi::Error::InvalidArgument("scale must be float32 " + ShapeOf({stack.count, rows, cols}) + ", got " +
-                                         Describe(*scale));
-    }
-    m.scale = scale->typed_data<float>();
-  } else {
-    if (!Is(*scale, ffi::U8, {stack.count, rows, cols}) ||
-        !Is(*nested, ffi::F32, {stack.count, CeilDiv(stack.scale_size, kNestedBlock)}) ||
-        !Is(*mean, ffi::F32, {stack.count}) || !Is(*map, ffi::F32, {256})) {
-      return ffi::Error::InvalidArgument("a quantized scale must be uint8 " + ShapeOf({stack.count, rows, cols}) +
-                                         " with float32 nested, mean and 256 values, got " + Describe(*scale) + ", " +
-                                         Describe(*nested) + ", " + Describe(*mean) + " and " + Describe(*map));
-    }
-    stack.decoded_scales.reset(new float[stack.count * stack.scale_size]);
-    DecodeScales(pool, scale->typed_data<uint8_t>(), nested->typed_data<float>(), mean->typed_data<float>(),
-                 map->typed_data<float>(), stack.count, stack.scale_size, stack.decoded_scales.get());
-    m.scale = stack.decoded_scales.get();
+  if (!Is(*scale, ffi::U8, {stack.count, rows, cols}) || !Is(*nested, ffi::F32, {stack.count, groups}) ||
+      !Is(*mean, ffi::F32, {stack.count}) || !Is(*map, ffi::F32, {256})) {
+    return ffi::Error::InvalidArgument("a quantized scale must be uint8 " + ShapeOf({stack.count, rows, cols}) +
+                                       " with float32 nested, mean and 256 values, got " + Describe(*scale) + ", " +
+                                       Describe(*nested) + ", " + Describe(*mean) + " and " + Describe(*map));
   }
-  m.scales.entries = m.scale;
-  m.scales.type = Number::kFloat32;
+  m.scales.entries = scale->untyped_data();
+  m.scales.type = Number::kUint8;
+  m.scales.factors = nested->untyped_data();
+  m.scales.map = map->typed_data<float>();
+  m.scales.mean = mean->typed_data<float>();
+  stack.bytes_of_scales[0] = rows * cols;
+  stack.bytes_of_scales[1] = groups * static_cast<int64_t>(sizeof(float));
+  m.centre = stack.kernels->format.centre;
   return ffi::Error::Success();
 }
 
 ffi::Error TakeBlockScales(const Attributes& a, const NamedBuffers& named, Stack& stack) {
   Matrix& m = stack.first;
   const FormatInfo& format = stack.kernels->format;
+  if (named.Find("map") != nullptr) return TakeMappedScales(named, stack);
   const auto *scale = named.Find("scale"), *scale_scale = named.Find("scale_scale");
   const auto *zero = named.Find("zero"), *offset = named.Find("offset"), *offset_scale = named.Find("offset_scale");
   const size_t known = (scale != nullptr) + (scale_scale != nullptr) + (zero != nullptr) + (offset != nullptr) +
@@ -472,16 +443,14 @@ Buffers AllOf(const ffi::RemainingArgs& buffers) {
   return all;
 }
 
-ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& a, const Buffers& buffers, Stack& stack) {
+ffi::Error MakeStack(const Attributes& a, const Buffers& buffers, Stack& stack) {
   if (auto error = ChooseKernels(a, stack); error.failure()) return error;
   const FormatInfo& format = stack.kernels->format;
   const bool in_blocks = format.scales == ScaleKind::kPerBlock;
-  const int unit = format.float_scales ? std::max(2, format.max_values_per_byte) : 1;
   if (a.rows < 0 || a.rows > kMaxAxis || a.cols < 0 || a.cols > kMaxAxis || a.packed_axis < 0 || a.packed_axis > 1 ||
-      a.contracted_axis < 0 || a.contracted_axis > 1 || (in_blocks && (a.block_size < unit || a.block_size % unit))) {
+      a.contracted_axis < 0 || a.contracted_axis > 1 || (in_blocks && a.block_size < 1)) {
     return ffi::Error::InvalidArgument(
-        "rows and cols must be 0 to 2^40, axes be 0 or 1, block_size a positive multiple of " + std::to_string(unit) +
-        "; got rows " + std::to_string(a.rows) + ", cols " + std::to_string(a.cols) + ", packed_axis " +
+        "rows and cols must be 0 to 2^40, axes be 0 or 1, block_size positive; got rows " + std::to_string(a.rows) + ", cols " + std::to_string(a.cols) + ", packed_axis " +
         std::to_string(a.packed_axis) + ", contracted_axis " + std::to_string(a.contracted_axis) + ", block_size " +
         std::to_string(a.block_size));
   }
@@ -506,7 +475,7 @@ ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& a, const Buffers& 
   NamedBuffers named;
   if (auto error = NameBuffers(format, a.scale_names, buffers, named); error.failure()) return error;
   if (!in_blocks) return TakeBroadcastScale(named, stack);
-  return format.float_scales ? TakeFloatScales(pool, named, stack) : TakeBlockScales(a, named, stack);
+  return TakeBlockScales(a, named, stack);
 }
 
 }  // namespace eformer

@@ -69,7 +69,6 @@ struct Stack {
   int64_t scale_size = 0;                // floats of one matrix
   int64_t bytes_of_scales[2] = {};       // entries and factors of one matrix
   int64_t bytes_of_offsets[2] = {};
-  std::unique_ptr<float[]> decoded_scales;   // if the scales are quantized, `first.scale` points here
   std::unique_ptr<uint8_t[]> cleared_codes;  // if padding had to be cleared, `first.planes[0]` points here
 
   Matrix operator[](int64_t i) const {
@@ -85,6 +84,7 @@ struct Stack {
   static void Move(BlockNumbers& numbers, int64_t i, const int64_t (&bytes)[2]) {
     if (numbers.entries != nullptr) numbers.entries = static_cast<const uint8_t*>(numbers.entries) + i * bytes[0];
     if (numbers.factors != nullptr) numbers.factors = static_cast<const uint8_t*>(numbers.factors) + i * bytes[1];
+    if (numbers.mean != nullptr) numbers.mean += i;
   }
 };
 
@@ -103,13 +103,15 @@ std::string ShapeOf(std::initializer_list<int64_t> shape);
 ffi::Error CheckResult(const ffi::AnyBuffer& y, int64_t count, int64_t rows, int64_t width, int64_t& size);
 
 // Takes the buffers of codes, uint8 or int8 (count, rows, cols), each shorter along the packed axis by its values per
-// byte, and then those that `scale_names` names. Of kBroadcast: none, or "scale", float32 (count, rows or 1, cols or
-// 1). Of kPerBlock, with `blocks` for (count, rows / block_size, cols) or (count, rows, cols / block_size):
-//   scale         float32, bfloat16, float16, float8_e8m0fnu, float8_e4m3fn, or with scale_scale uint8 or int8;
-//   `blocks` zero          uint8 `blocks`, or offset        as scale scale_scale   float32, bfloat16 or float16, as
-//   `blocks` with superblock_size, or 1 along rows or cols offset_scale  the same
-// Formats with kFloatScales take a float32 scale alone; or uint8 codes as scale, nested, float32 (count, one per 256
-// codes), mean, float32 (count,), and map, the float32 (256,) that the codes stand for.
-ffi::Error MakeStack(ffi::ThreadPool& pool, const Attributes& attributes, const Buffers& buffers, Stack& stack);
+// byte, and then those that `scale_names` names. Of kBroadcast: none, or "scale", float32 (count, rows or 1, cols or 1).
+// Of kPerBlock, where `blocks` is (count, rows / block_size, cols) or (count, rows, cols / block_size):
+//
+//   scale         `blocks`: float32, bfloat16, float16, float8_e8m0fnu, float8_e4m3fn, or with scale_scale uint8 or int8
+//   scale_scale   float32, bfloat16 or float16: `blocks` with superblock_size, or 1 along rows or columns
+//   zero          `blocks`: uint8; or
+//   offset        `blocks`: as scale, with offset_scale as scale_scale
+//
+// Or "scale nested mean map": uint8 codes, float32 (count, one per 256 codes), (count,), and the (256,) values of codes.
+ffi::Error MakeStack(const Attributes& attributes, const Buffers& buffers, Stack& stack);
 
 }  // namespace eformer

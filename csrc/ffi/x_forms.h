@@ -5,8 +5,6 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -122,8 +120,8 @@ struct SingleRows {
   }
 };
 
-// The rows of x for each matrix in an order for `dot_matmul`, times its outer scale if `scales`: x itself if it is
-// float32, its rows are `stride` apart, and nothing scales or orders them.
+// The rows of x for each matrix, times its outer scale if `scales`, with zeros up to `stride`, and in the order of
+// InstructionSet::put_in_lanes if `in_lanes`: x itself if it is float32 and all of that leaves it as it is.
 struct FloatRows {
   int64_t rows;
   int64_t stride;
@@ -134,40 +132,28 @@ struct FloatRows {
 
   PlainX From(int64_t matrix, int64_t row) const { return {values + (matrix * rows + row) * stride, stride}; }
 
-  // On the threads of a pool, or on this one if there is none.
-  FloatRows(ffi::ThreadPool* pool, const Stack& stack, const ffi::AnyBuffer& x, int64_t stride, DotOrder order,
-            bool scales)
+  FloatRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, int64_t stride, bool scales,
+            bool in_lanes)
       : rows(x.dimensions()[1]), stride(stride), values(static_cast<const float*>(x.untyped_data())) {
     constexpr int64_t kTaskValues = 1 << 15;
     const int64_t depth = stack.first.Depth(), all = stack.count * rows;
     const bool is_scaled = scales && OuterScale(stack.kernels->format, stack.first).of_depth != nullptr;
-    const bool is_plain = order == DotOrder::kPlain;
-    if (x.element_type() == ffi::F32 && depth == stride && !is_scaled && is_plain) return;
+    if (x.element_type() == ffi::F32 && depth == stride && !is_scaled && !in_lanes) return;
     constexpr int64_t kLine = 64 / sizeof(float);  // vectors that cross a cache line take twice as long to load
     copied.reset(new float[all * stride + kLine]);
     float* const to = copied.get() + (-reinterpret_cast<uintptr_t>(copied.get()) / sizeof(float)) % kLine;
     values = to;
-    const RowGroups tasks(all, pool == nullptr ? all : std::max<int64_t>(1, kTaskValues / stride));
-    const auto copy = [&](int64_t task) {
-      const std::unique_ptr<float[]> natural(is_plain ? nullptr : new float[stride]);
+    const RowGroups tasks(all, std::max<int64_t>(1, kTaskValues / stride));
+    ParallelFor(pool, tasks.count, [&](int64_t task) {
+      const std::unique_ptr<float[]> natural(in_lanes ? new float[stride] : nullptr);
       for (int64_t row = tasks.First(task); row < tasks.First(task + 1); ++row) {
-        float* floats = is_plain ? to + row * stride : natural.get();
+        float* floats = in_lanes ? natural.get() : to + row * stride;
         ReadFloats(x, row * depth, depth, floats);
         if (is_scaled) OuterScale(stack.kernels->format, stack[row / rows]).ScaleInput(0, depth, floats);
         std::memset(floats + depth, 0, (stride - depth) * sizeof(float));
-        if (!is_plain) Order(*stack.instructions, order, floats, row, to);
+        if (in_lanes) stack.instructions->put_in_lanes(floats, stride, to + row * stride);
       }
-    };
-    pool == nullptr ? copy(0) : ParallelFor(*pool, tasks.count, copy);
-  }
-
- private:
-  void Order(const InstructionSet& instructions, DotOrder order, const float* floats, int64_t row, float* to) const {
-    const RowGroups groups(rows, order == DotOrder::kPairs ? 1 : instructions.dot_tile_rows);
-    int64_t group = row % rows * groups.count / rows;  // the one that has the row, or the one before it
-    if (groups.First(group + 1) <= row % rows) ++group;
-    const int64_t first = groups.First(group), size = groups.Size(group);
-    instructions.order(order, floats, stride, row % rows - first, size, to + (row - row % rows + first) * stride);
+    });
   }
 };
 
@@ -209,38 +195,16 @@ struct PanelRows : FloatRows {
   }
 
   PanelRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x)
-      : FloatRows(&pool, stack, x, stack.first.Depth(), DotOrder::kPlain, Scales(x.dimensions()[1])),
+      : FloatRows(pool, stack, x, stack.first.Depth(), Scales(x.dimensions()[1]), false),
         chunks(rows, ChunkRows(pool, stack, rows)) {}
 };
 
-// As Kernels::dot_matmul takes them. Each thread has a copy of its own: to read what another core has just written took
-// a third of the time of small matmuls.
-class DotRows {
- public:
+// As Kernels::dots takes them.
+struct DotRows : FloatRows {
   static bool Scales(int64_t) { return true; }
 
-  DotRows(const Stack& stack, const ffi::AnyBuffer& x, DotOrder order) : stack_(stack), x_(x), order_(order) {}
-
-  const FloatRows& OfThisThread() const {
-    const std::thread::id thread = std::this_thread::get_id();
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      for (const auto& [each, rows] : all_) {
-        if (each == thread) return *rows;
-      }
-    }
-    const int64_t stride = CeilDiv(stack_.first.Depth(), kXPadding) * kXPadding;
-    auto rows = std::make_unique<const FloatRows>(nullptr, stack_, x_, stride, order_, true);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return *all_.emplace_back(thread, std::move(rows)).second;
-  }
-
- private:
-  const Stack& stack_;
-  const ffi::AnyBuffer x_;
-  const DotOrder order_;
-  mutable std::mutex mutex_;
-  mutable std::vector<std::pair<std::thread::id, std::unique_ptr<const FloatRows>>> all_;
+  DotRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, bool in_lanes)
+      : FloatRows(pool, stack, x, CeilDiv(stack.first.Depth(), kXPadding) * kXPadding, true, in_lanes) {}
 };
 
 // The rows of bfloat16 x for each matrix in tiles, as Kernels::bfloat_matmul takes them.

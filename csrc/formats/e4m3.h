@@ -5,7 +5,7 @@
 
 namespace eformer::EFORMER_ISA {
 
-struct E4m3 : Float8Format<E4m3, 3, false, false> {
+struct E4m3 : Float8Format<3, false, false> {
   static constexpr const char* kName = "e4m3";
 };
 

@@ -5,7 +5,7 @@
 
 namespace eformer::EFORMER_ISA {
 
-struct E4m3_blocks : Float8Format<E4m3_blocks, 3, false, true> {
+struct E4m3_blocks : Float8Format<3, false, true> {
   static constexpr const char* kName = "e4m3_blocks";
 };
 

@@ -5,7 +5,7 @@
 
 namespace eformer::EFORMER_ISA {
 
-struct E5m2 : Float8Format<E5m2, 2, true, false> {
+struct E5m2 : Float8Format<2, true, false> {
   static constexpr const char* kName = "e5m2";
 };
 

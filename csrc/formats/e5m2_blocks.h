@@ -5,7 +5,7 @@
 
 namespace eformer::EFORMER_ISA {
 
-struct E5m2_blocks : Float8Format<E5m2_blocks, 2, true, true> {
+struct E5m2_blocks : Float8Format<2, true, true> {
   static constexpr const char* kName = "e5m2_blocks";
 };
 

@@ -1,48 +1,64 @@
-// One row of x times a matrix of any format, by rows of decoded values. These loops are right for every x, block and
-// scale; formats have faster ones for what is common.
+// Few rows of x times any matrix, by runs of decoded values: right for every block, scale and x, also where sums of
+// unscaled values would overflow.
 #pragma once
 
-#include "matrix/decode.h"
+#include "matrix/decode_rows.h"
 
 namespace eformer::EFORMER_ISA {
 
-// As Kernels::row_matmul says, with `sums` zero at first.
+// Whether x times any value is finite, with room for sums. Else scale * sum + offset * (sum of x) could be NaN where
+// the sum of scaled values is infinite.
+static inline bool AreModerate(const float* x, int64_t count) {
+  constexpr float kLargest = 0x1p100f;
+  bool all = true;
+  for (int64_t i = 0; i < count; ++i) all &= x[i] <= kLargest && x[i] >= -kLargest;
+  return all;
+}
+
+// Whether something is to be added to scale * (value - kCentre).
 template <class Format>
-static void DecodedRowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
-                             float* sums) {
-  const LoadedTable table = TableOf<Format>();
+EFORMER_INLINE bool HasOffsets(const Matrix& m) {
+  return Format::kScales == ScaleKind::kPerBlock && (m.offsets.entries != nullptr || Format::kCentre != m.centre);
+}
+
+// As Kernels::gemv says.
+template <class Format>
+static void GemvAny(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
+  const Decoder<Format> decoder(m);
   for (int64_t n = n0; n < n1; n += kRunValues) {
     const int64_t present = Min(kRunValues, n1 - n);
     float values[kRunValues];
     Strip found[2] = {};
     for (int64_t k = k0; k < k1; ++k) {
-      DecodeRun<Format>(m, table, k, n, present, values);
+      DecodeRun<Format>(m, decoder, k, n, present, values);
       for (int i = 0; i < 2; ++i) AddProduct(found[i], LoadStrip(values + i * kStripSize), Spread(x[k]));
     }
     for (int i = 0; i < 2; ++i) StoreStrip(values + i * kStripSize, found[i]);
-    std::memcpy(sums + n - n0, values, present * sizeof(float));
+    std::memcpy(y + n - n0, values, present * sizeof(float));
   }
 }
 
-// As Kernels::row_matmul_transposed says: a dot product for each row. A broadcast scale is applied to x or to the
-// result by the caller.
+// As Kernels::dots says.
 template <class Format>
-static void DecodedRowMatmulTransposed(const Matrix& matrix, const float* x, int64_t n0, int64_t n1, float* y) {
-  Matrix m = matrix;
-  if (Format::kScales == ScaleKind::kBroadcast) m.scale = nullptr;
-  const LoadedTable table = TableOf<Format>();
+static void DotsAny(const Matrix& m, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y) {
+  const Decoder<Format> decoder(m);
   for (int64_t n = n0; n < n1; ++n) {
-    Strip sum{};
-    float values[kRunValues], rest = 0;
-    int64_t c = 0;
-    for (; c + kRunValues <= m.cols; c += kRunValues) {
-      DecodeRun<Format>(m, table, n, c, kRunValues, values);
-      AddProduct(sum, LoadStrip(values), LoadStrip(x + c));
-      AddProduct(sum, LoadStrip(values + kStripSize), LoadStrip(x + c + kStripSize));
+    float sums[kDotRows] = {};
+    for (int64_t c = 0; c < m.cols; c += kRunValues) {
+      const int64_t present = Min(kRunValues, m.cols - c);
+      float values[kRunValues];
+      DecodeRun<Format>(m, decoder, n, c, present, values);
+      for (int64_t r = 0; r < count; ++r) {
+        const float* xs = x.values + r * x.stride + c;
+        Strip sum{};
+        for (int i = 0; i < kRunValues && present == kRunValues; i += kStripSize) {
+          AddProduct(sum, LoadStrip(values + i), LoadStrip(xs + i));
+        }
+        sums[r] += Sum(sum);
+        for (int64_t i = 0; i < present && present < kRunValues; ++i) sums[r] += values[i] * xs[i];
+      }
     }
-    if (c < m.cols) DecodeRun<Format>(m, table, n, c, m.cols - c, values);
-    for (int64_t i = c; i < m.cols; ++i) rest += values[i - c] * x[i];
-    y[n] = Sum(sum) + rest;
+    for (int64_t r = 0; r < count; ++r) y[r * m.Width() + n] = sums[r];
   }
 }
 

@@ -60,10 +60,10 @@ static inline void AddTiles(const uint16_t* x, int64_t second, const uint16_t* p
 
 // Writes the tiles of the matrix from (k, n) on: pairs of values of one column are adjacent, and zeros fill the depth.
 template <class Format>
-static inline void DecodeTiles(DecodedPanels<Format>& panels, int64_t k, int64_t n, int64_t width,
+static inline void DecodeTiles(PackFloats<Format>& panels, int64_t k, int64_t n, int64_t width,
                                const PrefetchDistances& ahead, float* values, uint16_t* tiles) {
   const int64_t depth = Min(kAmxDepth, panels.m.Depth() - k);
-  panels.Decode(k, depth, n, width, ahead, values);
+  panels.Pack(k, depth, n, width, ahead, values);
   if (depth < kAmxDepth)
     std::memset(values + depth * kPanelStride, 0, (kAmxDepth - depth) * kPanelStride * sizeof(float));
   for (int pair = 0; pair < kAmxDepth / 2; ++pair, values += 2 * kPanelStride) {
@@ -84,7 +84,7 @@ static void BfloatMatmul(const Matrix& m, const uint16_t* x, int64_t count, int6
   const Floats values((kAmxDepth + 8) * kPanelStride), tiles(kPanelDepthTiles * kPanelTiles * kAmxTileValues / 2);
   const Floats all_sums(CeilDiv(n1 - n0, kPanelColumns) * panel_sums);
   uint16_t* panel = reinterpret_cast<uint16_t*>(tiles.values);
-  DecodedPanels<Format> panels(m, count, n0, n1);
+  PackFloats<Format> panels(m, n0, n1);
   const Tiles registers;
   for (int64_t t0 = first; t0 < last; t0 += kPanelDepthTiles) {
     const int64_t t1 = Min(t0 + kPanelDepthTiles, last);

@@ -3,7 +3,6 @@
 
 #include <utility>
 
-#include "loops/fallback.h"
 #include "matrix/pack_floats.h"
 
 namespace eformer::EFORMER_ISA {
@@ -25,8 +24,8 @@ template <int kRows>
 struct Tile {
   static constexpr int kVectors = 2 * kRows <= kTileRows ? 4 : 2;
 
-  // sums[r] += x[r] @ panel * scale, or = if this `starts` them; a scale of nullptr is 1.
-  static void Add(const float* panel, const PlainX& x, int64_t depth, const float* scale, bool starts, float* sums) {
+  // sums[r] += x[r] @ panel, or = if this `starts` them.
+  static void Add(const float* panel, const PlainX& x, int64_t depth, bool starts, float* sums) {
     Vec found[kRows][kVectors] = {};
     constexpr int kNear = 3;  // rows that an address reaches from a pointer: 0, 1 or 2 times the stride away
     constexpr int kPointers = (kRows + kNear - 1) / kNear;
@@ -45,14 +44,6 @@ struct Tile {
       }
       for (int i = 0; i < kPointers; ++i) ++from[i];
     }
-    if (scale != nullptr) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) {
-        const Vec factor = Load(scale + j * kLanes);
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; ++r) found[r][j] *= factor;
-      }
-    }
 #pragma GCC unroll 12  // without these, GCC 12 keeps the sums in memory too
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
@@ -64,10 +55,9 @@ struct Tile {
   }
 
   // The same for `columns` of the panel.
-  static void AddAll(const float* panel, int64_t columns, const PlainX& x, int64_t depth, const float* scale,
-                     bool starts, float* sums) {
+  static void AddAll(const float* panel, int64_t columns, const PlainX& x, int64_t depth, bool starts, float* sums) {
     for (int64_t i = 0; i < columns; i += kVectors * kLanes) {
-      Add(panel + i, x, depth, scale != nullptr ? scale + i : nullptr, starts, sums + i);
+      Add(panel + i, x, depth, starts, sums + i);
     }
   }
 };
@@ -80,24 +70,8 @@ struct TileFunctions<std::integer_sequence<int, kRowsLessOne...>> {
   static constexpr decltype(&Tile<1>::AddAll) kOf[] = {nullptr, Tile<kRowsLessOne + 1>::AddAll...};
 };
 
-template <class Format>
-constexpr decltype(Kernels::row_matmul_transposed) RowMatmulTransposedOf() {
-  if constexpr (std::is_null_pointer_v<decltype(Format::RowMatmulTransposed)>) {
-    return DecodedRowMatmulTransposed<Format>;
-  } else {
-    return Format::RowMatmulTransposed;
-  }
-}
-
-// Writes the first `width` sums of the columns of a panel, in the order of the matrix, times `scale` unless it is
-// nullptr.
-template <class Panels>
-EFORMER_INLINE void WriteSums(const Panels& panels, const float* sums, int64_t width, const float* scale, float* y) {
-  alignas(64) float row[kPanelColumns];
-  if (!panels.IsNatural()) {
-    panels.ToNatural(sums, row);
-    sums = row;
-  }
+// Writes the first `width` sums of the columns of a panel, times `scale` unless it is nullptr.
+EFORMER_INLINE void WriteSums(const float* sums, int64_t width, const float* scale, float* y) {
   if (width < kPanelColumns) {
     for (int64_t i = 0; i < width; ++i) y[i] = scale != nullptr ? sums[i] * scale[i] : sums[i];
   } else if (scale != nullptr) {
@@ -111,8 +85,7 @@ EFORMER_INLINE void WriteSums(const Panels& panels, const float* sums, int64_t w
 template <class Format>
 static void Matmul(const Matrix& m, const PlainX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                    float* y) {
-  typedef typename Format::Panels Own;
-  std::conditional_t<std::is_void_v<Own>, DecodedPanels<Format>, Own> panels(m, count, n0, n1);
+  PackFloats<Format> panels(m, n0, n1);
   const bool few = count <= kFewRows;
   const int64_t max_depth = few ? 64 : kMaxPanelDepth;  // for few rows, a panel stays in L1
   const int64_t at_once = few ? kPanelColumns : kManyTileColumns;
@@ -120,10 +93,10 @@ static void Matmul(const Matrix& m, const PlainX& x, int64_t count, int64_t k0, 
   alignas(64) float panel[(kMaxPanelDepth + 8) * kPanelStride];
   const Lines all_sums(CeilDiv(n1 - n0, kPanelColumns) * count * kPanelColumns);
   for (int64_t k = k0, end; k < k1; k = end) {
-    end = panels.End(k, Min(k + max_depth, k1));
+    end = Min(k + max_depth, k1);
     for (int64_t n = n0; n < n1; n += kPanelColumns) {
       const PrefetchDistances ahead(m, kValuesPerByte<Format>, end - k, n, n0, n1);
-      const float* scale = panels.Decode(k, end - k, n, Min(kPanelColumns, n1 - n), ahead, panel);
+      panels.Pack(k, end - k, n, Min(kPanelColumns, n1 - n), ahead, panel);
       const float* result_scale = m.result_scale != nullptr ? m.result_scale + n : nullptr;
       for (int64_t i = 0; i < kPanelColumns; i += at_once) {
         const bool ends = end == k1 && i + at_once == kPanelColumns;
@@ -131,10 +104,9 @@ static void Matmul(const Matrix& m, const PlainX& x, int64_t count, int64_t k0, 
           const int64_t first = groups.First(g), rows = groups.Size(g);
           const auto add = TileFunctions<std::make_integer_sequence<int, kTileRows>>::kOf[rows];
           float* sums = all_sums.values + (n - n0) * count + first * kPanelColumns;
-          add(panel + i, at_once, {x.values + first * x.stride + k, x.stride}, end - k,
-              scale != nullptr ? scale + i : nullptr, k == k0, sums + i);
+          add(panel + i, at_once, {x.values + first * x.stride + k, x.stride}, end - k, k == k0, sums + i);
           for (int64_t r = 0; ends && r < rows; ++r, sums += kPanelColumns) {  // while they are in L1
-            WriteSums(panels, sums, Min(kPanelColumns, n1 - n), result_scale, y + (first + r) * m.Width() + n);
+            WriteSums(sums, Min(kPanelColumns, n1 - n), result_scale, y + (first + r) * m.Width() + n);
           }
         }
       }

@@ -1,10 +1,9 @@
 // One row of x, split as split_x.h says, times a matrix of integers in blocks.
 #pragma once
 
-#include "matrix/fields.h"
 #include "simd/bytes.h"
 #include "loops/split_x.h"
-#include "matrix/stored_scales.h"
+#include "matrix/scales.h"
 
 namespace eformer::EFORMER_ISA {
 

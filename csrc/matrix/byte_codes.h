@@ -5,8 +5,7 @@
 // overflow, from -128 to 127. Sums of bytes times x are corrected by kBias times the sum of x.
 #pragma once
 
-#include "matrix/codes.h"
-#include "matrix/format.h"
+#include "matrix/unpack.h"
 
 namespace eformer::EFORMER_ISA {
 

@@ -1,207 +1,258 @@
-// Generic decoding: from the planes of a format to the values of a row.
+// From codes to values before their scale, a vector at a time: what the loops for floats are made of.
+//
+// "Along": the codes of neighbouring columns share a byte (packed_axis 1), or each has one. "Across": those of
+// neighbouring rows do (packed_axis 0). A unit is the rows whose codes share bytes in all planes.
 #pragma once
 
-#include "matrix/codes.h"
-#include "matrix/format.h"
-#include "matrix/stored_scales.h"
+#include "matrix/unpack.h"
 
 namespace eformer::EFORMER_ISA {
 
-constexpr int64_t kRunValues = 2 * kStripSize;  // decoded at a time: a whole number of bytes in every plane
+constexpr int kRunVectors = kRunValues / kLanes;
 
-// Loads the 32 bytes from `codes` on. Only `present` of them can be read; the rest is 0.
-static inline Bytes LoadSome(const uint8_t* codes, int64_t present) {
-  if (present >= kStripSize) return LoadBytes(codes);
-  Bytes found{};
-  if (present > 0) std::memcpy(&found, codes, present);
-  return found;
-}
-
-// Returns 32 bytes that can be read: those from `codes` on, or a copy of the `present` ones in `copy`.
-static inline const uint8_t* Readable(const uint8_t* codes, int64_t present, Bytes& copy) {
-  if (present >= kStripSize) return codes;
-  copy = LoadSome(codes, present);
-  return reinterpret_cast<const uint8_t*>(&copy);
-}
-
-// Spreads the first 64 codes of kBits each to bytes.
-template <int kBits, bool kHighBitsFirst>
-static inline void Unpack(Bytes packed, Bytes& first, Bytes& second) {
-  if constexpr (kBits < 4) {
-    Bytes rest;
-    Unpack<2 * kBits, kHighBitsFirst>(packed, packed, rest);
-  }
-  constexpr uint8_t kMask = (1 << kBits) - 1;
-  const Bytes low = packed & kMask, high = ShiftDown(packed, kBits) & kMask;
-  kHighBitsFirst ? Interleave(high, low, first, second) : Interleave(low, high, first, second);
-}
-
-// The first bit of a row's values in the bytes of a plane that is packed along axis 0.
+// The bits of codes in the planes before `plane`.
 template <class Format>
-static inline int FirstBit(int bits, int64_t row) {
-  const int place = static_cast<int>(row % (8 / bits));
-  return bits * (Format::kHighBitsFirst ? 8 / bits - 1 - place : place);
+constexpr int BitsBelow(int plane) {
+  int bits = 0;
+  for (int i = 0; i < plane; ++i) bits += Format::kPlaneBits[i];
+  return bits;
 }
 
-// Adds the bits that a plane has of 64 codes of a row, from column `c` on; only `present` of them are in the matrix.
-template <class Format, int kPlane = 0, int kBelow = 0>
-EFORMER_INLINE void AddPlanes(const Matrix& m, int64_t row, int64_t c, int64_t present, Bytes (&codes)[2]) {
-  constexpr int kBits = Format::kPlaneBits[kPlane], kPerByte = 8 / kBits;
-  Bytes found[2];
-  if (m.packed_axis == 0) {
-    const uint8_t* from = m.planes[kPlane] + row / kPerByte * m.cols + c;
-    for (int i = 0; i < 2; ++i) {
-      const Bytes bytes = LoadSome(from + i * kStripSize, present - i * kStripSize);
-      found[i] = ShiftDown(bytes, FirstBit<Format>(kBits, row)) & static_cast<uint8_t>((1 << kBits) - 1);
-    }
+// Where planes are read: each pointer is at the first code.
+template <class Format>
+using PlanePlaces = const uint8_t* [kPlanes<Format>];
+
+// Whether words of codes are looked up where they lie, which saves a shuffle: lane i of vector v of a run then has the
+// value LanePlace(v, i), and x or the sums have that order too.
+template <class Format>
+constexpr bool kReorders = kLanes == 16 && kPlanes<Format> == 1 && Format::kPlaneBits[0] == 4;
+
+constexpr int LanePlace(int vector, int lane) { return lane % 8 * 8 + lane / 8 * 4 + vector; }
+
+// How far to shift each word for codes of kBits at the places first, first + 1, ... of it.
+template <class Format, int kBits>
+EFORMER_INLINE Words ShiftsOf(int (*place)(int lane)) {
+  Words shifts;
+  for (int i = 0; i < kLanes; ++i) {
+    shifts[i] = static_cast<uint32_t>(kBits * (Format::kHighBitsFirst ? place(i) ^ (8 / kBits - 1) : place(i)));
+  }
+  return shifts;
+}
+
+// The bits that plane kPlane has of vector kVector of a run, above the bits of the planes before it. Higher bits are
+// any.
+template <class Format, int kVector, int kPlane>
+EFORMER_INLINE Words WordsAlong(const uint8_t* run) {
+  constexpr int kBits = Format::kPlaneBits[kPlane], kBelow = BitsBelow<Format>(kPlane);
+  constexpr int kFirstBit = kVector * kLanes * kBits;
+  const uint8_t* from = run + kFirstBit / 8;
+  if constexpr (kBits == 8) {
+    return LoadWords(from);
   } else {
-    const int64_t row_bytes = CeilDiv(m.cols, kPerByte);
-    const uint8_t* from = m.planes[kPlane] + row * row_bytes + c / kPerByte;
-    if constexpr (kBits == 8) {
-      for (int i = 0; i < 2; ++i) found[i] = LoadSome(from + i * kStripSize, present - i * kStripSize);
+    Words words;
+    const Words shifts =
+        ShiftsOf<Format, kBits>([](int lane) { return kFirstBit % 8 / kBits + lane % (32 / kBits); });
+#if defined(EFORMER_AVX512)
+    if constexpr (kBits == 4) {
+      Words words_of;
+      for (int i = 0; i < kLanes; ++i) words_of[i] = 2 * kVector + i / 8;
+      const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(run));
+      words = (Words)_mm512_permutexvar_epi32((__m512i)words_of, _mm512_castsi256_si512(all));
+    } else if constexpr (kBits == 2) {
+      int32_t bits;
+      std::memcpy(&bits, from, sizeof bits);
+      words = (Words)_mm512_set1_epi32(bits);
     } else {
-      Unpack<kBits, Format::kHighBitsFirst>(LoadSome(from, row_bytes - c / kPerByte), found[0], found[1]);
+      int16_t bits;
+      std::memcpy(&bits, from, sizeof bits);
+      words = (Words)_mm512_set1_epi16(bits);
+    }
+    if constexpr (kBelow > 0) return (Words)_mm512_rorv_epi32((__m512i)words, (__m512i)((shifts - kBelow) & 31));
+    return ShiftEach(words, shifts);
+#else
+    constexpr int kBytes = kLanes * kBits < 8 ? 1 : kLanes * kBits / 8;
+    uint32_t bits = 0;
+    std::memcpy(&bits, from, kBytes);  // little-endian, as all that is compiled for
+    words = ShiftEach(Words{} + bits, shifts);
+    return kBelow > 0 ? words << kBelow : words;
+#endif
+  }
+}
+
+// The same for kLanes columns of row kRow of a unit. Rows of bytes are `stride` apart.
+template <class Format, int kRow, int kPlane>
+EFORMER_INLINE Words WordsAcross(const uint8_t* columns, int64_t stride) {
+  constexpr int kBits = Format::kPlaneBits[kPlane], kPerByte = 8 / kBits, kPlace = kRow % kPerByte;
+  constexpr int kShift = kBits * (Format::kHighBitsFirst ? kPerByte - 1 - kPlace : kPlace) - BitsBelow<Format>(kPlane);
+  const Words words = LoadWords(columns + kRow / kPerByte * stride);
+  if constexpr (kShift < 0) return words << -kShift;
+  return kShift > 0 ? words >> (kShift > 0 ? kShift : 0) : words;
+}
+
+// What turns codes of a format into values, less its kCentre.
+template <class Format>
+struct Decoder {
+  static constexpr int kBits = CodeBits<Format>();
+  static constexpr uint32_t kMask = (1u << kBits) - 1;
+  static constexpr bool kHasStrips = !std::is_null_pointer_v<decltype(Format::Values)>;
+  // Integers are counted where a lookup takes several operations.
+  static constexpr bool kLooksUp = kHasTable<Format> && !(Format::kIsInteger && kBits > 3 && kLanes == 8);
+
+  Table<kHasTable<Format> ? kBits : 4> table;
+
+  Decoder() = default;
+  explicit Decoder(const Matrix& m) {
+    (void)m;
+    if constexpr (kHasTable<Format>) {
+      float values[16];
+      for (int i = 0; i < 16; ++i) values[i] = ValueIn<Format>(m, i & kMask) - Format::kCentre;
+      table = decltype(table)(values);
     }
   }
-  for (int i = 0; i < 2; ++i) codes[i] |= kBelow == 0 ? found[i] : ShiftUp(found[i], kBelow);
-  if constexpr (kPlane + 1 < kPlanes<Format>) AddPlanes<Format, kPlane + 1, kBelow + kBits>(m, row, c, present, codes);
-}
 
-// The values of 32 codes, which start at `first_bit` of each byte.
-template <class Format>
-static inline Strip ValuesOf(const LoadedTable& table, const uint8_t* codes, int first_bit) {
-  if constexpr (!std::is_null_pointer_v<decltype(Format::Values)>) {
-    return Format::Values(codes);
-  } else if constexpr (kHasTable<Format>) {
-    return LookUpInOrder(table, codes, first_bit);
-  } else {
-    float values[kStripSize];
-    for (int i = 0; i < kStripSize; ++i) values[i] = Format::Value(codes[i]);
-    return LoadStrip(values);
-  }
-}
-
-// Unscaled values of 64 columns of a row; those behind the last column may be any.
-template <class Format>
-EFORMER_INLINE void DecodeCodes(const Matrix& m, const LoadedTable& table, int64_t row, int64_t c, int64_t present,
-                                Strip (&values)[2]) {
-  constexpr int kBits = Format::kPlaneBits[0];
-  constexpr bool kLooksUp = kHasTable<Format> && std::is_null_pointer_v<decltype(Format::Values)>;
-  if (kPlanes<Format> == 1 && (kBits == 8 || (kLooksUp && m.packed_axis == 0))) {  // there is nothing to unpack
-    const uint8_t* from = m.planes[0] + row / kValuesPerByte<Format> * m.cols + c;
-    Bytes copy;
-    for (int i = 0; i < 2; ++i) {
-      const uint8_t* codes = Readable(from + i * kStripSize, present - i * kStripSize, copy);
-      values[i] = ValuesOf<Format>(table, codes, FirstBit<Format>(kBits, row));
+  EFORMER_INLINE Vec Of(Words code) const {
+    if constexpr (kLooksUp) {
+      return table.LookUp(code);
+    } else {
+      return ToFloats(code, kMask, Format::kCentre);
     }
-    return;
   }
-  Bytes codes[2] = {};
-  AddPlanes<Format>(m, row, c, present, codes);
-  for (int i = 0; i < 2; ++i) values[i] = ValuesOf<Format>(table, reinterpret_cast<const uint8_t*>(&codes[i]), 0);
-}
 
-// A number for each of 64 columns.
-struct Run {
-  Strip half[2];
+  // The values of 64 bytes, one for each code.
+  EFORMER_INLINE void OfBytes(const uint8_t* codes, Strip (&values)[2]) const {
+    for (int half = 0; half < 2; ++half, codes += kStripSize) {
+      if constexpr (kHasStrips) {
+        values[half] = Format::Values(codes);
+      } else {
+        for (int i = 0; i < kStripVecs; ++i) values[half].v[i] = Of(LoadWords(codes + i * kLanes));
+      }
+    }
+  }
+
+  // Half kHalf of a run of 64 columns of a row.
+  template <int kHalf>
+  EFORMER_INLINE Strip Along(const PlanePlaces<Format>& run) const {
+    if constexpr (kHasStrips) {
+      return Format::Values(run[0] + kHalf * kStripSize);
+    } else {
+      Strip found;
+      ForEach<kStripVecs>([&](auto i) {
+        constexpr int kVector = kHalf * kStripVecs + i;
+        Words code = WordsAlong<Format, kVector, 0>(run[0]);
+        if constexpr (kPlanes<Format> > 1) {
+          constexpr uint32_t kLow = (1u << Format::kPlaneBits[0]) - 1;
+          code = Select(kLow, code, WordsAlong<Format, kVector, 1>(run[1]));
+        }
+        found.v[i] = Of(code);
+      });
+      return found;
+    }
+  }
+
+  // The same in the order of LanePlace, for formats that kReorders.
+  template <int kHalf>
+  EFORMER_INLINE Strip AlongInLanes(const PlanePlaces<Format>& run) const {
+#if defined(EFORMER_AVX512)
+    if constexpr (kReorders<Format>) {
+      const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(run[0]));
+      const Words words = (Words)_mm512_broadcast_i64x4(codes);
+      Strip found;
+      ForEach<kStripVecs>([&](auto i) {
+        const Words shifts =
+            ShiftsOf<Format, 4>([](int lane) { return LanePlace(kHalf * kStripVecs + i, lane) % 8; });
+        found.v[i] = Of(ShiftEach(words, shifts));
+      });
+      return found;
+    }
+#endif
+    return Along<kHalf>(run);
+  }
+
+  // 32 columns of row kRow of a unit.
+  template <int kRow>
+  EFORMER_INLINE Strip Across(const PlanePlaces<Format>& columns, int64_t stride) const {
+    if constexpr (kHasStrips) {
+      return Format::Values(columns[0] + kRow * stride);
+    } else {
+      Strip found;
+      ForEach<kStripVecs>([&](auto i) {
+        Words code = WordsAcross<Format, kRow, 0>(columns[0] + i * kLanes, stride);
+        if constexpr (kPlanes<Format> > 1) {
+          constexpr uint32_t kLow = (1u << Format::kPlaneBits[0]) - 1;
+          code = Select(kLow, code, WordsAcross<Format, kRow, 1>(columns[1] + i * kLanes, stride));
+        }
+        found.v[i] = Of(code);
+      });
+      return found;
+    }
+  }
 };
 
-// Reads 64 numbers, of which only `present` can be read; the rest is 0.
-EFORMER_INLINE Run LoadRun(const float* numbers, int64_t present) {
-  float some[kRunValues] = {};
-  if (present < kRunValues) {
-    std::memcpy(some, numbers, present * sizeof(float));
-    numbers = some;
-  }
-  return {{LoadStrip(numbers), LoadStrip(numbers + kStripSize)}};
-}
-
-EFORMER_INLINE Strip SpreadStrip(float number) {
-  Strip strip;
-  for (Vec& v : strip.v) v = Spread(number);
-  return strip;
-}
-
-// The numbers of the blocks that 64 columns of a row from column `c` on are in.
-EFORMER_INLINE Run NumbersOfRun(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t c, int64_t present) {
-  float found[kRunValues];
-  if (m.packed_axis == 0) return LoadRun(NumbersAt(m, all, row / m.block, c, present, found), present);
-  const int64_t first = c / m.block, last = (c + present - 1) / m.block;
-  const float* numbers = NumbersAt(m, all, row, first, last - first + 1, found);
-  if (m.block % kStripSize == 0) {
-    return {{SpreadStrip(*numbers), SpreadStrip(numbers[Min(last, (c + kStripSize) / m.block) - first])}};
-  }
-  float spread[kRunValues] = {};
-  for (int64_t i = 0, end = Min(present, m.block - c % m.block); i < present;
-       ++numbers, end = Min(present, end + m.block)) {
-    for (; i < end; ++i) spread[i] = *numbers;
-  }
-  return LoadRun(spread, kRunValues);
-}
-
-// The same out of line, for numbers of all types.
-EFORMER_NOINLINE static void ReadNumbersOfRun(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t c,
-                                              int64_t present, float* numbers) {
-  const Run run = NumbersOfRun(m, all, row, c, present);
-  for (int i = 0; i < 2; ++i) StoreStrip(numbers + i * kStripSize, run.half[i]);
-}
-
-// Turns values into what they stand for, given the scales of their blocks, and their offsets or zeros if there are any.
-template <class Format>
-EFORMER_INLINE Strip ScaleStrip(const Matrix& m, Strip values, const Strip& scales, const Strip& offsets) {
-  if constexpr (Format::kFloatScales) {
-    return Times(values, scales);
-  } else {
-    const bool has_offsets = m.offsets.entries != nullptr, zeros = has_offsets && m.offsets_are_zeros;
-    if (Format::kCentre != 0 && m.centre != 0) values = Plus(values, SpreadStrip(-m.centre));
-    if (zeros) values = Minus(values, offsets);
-    values = Times(values, scales);
-    return has_offsets && !zeros ? Plus(Rounded(values), offsets) : values;
-  }
-}
-
-// Turns the values of 64 columns of a row into what they stand for.
-template <class Format>
-EFORMER_INLINE void ScaleRun(const Matrix& m, int64_t row, int64_t c, int64_t present, Strip (&values)[2]) {
-  if constexpr (Format::kScales == ScaleKind::kPerBlock && Format::kFloatScales) {
-    const Run scales = NumbersOfRun(m, m.scales, row, c, present);
-    for (int i = 0; i < 2; ++i) values[i] = Times(values[i], scales.half[i]);
-  } else if constexpr (Format::kScales == ScaleKind::kPerBlock) {
-    float scales[kRunValues], offsets[kRunValues] = {};
-    ReadNumbersOfRun(m, m.scales, row, c, present, scales);
-    if (m.offsets.entries != nullptr) ReadNumbersOfRun(m, m.offsets, row, c, present, offsets);
-    for (int i = 0; i < 2; ++i) {
-      values[i] =
-          ScaleStrip<Format>(m, values[i], LoadStrip(scales + i * kStripSize), LoadStrip(offsets + i * kStripSize));
+// Puts a multiple of 64 floats into the order of LanePlace.
+EFORMER_INLINE void PutInLanes(const float* from, int64_t count, float* to) {
+  for (int64_t k = 0; k < count; k += kRunValues, from += kRunValues, to += kRunValues) {
+    for (int v = 0; v < kRunVectors; ++v) {
+      for (int i = 0; i < kLanes; ++i) to[v * kLanes + i] = from[LanePlace(v, i)];
     }
-  } else if (m.scale != nullptr) {
-    const float* scale = m.scale + row * m.scale_row_step + c * m.scale_col_step;
-    const Run scales =
-        m.scale_col_step != 0 ? LoadRun(scale, present) : Run{{SpreadStrip(*scale), SpreadStrip(*scale)}};
-    for (int i = 0; i < 2; ++i) values[i] = Times(values[i], scales.half[i]);
   }
 }
 
-// Writes 64 values of a row from column `c` on, a multiple of 32; only `present` of them are in the matrix.
-template <class Format>
-EFORMER_INLINE void DecodeRun(const Matrix& m, const LoadedTable& table, int64_t row, int64_t c, int64_t present,
-                              float* values) {
-  Strip run[2];
-  DecodeCodes<Format>(m, table, row, c, present, run);
-  ScaleRun<Format>(m, row, c, present, run);
-  StoreStrip(values, run[0]);
-  StoreStrip(values + kStripSize, run[1]);
+// The inverse.
+EFORMER_INLINE void TakeFromLanes(const float* from, int64_t count, float* to) {
+  for (int64_t k = 0; k < count; k += kRunValues, from += kRunValues, to += kRunValues) {
+    for (int v = 0; v < kRunVectors; ++v) {
+      for (int i = 0; i < kLanes; ++i) to[LanePlace(v, i)] = from[v * kLanes + i];
+    }
+  }
 }
 
-// Writes `count` values of a row from column `c` on, and maybe more, up to a multiple of kRunValues.
+// Points at the codes of a row from column `c` on, a multiple of 8.
 template <class Format>
-static inline void DecodeRow(const Matrix& m, const LoadedTable& table, int64_t row, int64_t c, int64_t count,
-                             float* values) {
-  int64_t i = 0;
-  for (; i < count && c + i + kRunValues <= m.cols; i += kRunValues) {
-    DecodeRun<Format>(m, table, row, c + i, kRunValues, values + i);
+EFORMER_INLINE void PlacesAlong(const Matrix& m, int64_t row, int64_t c, PlanePlaces<Format>& places) {
+  for (int plane = 0; plane < kPlanes<Format>; ++plane) {
+    const int per_byte = 8 / Format::kPlaneBits[plane];
+    places[plane] = m.planes[plane] + row * CeilDiv(m.cols, per_byte) + c / per_byte;
   }
-  if (i < count) DecodeRun<Format>(m, table, row, c + i, m.cols - c - i, values + i);
 }
+
+// Points at the codes of a unit of rows from (row, c) on.
+template <class Format>
+EFORMER_INLINE void PlacesAcross(const Matrix& m, int64_t row, int64_t c, PlanePlaces<Format>& places) {
+  for (int plane = 0; plane < kPlanes<Format>; ++plane) {
+    places[plane] = m.planes[plane] + row / (8 / Format::kPlaneBits[plane]) * m.cols + c;
+  }
+}
+
+// Codes copied, so that 64 columns of some rows can be read where the matrix has fewer: zeros are behind them.
+template <class Format>
+struct CopiedCodes {
+  static constexpr int64_t kStride = kRunValues;
+  static constexpr int kMaxRows = 8;  // of bytes
+  alignas(64) uint8_t all[kPlanes<Format>][kMaxRows][kStride] = {};
+  PlanePlaces<Format> places;
+
+  // Those of a row from column `c` on.
+  void CopyAlong(const Matrix& m, int64_t row, int64_t c) {
+    PlacesAlong<Format>(m, row, c, places);
+    for (int plane = 0; plane < kPlanes<Format>; ++plane) {
+      const int per_byte = 8 / Format::kPlaneBits[plane];
+      std::memcpy(all[plane][0], places[plane], Min(CeilDiv(m.cols - c, per_byte), kRunValues / per_byte));
+      places[plane] = all[plane][0];
+    }
+  }
+
+  // Those of `rows` rows from (row, c) on, of `columns` columns.
+  void CopyAcross(const Matrix& m, int64_t row, int64_t rows, int64_t c, int64_t columns) {
+    PlacesAcross<Format>(m, row, c, places);
+    for (int plane = 0; plane < kPlanes<Format>; ++plane) {
+      const int per_byte = 8 / Format::kPlaneBits[plane];
+      const int64_t left = CeilDiv(m.rows, per_byte) - row / per_byte;
+      for (int64_t i = 0; i < Min(left, CeilDiv(rows, per_byte)); ++i) {
+        std::memcpy(all[plane][i], places[plane] + i * m.cols, Min(columns, kStride));
+      }
+      places[plane] = all[plane][0];
+    }
+  }
+};
 
 }  // namespace eformer::EFORMER_ISA

@@ -1,7 +1,7 @@
 // Codes that are floating point numbers of 8 bits: a sign, an exponent and a mantissa.
 #pragma once
 
-#include "loops/byte_rows.h"
+#include "matrix/format.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -150,15 +150,10 @@ inline Strip Float8<kMantissaBits, kHasInfinities>::Values(const uint8_t* codes)
 
 // A format of them, which has a name besides: with a scale for each block along an axis, or for each row, each column
 // or all.
-template <class Format, int kMantissaBits, bool kHasInfinities, bool kInBlocks>
+template <int kMantissaBits, bool kHasInfinities, bool kInBlocks>
 struct Float8Format : Float8<kMantissaBits, kHasInfinities> {
   static constexpr CodeType kCodes = kHasInfinities ? CodeType::kE5m2 : CodeType::kE4m3;
   static constexpr ScaleKind kScales = kInBlocks ? ScaleKind::kPerBlock : ScaleKind::kBroadcast;
-  static constexpr bool kFloatScales = kInBlocks;
-
-  static void RowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums) {
-    ByteRowMatmul<Format>(m, x, k0, k1, n0, n1, sums);
-  }
 };
 
 }  // namespace eformer::EFORMER_ISA

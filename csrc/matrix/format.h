@@ -23,11 +23,9 @@ struct FormatDefaults {
   static constexpr CodeType kCodes = CodeType::kUint8;  // the dtype of planes
   // Whether the format's own loops multiply codes behind the end of the packed axis by 0, so that all must be finite.
   static constexpr bool kClearPadding = false;
-  // kPerBlock: whether the format's own loops want float32 scales in Matrix::scale, and know no offsets. Else blocks
-  // may have an offset or a zero point, and stored_scales.h reads them and the scales, of any type.
-  static constexpr bool kFloatScales = false;
   // What is subtracted from values before they are scaled, in blocks that have neither an offset nor a zero point.
   static constexpr float kCentre = 0;
+  static constexpr bool kIsInteger = false;  // whether each code is its own value
 
   // For x rounded to int8: an integer stands for each code, its value times this, rounded. 0: x is never rounded.
   static constexpr float kInt8Steps = 0;
@@ -35,15 +33,8 @@ struct FormatDefaults {
   // Whether few rows of x may be split into bytes (split_x.h), which takes values that are small integers.
   static constexpr bool kSplitsX = false;
 
-  // Faster loops, which a format may declare as functions:
-  //   void RowMatmul(const Matrix&, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums)
-  //   void RowMatmulTransposed(const Matrix&, const float* x, int64_t n0, int64_t n1, float* y)
-  // as kernels.h says, with `sums` zero at first and kStripSize longer than n1 - n0; and
-  //   Strip Values(const uint8_t* codes)   the values of 32 codes, where that is faster than to look up up to four bits
-  static constexpr std::nullptr_t RowMatmul = nullptr;
-  static constexpr std::nullptr_t RowMatmulTransposed = nullptr;
+  // Strip Values(const uint8_t* codes): the values of 32 codes of 8 bits that are neither integers nor in a table.
   static constexpr std::nullptr_t Values = nullptr;
-  typedef void Panels;  // or a class as DecodedPanels in matmul.h
 };
 
 template <class Format>
@@ -63,23 +54,25 @@ constexpr int CodeBits() {
 template <class Format>
 constexpr bool kHasTable = CodeBits<Format>() <= 4;
 
-// The values of four bits; a shorter code has its value wherever its bits are the lowest.
+// What a code stands for in a matrix, before its scale.
 template <class Format>
-static inline LoadedTable TableOf() {
-  if constexpr (kHasTable<Format>) {
-    float values[16];
-    for (int i = 0; i < 16; ++i) values[i] = Format::Value(i & ((1 << CodeBits<Format>()) - 1));
-    return LoadTable(MakeTable(values));
-  } else {
-    return LoadedTable();
-  }
+EFORMER_INLINE float ValueIn(const Matrix&, int code) {
+  return Format::Value(code);
+}
+
+// Rows, or columns, whose codes share bytes in all planes.
+template <class Format>
+constexpr int UnitRows() {
+  int rows = 1;
+  for (int bits : Format::kPlaneBits) rows = 8 / bits > rows ? 8 / bits : rows;
+  return rows;
 }
 
 template <class Format>
 constexpr FormatInfo DescribeFormat() {
   FormatInfo info = {
-      Format::kName,        kPlanes<Format>, {},           1, Format::kCodes, Format::kClearPadding, Format::kScales,
-      Format::kFloatScales, Format::kCentre, Format::Value};
+      Format::kName,   kPlanes<Format>, {},           1, false, Format::kCodes, Format::kClearPadding, Format::kScales,
+      Format::kCentre, Format::Value};
   for (int plane = 0; plane < kPlanes<Format>; ++plane) {
     const int values = 8 / Format::kPlaneBits[plane];
     info.values_per_byte[plane] = values;

@@ -36,11 +36,11 @@ struct FormatInfo {
   const char* name;
   int planes;
   int values_per_byte[kMaxPlanes];  // in each plane, along the packed axis
-  int max_values_per_byte;
+  int max_values_per_byte;  // rows or columns whose codes share bytes in all planes
+  bool reorders;  // whether `dots` wants x in the order of InstructionSet::put_in_lanes, for packed_axis 1
   CodeType codes;      // the dtype of planes
   bool clear_padding;  // whether loops multiply codes behind the end of the packed axis
   ScaleKind scales;
-  bool float_scales;  // kPerBlock: scales must be float32, and there are no offsets
   float centre;       // of the values of blocks that have neither an offset nor a zero
   float (*value)(int code);
 };
@@ -54,7 +54,12 @@ struct BlockNumbers {
   int64_t factor_row_step;  // to the factor of the next row or column; 0 along an axis that shares one
   int64_t factor_col_step;
   int64_t per_factor;  // entries along the packed axis that share a factor
+  // Entries may be codes: map[entry] * factors[its place in the matrix / kMappedBlock] + *mean. Else map is nullptr.
+  const float* map;
+  const float* mean;
 };
+
+constexpr int64_t kMappedBlock = 256;
 
 // One quantized matrix of `rows` x `cols` values, row-major.
 struct Matrix {
@@ -63,11 +68,11 @@ struct Matrix {
   int64_t cols;
   int packed_axis;         // 0 or 1
   int contracted_axis;     // 0: x @ matrix; 1: x @ matrix.T
-  const float* scale;      // kPerBlock: (rows / block, cols) or (rows, cols / block), rounded up; else nullptr or an
-  int64_t scale_row_step;  // entry for each value, with steps of 0 along an axis that shares one
+  const float* scale;      // kBroadcast: nullptr, or an entry for each value, with steps of 0 along an axis that shares
+  int64_t scale_row_step;  // one
   int64_t scale_col_step;
   int64_t block;           // kPerBlock: values along `packed_axis` that share a scale
-  BlockNumbers scales;     // kPerBlock: stored_scales.h reads them; the same as `scale` if format.h asks for float32
+  BlockNumbers scales;     // kPerBlock: scales.h reads them
   BlockNumbers offsets;    // kPerBlock: what is added to scale * value, or
   bool offsets_are_zeros;  // what is subtracted from values before they are scaled
   float centre;            // what is subtracted from all values before they are scaled
@@ -100,16 +105,6 @@ struct RowGroups {
   EFORMER_INLINE RowGroups(int64_t rows, int64_t max_rows) : rows(rows), count(CeilDiv(rows, max_rows)) {}
   EFORMER_INLINE int64_t First(int64_t group) const { return rows * group / count; }
   EFORMER_INLINE int64_t Size(int64_t group) const { return First(group + 1) - First(group); }
-};
-
-// How `dot_matmul` wants rows of x.
-enum class DotOrder {
-  kNone,       // there is no such loop for the matrix
-  kPlain,      // as they are
-  kPairs,      // with values for even and for odd places of codes apart
-  kWordsOf4,   // as words of 4 values are looked up, in RowGroups(rows, dot_tile_rows) whose vectors alternate
-  kWordsOf8,   // the same for words of 8 values
-  kWordsOf16,  // or 16
 };
 
 // Rows of float32 x, `stride` apart.
@@ -166,27 +161,24 @@ struct SplitX {
   int64_t block;
 };
 
-// The functions for one format on one instruction set. Without `row_matmul`, `matmul` serves for one row of x too.
+// The functions for one format on one instruction set.
 struct Kernels {
   FormatInfo format;
 
-  // y[0 : n1 - n0] = x[k0:k1] @ matrix[k0:k1, n0:n1], for contracted_axis 0; n0 is a multiple of kSliceColumns.
-  void (*row_matmul)(const Matrix& matrix, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y);
+  // y[0 : n1 - n0] = x[k0:k1] @ matrix[k0:k1, n0:n1], for contracted_axis 0; n0 is a multiple of kSliceColumns. `gemv`
+  // is for the blocks that FitsGemv lets it have, and `gemv_any` for all.
+  void (*gemv)(const Matrix& matrix, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y);
+  void (*gemv_any)(const Matrix& matrix, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y);
 
-  // y[n0:n1] = x @ matrix[n0:n1].T, for contracted_axis 1; n0 starts a block, or a byte.
-  void (*row_matmul_transposed)(const Matrix& matrix, const float* x, int64_t n0, int64_t n1, float* y);
+  // y[:, n0:n1] = x @ matrix[n0:n1].T for up to kDotRows rows of x, followed by zeros up to a multiple of kXPadding, for
+  // contracted_axis 1; n0 is a multiple of 4. The same of the two; `dots_any` takes x in its own order.
+  void (*dots)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y);
+  void (*dots_any)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y);
 
   // y[:, n0:n1] for up to kChunkRows rows of x, from depth k0 to k1; n0 starts a panel, and k0 is a multiple of
   // kDepthStep. Rows of y are Width() apart.
   void (*matmul)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
                  float* y);
-
-  // The order that x must have for `dot_matmul`.
-  DotOrder (*dot_order)(const Matrix& matrix);
-
-  // As `matmul` for all of the depth, up to kDotRows rows of x in the order for it, followed by zeros up
-  // to a multiple of kXPadding, and contracted_axis 1; n0 starts a byte.
-  void (*dot_matmul)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y);
 
   // As `matmul` for up to kBfloatChunkRows rows of bfloat16 x, with values rounded to bfloat16; nullptr without AMX.
   void (*bfloat_matmul)(const Matrix& matrix, const uint16_t* x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
@@ -216,13 +208,12 @@ struct Kernels {
 
 struct InstructionSet {
   const char* name;
+  int64_t lanes;            // floats in a vector
   int64_t int8_tile_rows;   // rows of rounded x whose sums fit into registers
   int64_t split_tile_rows;  // the same for split x
-  int64_t dot_tile_rows;    // the same for float x in the orders of words
 
-  // Puts `count` values of a row of x, a multiple of kXPadding, into an order: those of row `row` of `rows` side by
-  // side for the orders of words, of one row otherwise.
-  void (*order)(DotOrder order, const float* x, int64_t count, int64_t row, int64_t rows, float* to);
+  // Puts a multiple of kXPadding values of x into the order in which `dots` looks codes up.
+  void (*put_in_lanes)(const float* x, int64_t count, float* to);
 
   // Rounds a row of x; false if it is not finite or beyond 2^100, or its steps are not. What follows the last block
   // stays as it is.

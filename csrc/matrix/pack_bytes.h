@@ -9,7 +9,7 @@
 #include "simd/bytes.h"
 #include "matrix/pack_floats.h"
 #include "loops/split_row.h"
-#include "matrix/stored_scales.h"
+#include "matrix/scales.h"
 
 namespace eformer::EFORMER_ISA {
 

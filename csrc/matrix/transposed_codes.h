@@ -2,9 +2,8 @@
 // transposing decoded floats.
 #pragma once
 
-#include "matrix/codes.h"
-#include "matrix/format.h"
-#include "matrix/stored_scales.h"
+#include "matrix/scales.h"
+#include "matrix/unpack.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -118,7 +117,6 @@ struct TransposedCodes {
     }
     matrix.block = m.packed_axis == 0 ? Min(m.block, kPanelColumns) : Min(m.block, depth);
     matrix.scales = TransposeNumbers(m, m.scales, k0, depth, n, width, scales);
-    matrix.scale = scales;
     if (m.offsets.entries != nullptr) matrix.offsets = TransposeNumbers(m, m.offsets, k0, depth, n, width, offsets);
   }
 
@@ -171,7 +169,7 @@ struct TransposedCodes {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t i = 0; i < count; ++i) to[i * all_rows + r] = found[r * count + i];
     }
-    return {to, Number::kFloat32, Number::kFloat32, nullptr, 0, 0, 1};
+    return {to, Number::kFloat32, Number::kFloat32, nullptr, 0, 0, 1, nullptr, nullptr};
   }
 };
 

@@ -1,13 +1,13 @@
-// Vectors of floats and their operations, for the instruction set that this file is compiled for.
+// Vectors of floats and words and their operations, for the instruction set that this file is compiled for.
 //
-// Arithmetic is that of GCC's and Clang's vector types. A `Strip` is 32 floats. `LookUpLow` and `LookUpHigh` look up
-// the low and the high four bits of 32 bytes. Their results are in lane order, since a move across lanes costs as much
-// as a lookup; `ToNatural` puts them into the order of the bytes. `LookUpInOrder` gives that order at once.
+// Arithmetic is that of GCC's and Clang's vector types. A `Strip` is 32 floats.
 #pragma once
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #include "matrix/matrix.h"
 
@@ -59,6 +59,7 @@ typedef Zeros<float> Floats;
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Places __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint8_t Bytes __attribute__((vector_size(32)));
 typedef uint8_t Sixteen __attribute__((vector_size(16)));
 
@@ -68,13 +69,6 @@ constexpr int kStripVecs = kStripSize / kLanes;
 struct Strip {
   Vec v[kStripVecs];
 };
-
-// Sixteen floats to look up. On AVX2 and NEON, which look up bytes, the first bytes of all sixteen come first.
-struct alignas(64) Table {
-  uint8_t bytes[64];
-};
-
-static inline Bytes LowNibbles(Bytes codes) { return codes & 15; }
 
 // These may shift bits in from the neighbouring byte: mask the result.
 static inline Bytes ShiftDown(Bytes codes, int bits) {
@@ -92,8 +86,6 @@ static inline Bytes ShiftUp(Bytes codes, int bits) {
   return codes << bits;
 #endif
 }
-
-static inline Bytes HighNibbles(Bytes codes) { return ShiftDown(codes, 4) & 15; }
 
 static inline Vec Load(const float* p) {
   Vec v;
@@ -205,186 +197,154 @@ static inline float Sum(const Strip& s) {
   return Sum(sum);
 }
 
-#if defined(EFORMER_AVX512) || !(defined(__AVX2__) || defined(EFORMER_NEON))
-static inline Table MakeTable(const float (&values)[16]) {
-  Table t;
-  std::memcpy(t.bytes, values, 64);
-  return t;
-}
-#endif
-
-#if defined(EFORMER_AVX512)
-
-struct LoadedTable {
-  __m512 values;
-};
-
-static inline LoadedTable LoadTable(const Table& t) { return {_mm512_load_ps(t.bytes)}; }
-
-typedef int32_t Words __attribute__((vector_size(64)));
-
-// Converts sixteen bytes to words, and words to floats.
-#if defined(EFORMER_EMULATE_AVX512)  // SIMDe does not have these conversions
-template <class Byte>
-static inline Words ToWords(const Byte* p) {
-  typedef Byte Sixteen __attribute__((vector_size(16)));
-  Sixteen bytes;
+// A word for each of kLanes bytes.
+EFORMER_INLINE Words LoadWords(const uint8_t* p) {
+#if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
+  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__) && !defined(EFORMER_EMULATE_AVX512)
+  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#elif defined(EFORMER_NEON)
+  uint32_t four;
+  std::memcpy(&four, p, sizeof four);
+  return (Words)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+#else
+  typedef uint8_t Few __attribute__((vector_size(kLanes)));
+  Few bytes;
   std::memcpy(&bytes, p, sizeof bytes);
   return __builtin_convertvector(bytes, Words);
+#endif
 }
 
-static inline Vec ToFloats(Words words) { return __builtin_convertvector(words, Vec); }
-#else  // GCC 12 makes sixteen scalar conversions of `__builtin_convertvector`, ten times slower
-static inline Words ToWords(const uint8_t* p) {
-  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+// The same for signed bytes, as floats.
+EFORMER_INLINE Vec FloatsOfSigned(const uint8_t* p) {
+#if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__) && !defined(EFORMER_EMULATE_AVX512)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  return __builtin_convertvector((Places)(LoadWords(p) << 24) >> 24, Vec);
+#endif
 }
 
-static inline Words ToWords(const int8_t* p) {
-  return (Words)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+// words >> shifts in each lane, for shifts below 32.
+EFORMER_INLINE Words ShiftEach(Words words, Words shifts) {
+#if defined(EFORMER_NEON)
+  return (Words)vshlq_u32((uint32x4_t)words, -(int32x4_t)shifts);
+#else
+  return words >> shifts;
+#endif
 }
 
-static inline Vec ToFloats(Words words) { return (Vec)_mm512_cvtepi32_ps((__m512i)words); }
+// The bits of `a` where `mask` has bits, and those of `b` elsewhere.
+EFORMER_INLINE Words Select(uint32_t mask, Words a, Words b) {
+#if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
+  return (Words)_mm512_ternarylogic_epi32(_mm512_set1_epi32(static_cast<int>(mask)), (__m512i)a, (__m512i)b, 0xCA);
+#else
+  return (a & mask) | (b & ~mask);
+#endif
+}
+
+// Up to sixteen floats, to be looked up by the lowest kBits of words.
+template <int kBits>
+struct Table {
+  static_assert(kBits <= 4);
+#if defined(EFORMER_AVX512)
+  Vec all;
+
+  EFORMER_INLINE Vec LookUp(Words words) const { return (Vec)_mm512_permutexvar_ps((__m512i)words, (__m512)all); }
+#elif defined(__AVX2__)
+  __m256 low, high;
+
+  EFORMER_INLINE Vec LookUp(Words words) const {
+    const __m256i places = (__m256i)words;
+    if constexpr (kBits <= 2) return (Vec)_mm256_permutevar_ps(low, places);
+    const __m256 found = _mm256_permutevar8x32_ps(low, places);
+    if constexpr (kBits == 3) return (Vec)found;
+    const __m256 others = _mm256_permutevar8x32_ps(high, places);
+    return (Vec)_mm256_blendv_ps(found, others, _mm256_castsi256_ps(_mm256_slli_epi32(places, 28)));
+  }
+#elif defined(EFORMER_NEON)
+  uint8x16x4_t all;
+
+  EFORMER_INLINE Vec LookUp(Words words) const {
+    const Words places = (words & ((1u << kBits) - 1)) * 0x04040404 + 0x03020100;
+    return (Vec)vqtbl4q_u8(all, (uint8x16_t)places);
+  }
+#else
+  float all[16];
+
+  EFORMER_INLINE Vec LookUp(Words words) const {
+    Vec found;
+    for (int i = 0; i < kLanes; ++i) found[i] = all[words[i] & ((1u << kBits) - 1)];
+    return found;
+  }
 #endif
 
-static inline Vec LookUp(__m512 values, Words codes) { return (Vec)_mm512_permutexvar_ps((__m512i)codes, values); }
-
-static inline Strip LookUpInOrder(const LoadedTable& table, const uint8_t* codes, int first_bit) {
-  return {{LookUp(table.values, ToWords(codes) >> first_bit), LookUp(table.values, ToWords(codes + 16) >> first_bit)}};
-}
-
-// Looks up the four bits from `first_bit` on of each byte. A lookup reads the lowest four bits of a word, so a shift of
-// the word chooses one of its bytes. Both halves of the vector hold all 32 bytes, and the upper half is shifted two
-// bytes more.
-static inline Strip LookUpFrom(const LoadedTable& table, Bytes codes, int first_bit) {
-  const Words words = (Words)_mm512_broadcast_i64x4((__m256i)codes);
-  const Words shift = Words{0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16} + first_bit;
-  return {{LookUp(table.values, words >> shift), LookUp(table.values, words >> (shift + 8))}};
-}
-
-// In lane order, vector i has the values i, i + 4, i + 8, ... and then i + 2, i + 6, ...
-static inline Strip ToNatural(const Strip& s) {
-  const Words first = {0, 16, 8, 24, 1, 17, 9, 25, 2, 18, 10, 26, 3, 19, 11, 27};
-  const __m512 a = (__m512)s.v[0], b = (__m512)s.v[1];
-  return {{(Vec)_mm512_permutex2var_ps(a, (__m512i)first, b), (Vec)_mm512_permutex2var_ps(a, (__m512i)(first + 4), b)}};
-}
-
-static inline Strip FromNatural(const Strip& s) {
-  const Words first = {0, 4, 8, 12, 16, 20, 24, 28, 2, 6, 10, 14, 18, 22, 26, 30};
-  const __m512 a = (__m512)s.v[0], b = (__m512)s.v[1];
-  return {{(Vec)_mm512_permutex2var_ps(a, (__m512i)first, b), (Vec)_mm512_permutex2var_ps(a, (__m512i)(first + 1), b)}};
-}
-
-static inline Strip FromInt8(const int8_t* p) {
-  Strip s;
-  for (int i = 0; i < kStripVecs; ++i) s.v[i] = ToFloats(ToWords(p + 16 * i));
-  return s;
-}
-
-static inline Strip FromUint8(const uint8_t* p) {
-  Strip s;
-  for (int i = 0; i < kStripVecs; ++i) s.v[i] = ToFloats(ToWords(p + 16 * i));
-  return s;
-}
-
-// Looks up the lowest two bits of `codes >> shift`, for kLanes bytes.
-static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
-  float table[16];
-  for (int i = 0; i < 16; ++i) table[i] = values[i % 4];  // repeated, so that higher bits do not matter
-  return LookUp(_mm512_loadu_ps(table), ToWords(codes) >> shift);
-}
-
+  Table() = default;
+  explicit Table(const float (&values)[16]) {  // repeated, if there are fewer
+#if defined(EFORMER_AVX512)
+    all = Load(values);
 #elif defined(__AVX2__)
+    low = (__m256)Load(values);
+    high = (__m256)Load(values + 8);
+#elif defined(EFORMER_NEON)
+    for (int i = 0; i < 4; ++i) all.val[i] = vld1q_u8(reinterpret_cast<const uint8_t*>(values + 4 * i));
+#else
+    std::memcpy(all, values, sizeof all);
+#endif
+  }
 
-static inline Table SplitBytes(Vec low, Vec high) {
-  const __m256i grouped = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
-                                           0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __m256i a = _mm256_shuffle_epi8((__m256i)low, grouped), b = _mm256_shuffle_epi8((__m256i)high, grouped);
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  Table t;
-  __m256i* out = reinterpret_cast<__m256i*>(t.bytes);
-  _mm256_store_si256(out, _mm256_permutevar8x32_epi32(_mm256_unpacklo_epi32(a, b), order));
-  _mm256_store_si256(out + 1, _mm256_permutevar8x32_epi32(_mm256_unpackhi_epi32(a, b), order));
-  return t;
-}
+  // Whether the whole table is scaled as fast as one vector of what it gives.
+  static constexpr bool kCanScale = kLanes == 16;
 
-static inline Table MakeTable(const float (&values)[16]) { return SplitBytes(Load(values), Load(values + 8)); }
-
-struct LoadedTable {
-  __m256i byte[4];
+  // values * scale, plus *offset unless that is nullptr.
+  EFORMER_INLINE void Scale(const Table& from, float scale, const float* offset) {
+#if defined(EFORMER_AVX512)
+    all = from.all * Spread(scale);
+    if (offset != nullptr) all += Spread(*offset);
+#else
+    (void)from, (void)scale, (void)offset;
+#endif
+  }
 };
 
-static inline LoadedTable LoadTable(const Table& t) {
-  LoadedTable loaded;
-  for (int i = 0; i < 4; ++i) {
-    loaded.byte[i] = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(t.bytes + 16 * i)));
-  }
-  return loaded;
+// Words below 2^23 as floats, less `centre`: the mantissa of 2^23 counts ones.
+EFORMER_INLINE Vec ToFloats(Words words, uint32_t mask, float centre) {
+#if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
+  const __m512i masks = _mm512_set1_epi32(static_cast<int>(mask)), bits = _mm512_set1_epi32(0x4B000000);
+  const Vec counted = (Vec)_mm512_ternarylogic_epi32((__m512i)words, masks, bits, 0xEA);
+#else
+  const Vec counted = (Vec)((words & mask) | 0x4B000000u);
+#endif
+  return counted - Spread(0x1p23f + centre);
 }
 
-// Looks up each byte of the floats, then interleaves them within 128 bits. In lane order, vector i has the values 4 i
-// to 4 i + 3 and 4 i + 16 to 4 i + 19.
-static inline Strip LookUp(const LoadedTable& table, Bytes codes) {
-  const __m256i c = (__m256i)codes;
-  const __m256i b0 = _mm256_shuffle_epi8(table.byte[0], c), b1 = _mm256_shuffle_epi8(table.byte[1], c);
-  const __m256i b2 = _mm256_shuffle_epi8(table.byte[2], c), b3 = _mm256_shuffle_epi8(table.byte[3], c);
-  const __m256i low0 = _mm256_unpacklo_epi8(b0, b1), low1 = _mm256_unpackhi_epi8(b0, b1);
-  const __m256i high0 = _mm256_unpacklo_epi8(b2, b3), high1 = _mm256_unpackhi_epi8(b2, b3);
-  return {{(Vec)_mm256_unpacklo_epi16(low0, high0), (Vec)_mm256_unpackhi_epi16(low0, high0),
-           (Vec)_mm256_unpacklo_epi16(low1, high1), (Vec)_mm256_unpackhi_epi16(low1, high1)}};
+// Calls use(std::integral_constant<int, i>()) for 0 <= i < kCount.
+template <class Use, int... kI>
+EFORMER_INLINE void ForEachOf(std::integer_sequence<int, kI...>, const Use& use) {
+  (use(std::integral_constant<int, kI>()), ...);
 }
 
-static inline Strip ToNatural(const Strip& s) {
-  const __m256 a = (__m256)s.v[0], b = (__m256)s.v[1], c = (__m256)s.v[2], d = (__m256)s.v[3];
-  return {{(Vec)_mm256_permute2f128_ps(a, b, 0x20), (Vec)_mm256_permute2f128_ps(c, d, 0x20),
-           (Vec)_mm256_permute2f128_ps(a, b, 0x31), (Vec)_mm256_permute2f128_ps(c, d, 0x31)}};
+template <int kCount, class Use>
+EFORMER_INLINE void ForEach(const Use& use) {
+  ForEachOf(std::make_integer_sequence<int, kCount>(), use);
 }
 
-static inline Strip FromNatural(const Strip& s) {
-  const __m256 a = (__m256)s.v[0], b = (__m256)s.v[1], c = (__m256)s.v[2], d = (__m256)s.v[3];
-  return {{(Vec)_mm256_permute2f128_ps(a, c, 0x20), (Vec)_mm256_permute2f128_ps(a, c, 0x31),
-           (Vec)_mm256_permute2f128_ps(b, d, 0x20), (Vec)_mm256_permute2f128_ps(b, d, 0x31)}};
-}
-
-static inline Strip FromInt8(const int8_t* p) {
-  Strip s;
-  for (int i = 0; i < kStripVecs; ++i) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i));
-    s.v[i] = (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-  }
-  return s;
-}
-
-static inline Strip FromUint8(const uint8_t* p) {
-  Strip s;
-  for (int i = 0; i < kStripVecs; ++i) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i));
-    s.v[i] = (Vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
-  }
-  return s;
-}
-
-static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
-  const __m256i words = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
-  const __m256 table = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(values));
-  return (Vec)_mm256_permutevar_ps(table, _mm256_srli_epi32(words, shift));
-}
-
-#elif defined(EFORMER_NEON)
-
-static inline uint8x16x2_t HalvesOf(Bytes bytes) {
+#if defined(EFORMER_NEON)
+EFORMER_INLINE uint8x16x2_t HalvesOf(Bytes bytes) {
   uint8x16x2_t halves;
   std::memcpy(&halves, &bytes, sizeof halves);
   return halves;
 }
 
-static inline Bytes Joined(uint8x16x2_t halves) {
+EFORMER_INLINE Bytes Joined(uint8x16x2_t halves) {
   Bytes bytes;
   std::memcpy(&bytes, &halves, sizeof bytes);
   return bytes;
 }
 
 // words[i] has bytes 4 i to 4 i + 3 of each: first those of four[0] to four[3] at place 4 i, and so on.
-static inline void InterleaveFour(const uint8x16_t (&four)[4], uint8x16_t (&words)[4]) {
+EFORMER_INLINE void InterleaveFour(const uint8x16_t (&four)[4], uint8x16_t (&words)[4]) {
   const uint8x16x2_t low = vzipq_u8(four[0], four[1]), high = vzipq_u8(four[2], four[3]);
   for (int i = 0; i < 2; ++i) {
     const uint16x8x2_t zipped = vzipq_u16((uint16x8_t)low.val[i], (uint16x8_t)high.val[i]);
@@ -392,102 +352,6 @@ static inline void InterleaveFour(const uint8x16_t (&four)[4], uint8x16_t (&word
     words[2 * i + 1] = (uint8x16_t)zipped.val[1];
   }
 }
-
-// Four bytes as words.
-static inline Places ToWords(const uint8_t* p) {
-  uint32_t four;
-  std::memcpy(&four, p, sizeof four);
-  return (Places)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
-}
-
-static inline Table MakeTable(const float (&values)[16]) {
-  Table t;
-  const uint8x16x4_t bytes = vld4q_u8(reinterpret_cast<const uint8_t*>(values));
-  for (int i = 0; i < 4; ++i) vst1q_u8(t.bytes + 16 * i, bytes.val[i]);
-  return t;
-}
-
-struct LoadedTable {
-  uint8x16_t byte[4];
-};
-
-static inline LoadedTable LoadTable(const Table& t) {
-  LoadedTable loaded;
-  for (int i = 0; i < 4; ++i) loaded.byte[i] = vld1q_u8(t.bytes + 16 * i);
-  return loaded;
-}
-
-// Looks up each byte of the floats, then interleaves them.
-static inline Strip LookUp(const LoadedTable& table, Bytes codes) {
-  const uint8x16x2_t halves = HalvesOf(codes);
-  Strip s;
-  for (int i = 0; i < 2; ++i) {
-    uint8x16_t four[4], words[4];
-    for (int j = 0; j < 4; ++j) four[j] = vqtbl1q_u8(table.byte[j], halves.val[i]);
-    InterleaveFour(four, words);
-    for (int j = 0; j < 4; ++j) s.v[4 * i + j] = (Vec)words[j];
-  }
-  return s;
-}
-
-static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
-  return Pick(Load(values), (ToWords(codes) >> shift) & 3);
-}
-
-#else
-
-struct LoadedTable {
-  float values[16];
-};
-
-static inline LoadedTable LoadTable(const Table& t) {
-  LoadedTable loaded;
-  std::memcpy(loaded.values, t.bytes, 64);
-  return loaded;
-}
-
-static inline Strip LookUp(const LoadedTable& table, Bytes codes) {
-  float found[kStripSize];
-  for (int i = 0; i < kStripSize; ++i) found[i] = table.values[codes[i] & 15];
-  return LoadStrip(found);
-}
-
-static inline Vec LookUpPair(const float (&values)[4], const uint8_t* codes, int shift) {
-  Vec found;
-  for (int i = 0; i < kLanes; ++i) found[i] = values[(codes[i] >> shift) & 3];
-  return found;
-}
-
 #endif
-
-#if !defined(EFORMER_AVX512) && !defined(__AVX2__)
-static inline Strip ToNatural(const Strip& s) { return s; }
-static inline Strip FromNatural(const Strip& s) { return s; }
-
-static inline Strip FromInt8(const int8_t* p) {
-  float values[kStripSize];
-  for (int i = 0; i < kStripSize; ++i) values[i] = p[i];
-  return LoadStrip(values);
-}
-
-static inline Strip FromUint8(const uint8_t* p) {
-  float values[kStripSize];
-  for (int i = 0; i < kStripSize; ++i) values[i] = p[i];
-  return LoadStrip(values);
-}
-#endif
-
-#if !defined(EFORMER_AVX512)
-static inline Strip LookUpFrom(const LoadedTable& table, Bytes codes, int first_bit) {
-  return LookUp(table, LowNibbles(first_bit == 0 ? codes : ShiftDown(codes, first_bit)));
-}
-
-static inline Strip LookUpInOrder(const LoadedTable& table, const uint8_t* codes, int first_bit) {
-  return ToNatural(LookUpFrom(table, LoadBytes(codes), first_bit));
-}
-#endif
-
-static inline Strip LookUpLow(const LoadedTable& table, Bytes codes) { return LookUpFrom(table, codes, 0); }
-static inline Strip LookUpHigh(const LoadedTable& table, Bytes codes) { return LookUpFrom(table, codes, 4); }
 
 }  // namespace eformer::EFORMER_ISA
