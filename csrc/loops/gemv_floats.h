@@ -84,15 +84,17 @@ struct GemvAcross {
     for (int plane = 0; plane < kPlanes<Format>; ++plane) ahead[plane] = LinesAhead(next[plane], m.cols, width);
     ScalesAhead of_scales = scales_ahead;
     int64_t n = 0;
-    const bool is_whole = group.row + group.units * kUnit <= m.rows;
+    const bool is_whole = group.row + group.units * kUnit <= m.rows, is_full = group.units == kGroup / kUnit;
     for (; n + kGemvColumns <= width && is_whole; n += kGemvColumns) {
-      for (int plane = 0; plane < kPlanes<Format> && (kGemvColumns == 64 || n % 64 == 0); ++plane) {
-        for (int i = 0; i < kGroup * Format::kPlaneBits[plane] / 8; ++i) ahead[plane].Prefetch();
+      if (kGemvColumns == 64 || n % 64 == 0) {
+        ForEach<kPlanes<Format>>([&](auto plane) {
+          ahead[plane].template Prefetch<kGroup * Format::kPlaneBits[plane] / 8>();
+        });
       }
       of_scales.Prefetch();
       PlanePlaces<Format> places;
       PlacesAcross<Format>(m, group.row, n0 + n, places);
-      AddLine(group, places, m.cols, n, sums);
+      is_full ? AddLine<true>(group, places, m.cols, n, sums) : AddLine<false>(group, places, m.cols, n, sums);
     }
     for (; n < width; n += kGemvColumns) {
       AddLastLine(group, n0 + n, Min(kGemvColumns, width - n), n, sums);
@@ -103,7 +105,7 @@ struct GemvAcross {
   EFORMER_NOINLINE void AddLastLine(const Group& group, int64_t c, int64_t present, int64_t n, float* sums) {
     CopiedCodes<Format> copied;
     copied.CopyAcross(m, group.row, group.units * kUnit, c, present);
-    AddLine(group, copied.places, copied.kStride, n, sums);
+    AddLine<false>(group, copied.places, copied.kStride, n, sums);
   }
 
   void MakePairs(const float* xs, int64_t count) {
@@ -118,30 +120,38 @@ struct GemvAcross {
     }
   }
 
+  // kFull: the group has as many rows as there can be.
+  template <bool kFull>
   EFORMER_INLINE void AddLine(const Group& group, PlanePlaces<Format>& places, int64_t stride, int64_t n,
                               float* sums) {
     float* const held = kInBlocks ? block_sums : sums;
     Line line = kInBlocks && group.starts ? Line{} : Line::From(held + n);
     const float* xs = x + group.row;
     const Decoder<Format> local = decoder;
-    for (int64_t u = 0; u < group.units; ++u, xs += kUnit) {
+    const auto add_unit = [&](int64_t u) {
+#pragma GCC unroll 2
       for (int i = 0; i < kGemvStrips; ++i) {
         PlanePlaces<Format> at;
-        for (int plane = 0; plane < kPlanes<Format>; ++plane) at[plane] = places[plane] + i * kStripSize;
+        for (int plane = 0; plane < kPlanes<Format>; ++plane) {
+          at[plane] = places[plane] + u * (kUnit * Format::kPlaneBits[plane] / 8) * stride + i * kStripSize;
+        }
         if constexpr (kPairs) {
           AddPairs(at[0], u, line.v[i]);
         } else {
           ForEach<kUnit>([&](auto row) {
-            AddProduct(line.v[i], local.template Across<row>(at, stride), Spread(xs[row]));
+            AddProduct(line.v[i], local.template Across<row>(at, stride), Spread(xs[u * kUnit + row]));
           });
         }
       }
-      for (int plane = 0; plane < kPlanes<Format>; ++plane) {
-        places[plane] += kUnit * Format::kPlaneBits[plane] / 8 * stride;
-      }
+    };
+    if constexpr (kFull && kUnit < 8) {  // more would not fit into registers
+      ForEach<kGroup / kUnit>([&](auto u) { add_unit(u); });
+    } else {
+      for (int64_t u = 0; u < group.units; ++u) add_unit(u);
     }
     if (!group.ends) return line.To(held + n);
     const RowOfScales& scales = *group.scales;
+#pragma GCC unroll 8
     for (int i = 0; i < kGemvStrips * kStripVecs; ++i) {
       const int64_t at = n + i * kLanes;
       const Vec scale = scales.template Scale<Vec>(at);
@@ -280,8 +290,8 @@ struct GemvAlong {
     LinesAhead ahead(at[0] + kRows * row_bytes, row_bytes, CeilDiv(width, kValuesPerByte<Format>));
     int64_t n = 0;
     for (; n + kRunValues <= width; n += kRunValues) {
-      for (int i = 0; i < kRows * kRunBytes / 64; ++i) ahead.Prefetch();
-      AddRun<kKind>(at, count, row, n, sums);
+      ahead.template Prefetch<kRows * kRunBytes / 64>();
+      count == kRows ? AddRun<kKind>(at, kRows, row, n, sums) : AddRun<kKind>(at, count, row, n, sums);
     }
     for (int64_t r = 0; r < count && n < width; ++r) {
       CopiedCodes<Format> copied;
@@ -303,6 +313,7 @@ struct GemvAlong {
     const Places of_lanes = places;
     const float* factor = factors.values + row * stride;
     Strip found[2] = {LoadStrip(sums + n), LoadStrip(sums + n + kStripSize)};
+#pragma GCC unroll 8
     for (int64_t r = 0; r < count; ++r, factor += stride) {
       Vec shared{};
       if constexpr (kKind == kRuns) shared = Spread(factor[*block]);
@@ -331,7 +342,8 @@ template <class Format>
 static void Gemv(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
   if (HasOffsets<Format>(m) && !AreModerate(x + k0, k1 - k0)) return GemvAny<Format>(m, x, k0, k1, n0, n1, y);
   alignas(64) float sums[kSliceColumns + kRunValues] = {};
-  if (m.packed_axis == 0) {
+  constexpr bool kIsAlike = Format::kScales == ScaleKind::kBroadcast && UnitRows<Format>() == 1;  // along both axes
+  if (kIsAlike || m.packed_axis == 0) {
     GemvAcross<Format>(m, x).Run(k0, k1, n0, n1, sums);
   } else {
     GemvAlong<Format>(m, x, n0, n1).Run(k0, k1, sums);

@@ -158,8 +158,8 @@ struct Decoder {
       const Words words = (Words)_mm512_broadcast_i64x4(codes);
       Strip found;
       ForEach<kStripVecs>([&](auto i) {
-        const Words shifts =
-            ShiftsOf<Format, 4>([](int lane) { return LanePlace(kHalf * kStripVecs + i, lane) % 8; });
+        constexpr int kVector = kHalf * kStripVecs + i;
+        const Words shifts = ShiftsOf<Format, 4>([](int lane) { return LanePlace(kVector, lane) % 8; });
         found.v[i] = Of(ShiftEach(words, shifts));
       });
       return found;

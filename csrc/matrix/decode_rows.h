@@ -18,6 +18,8 @@ struct ValueRule {
   float shift;  // kCentre, less what the matrix subtracts
   bool zeros, offsets;
 
+  bool OnlyScales() const { return shift == 0 && !zeros && !offsets; }
+
   template <class Format>
   static ValueRule Of(const Matrix& m) {
     const bool has = Format::kScales == ScaleKind::kPerBlock && m.offsets.entries != nullptr;
@@ -147,55 +149,74 @@ struct RowDecoder {
  private:
   RowsOfNumbers scales, offsets;
 
+  // What is done with values after decoding them.
+  enum Then { kNothing, kScale, kAll };
+
   void DecodeAcross(int64_t row0, int64_t count, int64_t n, const PrefetchDistances& ahead, float* to,
                     int64_t stride) const {
     const int64_t last = row0 + count;
     for (int64_t row = row0, end; row < last; row = end) {
       end = kInBlocks ? Min(last, (row / m.block + 1) * m.block) : last;
       alignas(64) float of_scales[kRunValues], of_offsets[kRunValues] = {};
+      const bool is_shared = m.scale != nullptr && m.scale_row_step == 0;
       if constexpr (kInBlocks) {
         NumbersOfRun(m, m.scales, row, n, kRunValues, of_scales);
         if (rule.zeros || rule.offsets) NumbersOfRun(m, m.offsets, row, n, kRunValues, of_offsets);
-      } else if (m.scale != nullptr && m.scale_row_step == 0) {
+      } else if (is_shared) {
         for (int64_t i = 0; i < kRunValues; ++i) of_scales[i] = m.scale[(n + i) * m.scale_col_step];
       }
-      const bool is_scaled = kInBlocks || (m.scale != nullptr && m.scale_row_step == 0);
-      int64_t k = row;
-      for (; k < end && (k % kUnit != 0 || k + kUnit > end); ++k) DecodeOne(k, n, to + (k - row0) * stride);
-      for (; k + kUnit <= end; k += kUnit) {
-        DecodeUnit(k, n, is_scaled, of_scales, of_offsets, ahead, to + (k - row0) * stride, stride);
+      const int64_t first = Min(end, CeilDiv(row, kUnit) * kUnit), after = Max(first, end / kUnit * kUnit);
+      float* const units = to + (first - row0) * stride;
+      if constexpr (kInBlocks) {
+        rule.OnlyScales() ? DecodeUnits<kScale>(first, after, n, of_scales, of_offsets, ahead, units, stride)
+                          : DecodeUnits<kAll>(first, after, n, of_scales, of_offsets, ahead, units, stride);
+      } else {
+        is_shared ? DecodeUnits<kScale>(first, after, n, of_scales, of_offsets, ahead, units, stride)
+                  : DecodeUnits<kNothing>(first, after, n, of_scales, of_offsets, ahead, units, stride);
+        for (int64_t k = first; k < after && m.scale != nullptr && !is_shared; ++k) {
+          for (int i = 0; i < kRunValues; i += kStripSize) {
+            float* values = to + (k - row0) * stride + i;
+            StoreStrip(values, Times(LoadStrip(values), BroadcastScales(k, n + i)));
+          }
+        }
       }
-      for (; k < end; ++k) DecodeOne(k, n, to + (k - row0) * stride);
+      for (int64_t k = row; k < first; ++k) DecodeRun<Format>(m, decoder, k, n, kRunValues, to + (k - row0) * stride);
+      for (int64_t k = after; k < end; ++k) DecodeRun<Format>(m, decoder, k, n, kRunValues, to + (k - row0) * stride);
     }
   }
 
-  void DecodeOne(int64_t row, int64_t n, float* to) const {
-    DecodeRun<Format>(m, decoder, row, n, Min(kRunValues, m.cols - n), to);
-  }
-
-  EFORMER_INLINE void DecodeUnit(int64_t row, int64_t n, bool is_scaled, const float* of_scales,
-                                 const float* of_offsets, const PrefetchDistances& ahead, float* to,
-                                 int64_t stride) const {
+  // Whole units, from row `first` to `after`.
+  template <Then kThen>
+  EFORMER_NOINLINE void DecodeUnits(int64_t first, int64_t after, int64_t n, const float* of_scales,
+                                    const float* of_offsets, const PrefetchDistances& ahead, float* to,
+                                    int64_t stride) const {
     PlanePlaces<Format> places;
-    PlacesAcross<Format>(m, row, n, places);
+    PlacesAcross<Format>(m, first, n, places);
     const int64_t cols = m.cols;
     const Decoder<Format> local = decoder;  // copies stay in registers: stores of values cannot change them
     const ValueRule local_rule = rule;
-    for (int plane = 0; plane < kPlanes<Format>; ++plane) {
-      const int64_t rows = kUnit * Format::kPlaneBits[plane] / 8;
-      for (int64_t i = 0; i < rows; ++i) ahead.Prefetch(places[plane] + i * cols, row / kUnit * rows + i);
-    }
-    for (int half = 0; half < 2; ++half) {
-      const Strip scale = LoadStrip(of_scales + half * kStripSize), offset = LoadStrip(of_offsets + half * kStripSize);
-      ForEach<kUnit>([&](auto i) {
-        Strip values = local.template Across<i>(places, cols);
-        if (is_scaled) values = local_rule.Scaled(values, scale, offset);
-        if constexpr (!kInBlocks) {
-          if (!is_scaled && m.scale != nullptr) values = Times(values, BroadcastScales(row + i, n + half * kStripSize));
-        }
-        StoreStrip(to + i * stride + half * kStripSize, values);
-      });
-      for (const uint8_t*& place : places) place += kStripSize;
+    const Strip scales[2] = {LoadStrip(of_scales), LoadStrip(of_scales + kStripSize)};
+    for (int64_t row = first; row < after; row += kUnit, to += kUnit * stride) {
+      for (int plane = 0; plane < kPlanes<Format>; ++plane) {
+        const int rows = kUnit * Format::kPlaneBits[plane] / 8;
+        for (int i = 0; i < rows; ++i) ahead.Prefetch(places[plane] + i * cols, row / kUnit * rows + i);
+      }
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        PlanePlaces<Format> at;
+        for (int plane = 0; plane < kPlanes<Format>; ++plane) at[plane] = places[plane] + half * kStripSize;
+        ForEach<kUnit>([&](auto i) {
+          Strip values = local.template Across<i>(at, cols);
+          if constexpr (kThen == kScale) values = Times(values, scales[half]);
+          if constexpr (kThen == kAll) {
+            values = local_rule.Scaled(values, scales[half], LoadStrip(of_offsets + half * kStripSize));
+          }
+          StoreStrip(to + i * stride + half * kStripSize, values);
+        });
+      }
+      for (int plane = 0; plane < kPlanes<Format>; ++plane) {
+        places[plane] += kUnit * Format::kPlaneBits[plane] / 8 * cols;
+      }
     }
   }
 
@@ -207,33 +228,52 @@ struct RowDecoder {
   void DecodeAlong(int64_t row0, int64_t count, int64_t n, const PrefetchDistances& ahead, float* to, int64_t stride) {
     scales.Take(row0, count);
     offsets.Take(row0, count);
+    if constexpr (kInBlocks) {
+      const bool is_long = m.block % kRunValues == 0;
+      if (rule.OnlyScales() && is_long) return DecodeRowsAlong<kScale, true>(row0, count, n, ahead, to, stride);
+      if (rule.OnlyScales()) return DecodeRowsAlong<kScale, false>(row0, count, n, ahead, to, stride);
+      if (is_long) return DecodeRowsAlong<kAll, true>(row0, count, n, ahead, to, stride);
+      DecodeRowsAlong<kAll, false>(row0, count, n, ahead, to, stride);
+    } else {
+      if (m.scale == nullptr) return DecodeRowsAlong<kNothing, false>(row0, count, n, ahead, to, stride);
+      DecodeRowsAlong<kScale, false>(row0, count, n, ahead, to, stride);
+    }
+  }
+
+  // kLong: a run is in one block.
+  template <Then kThen, bool kLong>
+  EFORMER_NOINLINE void DecodeRowsAlong(int64_t row0, int64_t count, int64_t n, const PrefetchDistances& ahead,
+                                        float* to, int64_t stride) const {
     const Decoder<Format> local = decoder;
     const ValueRule local_rule = rule;
+    PlanePlaces<Format> places;
+    PlacesAlong<Format>(m, row0, n, places);
     const bool has_others = rule.zeros || rule.offsets;
     for (int64_t k = 0; k < count; ++k, to += stride) {
-      PlanePlaces<Format> places;
-      PlacesAlong<Format>(m, row0 + k, n, places);
       ahead.Prefetch(places[0], k);
-      Strip scale[2], other[2] = {};
+      Strip scale[2] = {}, other[2] = {};
       if constexpr (kInBlocks) {
-        StripsOf(scales.Of(k, n), n, scale);
-        if (has_others) StripsOf(offsets.Of(k, n), n, other);
-      } else {
-        for (int half = 0; half < 2 && m.scale != nullptr; ++half) {
-          scale[half] = BroadcastScales(row0 + k, n + half * kStripSize);
-        }
+        StripsOf<kLong>(scales.Of(k, n), n, scale);
+        if (kThen == kAll && has_others) StripsOf<kLong>(offsets.Of(k, n), n, other);
+      } else if constexpr (kThen == kScale) {
+        for (int half = 0; half < 2; ++half) scale[half] = BroadcastScales(row0 + k, n + half * kStripSize);
       }
       ForEach<2>([&](auto half) {
         Strip values = local.template Along<half>(places);
-        if (kInBlocks || m.scale != nullptr) values = local_rule.Scaled(values, scale[half], other[half]);
+        if constexpr (kThen == kScale) values = Times(values, scale[half]);
+        if constexpr (kThen == kAll) values = local_rule.Scaled(values, scale[half], other[half]);
         StoreStrip(to + half * kStripSize, values);
       });
+      for (int plane = 0; plane < kPlanes<Format>; ++plane) {
+        places[plane] += CeilDiv(m.cols, 8 / Format::kPlaneBits[plane]);
+      }
     }
   }
 
   // The numbers of 64 columns from `n` on, given those of their blocks.
+  template <bool kLong>
   EFORMER_INLINE void StripsOf(const float* numbers, int64_t n, Strip (&to)[2]) const {
-    if (m.block % kRunValues == 0) {
+    if constexpr (kLong) {
       to[0] = to[1] = SpreadStrip(*numbers);
     } else if (m.block % kLanes == 0 && n % m.block == 0) {
       for (int i = 0; i < kRunVectors; ++i) to[i / kStripVecs].v[i % kStripVecs] = Spread(numbers[i * kLanes / m.block]);

@@ -41,11 +41,19 @@ struct LinesAhead {
   LinesAhead(const uint8_t* first, int64_t stride, int64_t width)
       : at(first), end(first + width), stride(stride), width(width) {}
 
-  // The next cache line.
+  // The next kCount cache lines.
+  template <int kCount>
   EFORMER_INLINE void Prefetch() {
-    __builtin_prefetch(at, 0, 0);
-    at += 64;
-    if (at >= end) end += stride, at = end - width;
+    if (end - at >= 64 * kCount) {
+      for (int i = 0; i < kCount; ++i) __builtin_prefetch(at + 64 * i, 0, 0);
+      at += 64 * kCount;
+      return;
+    }
+    for (int i = 0; i < kCount; ++i) {
+      if (at >= end) end += stride, at = end - width;
+      __builtin_prefetch(at, 0, 0);
+      at += 64;
+    }
   }
 };
 
