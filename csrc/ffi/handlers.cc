@@ -184,7 +184,7 @@ int64_t TasksWorth(ffi::ThreadPool& pool, int64_t multiplications, int64_t other
   return std::min(multiplications / kTaskValues, CeilDiv(kThreadTasks * pool.num_threads(), others));
 }
 
-// Rows of x, as PanelRows, TiledRows, Int8Rows or SplitRows, in tasks of some columns, and in parts of the depth if
+// Rows of x, as PanelRows, TiledRows or ByteRows, in tasks of some columns, and in parts of the depth if
 // those are few.
 template <class Rows>
 Work PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, std::shared_ptr<const Rows> shared, float* y) {
@@ -232,47 +232,11 @@ Work PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, std::shared_ptr<cons
   return work;
 }
 
-// With x rounded to int8; nothing if there is no loop for that, or x is not finite.
-std::optional<Work> Int8Matmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, float* y) {
-  const Matrix& shape = stack.first;
-  const Kernels& kernels = *stack.kernels;
-  const bool scale_fits = kernels.format.scales == ScaleKind::kPerBlock || shape.scale == nullptr ||
-                          OuterScale::VariesAlongOneAxis(kernels.format, shape);
-  const bool dots = x.rows == 1 && shape.contracted_axis == 1;
-  const Int8Order order = kernels.int8_order(shape, dots);
-  if (!scale_fits || order.block == 0) return std::nullopt;
-  const std::shared_ptr<const Int8Rows> rounded = x.Rounded(pool, stack, order);
-  if (!rounded->finite) return std::nullopt;
-  if (!dots) return PanelMatmul(pool, stack, rounded, y);
-  const int64_t width = shape.Width();
-  return WorkOfRanges(stack, kTaskRows, [=, &stack, &kernels](int64_t matrix, int64_t n0, int64_t n1) {
-    kernels.int8_dots(stack[matrix], rounded->Chunk(matrix, 0), n0, n1, y + matrix * width);
-    OuterScale(kernels.format, stack[matrix]).ScaleResult(n0, n1, y + matrix * width);
-  });
-}
-
-// With few rows of x split into bytes; nothing if another way is faster. Rows that can't be split are multiplied as
-// floats.
-std::optional<Work> SplitMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, float* y) {
-  const Int8Order order = stack.kernels->split_order(stack.first);
-  const int64_t rows = stack.count * x.rows, width = stack.first.Width();
-  const bool beats_dots = stack.first.contracted_axis == 1 && x.rows <= kDotSplitRows;
-  if (order.block == 0 || x.rows > kFewRows || width < (beats_dots ? kDotSplitWidth : kSplitWidth)) return std::nullopt;
-  const std::shared_ptr<const SplitRows> split = x.Split(pool, stack, order);
-  Work work = PanelMatmul(pool, stack, split, y);
-  if (std::all_of(split->fit.get(), split->fit.get() + rows, [](bool fits) { return fits; })) return work;
-  const auto finish_split = work.finish;
-  work.finish = [=, &pool, &stack, &x] {
-    if (finish_split) finish_split();
-    const std::unique_ptr<float[]> others(new float[rows * width]);
-    Work others_work = PanelMatmul(pool, stack, x.Panels(pool, stack), others.get());
-    others_work.values = TimeInValues(stack, x.rows);
-    Run(pool, {others_work});
-    for (int64_t row = 0; row < rows; ++row) {
-      if (!split->fit[row]) std::memcpy(y + row * width, &others[row * width], width * sizeof(float));
-    }
-  };
-  return work;
+// Whether it pays to split few rows of x into bytes.
+bool SplitPays(const Matrix& m, int64_t rows) {
+  if (rows == 1) return true;
+  const bool beats_dots = m.contracted_axis == 1 && rows <= kDotSplitRows;
+  return rows <= kFewRows && m.Width() >= (beats_dots ? kDotSplitWidth : kSplitWidth);
 }
 
 // Of few rows of x by dot products; nothing if another way is faster.
@@ -296,6 +260,52 @@ std::optional<Work> DotMatmul(const Stack& stack, PreparedX& x, float* y) {
   return work;
 }
 
+// x times the matrices of a stack, as floats.
+Work FloatMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, float* y) {
+  if (x.rows > 1) {
+    if (auto work = DotMatmul(stack, x, y)) return *std::move(work);
+  }
+  if (x.rows > 1 || !HasRowMatmul(*stack.kernels, stack.first)) {
+    return PanelMatmul(pool, stack, x.Panels(pool, stack), y);
+  }
+  return RowMatmul(stack, x.Single(stack), y);
+}
+
+// With x as bytes, in one part (rounded) or in three (split); nothing if there is no loop for that or another way is
+// faster, or if x has values that can't be rounded. Rows that can't be split are multiplied as floats.
+std::optional<Work> ByteMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, int64_t parts, float* y) {
+  const Matrix& shape = stack.first;
+  const Kernels& kernels = *stack.kernels;
+  const bool scale_fits = kernels.format.scales == ScaleKind::kPerBlock || shape.scale == nullptr ||
+                          OuterScale::VariesAlongOneAxis(kernels.format, shape);
+  const ByteOrder order = kernels.byte_order(shape, x.rows, parts);
+  if (!scale_fits || order.block == 0 || (parts > 1 && !SplitPays(shape, x.rows))) return std::nullopt;
+  const std::shared_ptr<const ByteRows> bytes = x.Bytes(pool, stack, order);
+  const int64_t width = shape.Width(), rows = stack.count * x.rows, fitting = bytes->Fitting();
+  if (fitting == 0 || (parts == 1 && fitting < rows)) return std::nullopt;
+  Work work;
+  if (x.rows > 1 || shape.contracted_axis == 0) {
+    work = PanelMatmul(pool, stack, bytes, y);
+  } else {
+    work = WorkOfRanges(stack, kTaskRows, [=, &stack, &kernels](int64_t matrix, int64_t n0, int64_t n1) {
+      kernels.byte_dots(stack[matrix], bytes->Chunk(matrix, 0), n0, n1, y + matrix * width);
+      OuterScale(kernels.format, stack[matrix]).ScaleResult(n0, n1, y + matrix * width);
+    });
+  }
+  if (fitting == rows) return work;
+  work.finish = [=, &pool, &stack, &x, finish = work.finish] {
+    if (finish) finish();
+    const std::unique_ptr<float[]> floats(new float[rows * width]);
+    Work of_floats = FloatMatmul(pool, stack, x, floats.get());
+    of_floats.values = TimeInValues(stack, x.rows);
+    Run(pool, {of_floats});
+    for (int64_t row = 0; row < rows; ++row) {
+      if (!bytes->fit[row]) std::memcpy(y + row * width, &floats[row * width], width * sizeof(float));
+    }
+  };
+  return work;
+}
+
 // What a matmul may round.
 struct Rounding {
   bool x;       // to int8, where that is faster
@@ -305,20 +315,14 @@ struct Rounding {
 // x times the matrices of a stack, in the fastest way.
 Work Matmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, const Rounding& rounding, float* y) {
   if (rounding.x) {
-    if (auto work = Int8Matmul(pool, stack, x, y)) return *std::move(work);
+    if (auto work = ByteMatmul(pool, stack, x, 1, y)) return *std::move(work);
   }
-  const bool several = x.rows > 1;
-  if (several && rounding.values && x.buffer.element_type() == ffi::BF16 && stack.kernels->bfloat_matmul != nullptr) {
+  const bool is_bfloat = rounding.values && x.buffer.element_type() == ffi::BF16;
+  if (x.rows > 1 && is_bfloat && stack.kernels->bfloat_matmul != nullptr) {
     return PanelMatmul(pool, stack, x.Tiled(pool, stack), y);
   }
-  if (several) {
-    if (auto work = SplitMatmul(pool, stack, x, y)) return *std::move(work);
-    if (auto work = DotMatmul(stack, x, y)) return *std::move(work);
-  }
-  if (several || !HasRowMatmul(*stack.kernels, stack.first)) {
-    return PanelMatmul(pool, stack, x.Panels(pool, stack), y);
-  }
-  return RowMatmul(stack, x.Single(stack), y);
+  if (auto work = ByteMatmul(pool, stack, x, kXParts, y)) return *std::move(work);
+  return FloatMatmul(pool, stack, x, y);
 }
 
 // Checks x and the result against the stack, and plans the matmul. An empty one is no work.

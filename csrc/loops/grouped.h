@@ -10,7 +10,7 @@
 #include "matrix/fields.h"
 #include "matrix/grouped_panels.h"
 #include "matrix/scales.h"
-#include "loops/split_row.h"
+#include "matrix/stored_scales.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -380,37 +380,6 @@ static void RowByPackedColumns(const Matrix& m, const float* x, int64_t k0, int6
   }
 }
 
-#if defined(EFORMER_BYTE_DOTS)
-
-// One row of x by bytes; false if it does not fit.
-template <class Format>
-static bool SplitRowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
-                           float* sums) {
-  if (!Format::kSplitsX || m.packed_axis != 0 || m.block % 32 != 0) return false;
-  if constexpr (Format::kSplitsX) {
-    SplitPackedRows<Format> split(m, x, k0, k1);
-    if (!split.fits) return false;
-    ScaleBuffers buffers;
-    for (int64_t k = k0, block = 0; k < k1; k += split.length, ++block) {
-      split.AddBlock(block, n0, n1, buffers.Take(m, k / m.block, n0, n1 - n0, Format::kCentre), sums);
-    }
-  }
-  return true;
-}
-
-template <class Format>
-static bool SplitRowMatmulTransposed(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y) {
-  if (!Format::kSplitsX || m.packed_axis != 1 || m.block % 32 != 0) return false;
-  if constexpr (Format::kSplitsX) {
-    const SplitPackedColumns<Format> split(m, x);
-    if (!split.fits) return false;
-    split.Run(n0, n1, y);
-  }
-  return true;
-}
-
-#endif
-
 template <class Format, int kBits>
 struct GroupedIntegers : FormatDefaults {
   static constexpr ScaleKind kScales = ScaleKind::kPerBlock;
@@ -423,9 +392,6 @@ struct GroupedIntegers : FormatDefaults {
   static Strip Values(const uint8_t* codes) { return FromUint8(codes); }
 
   static void RowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums) {
-#if defined(EFORMER_BYTE_DOTS)
-    if (SplitRowMatmul<Format>(m, x, k0, k1, n0, n1, sums)) return;
-#endif
     if (m.block % (m.packed_axis == 0 ? 8 : 16) != 0 || !AreModerate(x + k0, k1 - k0)) {
       return DecodedRowMatmul<Format>(m, x, k0, k1, n0, n1, sums);
     }
@@ -438,9 +404,6 @@ struct GroupedIntegers : FormatDefaults {
 
   static void RowMatmulTransposed(const Matrix& m, const float* x, int64_t n0, int64_t n1, float* y) {
     typedef PackedColumnsLoop<Format> Loop;
-#if defined(EFORMER_BYTE_DOTS)
-    if (SplitRowMatmulTransposed<Format>(m, x, n0, n1, y)) return;
-#endif
     if (m.packed_axis == 0 || !Loop::Fits(m) || !AreModerate(x, m.cols)) {
       return DecodedRowMatmulTransposed<Format>(m, x, n0, n1, y);
     }

@@ -29,11 +29,9 @@ struct FormatDefaults {
   // What is subtracted from values before they are scaled, in blocks that have neither an offset nor a zero point.
   static constexpr float kCentre = 0;
 
-  // For x rounded to int8: an integer stands for each code, its value times this, rounded. 0: x is never rounded.
+  // For x as bytes: an integer stands for each code, its value times this, rounded. 0: x is never bytes. Where values
+  // of blocks are such integers exactly, float x is split into bytes too.
   static constexpr float kInt8Steps = 0;
-
-  // Whether few rows of x may be split into bytes (split_x.h), which takes values that are small integers.
-  static constexpr bool kSplitsX = false;
 
   // Faster loops, which a format may declare as functions:
   //   void RowMatmul(const Matrix&, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* sums)
