@@ -1,10 +1,12 @@
 // The kernels of one instruction set. The build compiles this file once for each, with EFORMER_ISA its name.
 #include "format_list.h"  // made by CMake: includes formats/*.h and defines EFORMER_FORMATS(use) as use(Int8, "int8") ...
 #include "loops/dots_bytes.h"
+#include "loops/gemm_bfloat.h"
 #include "loops/gemm_bytes.h"
 #include "loops/gemm_floats.h"
 #include "loops/word_dots.h"
 #include "loops/x_bytes.h"
+#include "matrix/matrix.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -103,6 +105,3 @@ const InstructionSet kInstructionSet = {
 #endif
 
 }  // namespace eformer::EFORMER_ISA
-
-#include "loops/gemm_bfloat.h"
-#include "matrix/matrix.h"
