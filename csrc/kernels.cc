@@ -1,16 +1,13 @@
 // The kernels of one instruction set. The build compiles this file once for each, with EFORMER_ISA its name.
-#include "matrix/matrix.h"
-
-#include "loops/gemm_bfloat.h"
-#include "loops/few_rows.h"
 #include "format_list.h"  // made by CMake: includes formats/*.h and defines EFORMER_FORMATS(use) as use(Int8, "int8") ...
 #include "loops/dots_bytes.h"
 #include "loops/dots_floats.h"
+#include "loops/gemm_bfloat.h"
 #include "loops/gemm_bytes.h"
-#include "loops/round_x.h"
 #include "loops/gemm_floats.h"
 #include "loops/gemv_floats.h"
-#include "loops/split_matmul.h"
+#include "loops/x_bytes.h"
+#include "matrix/matrix.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -28,11 +25,9 @@ constexpr Kernels KernelsOf() {
           DotsAny<Format>,
           Matmul<Format>,
           kBfloatMatmul<Format>,
-          Int8OrderOf<Format>,
-          Int8DotsOrNull<Format>(),
-          Int8FewMatmulOrNull<Format>(),
-          SplitOrderOf<Format>,
-          SplitMatmulOrNull<Format>(),
+          ByteOrderOf<Format>,
+          ByteDotsOrNull<Format>(),
+          ByteMatmulOrNull<Format>(),
           DecodeRows<Format>};
 }
 
@@ -49,13 +44,13 @@ extern const InstructionSet kInstructionSet;
 template <class Format>
 static void Replace(Kernels& kernels) {
   kernels.bfloat_matmul = kBfloatMatmul<Format>;
-  kernels.int8_matmul = Int8MatmulOrNull<Format>();
+  kernels.byte_matmul = ByteMatmulOrNull<Format>();
 }
 #else
 template <class Format>
 static void Replace(Kernels& kernels) {
-  kernels.int8_dots = Int8DotsOrNull<Format>();
-  kernels.int8_matmul = Int8MatmulOrNull<Format>();
+  kernels.byte_dots = ByteDotsOrNull<Format>();
+  kernels.byte_matmul = ByteMatmulOrNull<Format>();
 }
 #endif
 
@@ -76,7 +71,7 @@ struct Extended {
 static InstructionSet WithKernels(const Extended& kernels) {
   InstructionSet set = EFORMER_EXTENDS::kInstructionSet;
   set.name = EFORMER_STRING(EFORMER_ISA);
-  set.int8_tile_rows = kInt8TileRows;
+  set.byte_tile_rows = ByteTileRows;
   set.begin = kernels.all;
   set.end = kernels.all + sizeof kernels.all / sizeof *kernels.all;
   return set;
@@ -91,7 +86,7 @@ const InstructionSet kInstructionSet = WithKernels(kExtended);
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
 const InstructionSet kInstructionSet = {
-    EFORMER_STRING(EFORMER_ISA), kLanes, kInt8TileRows, kSplitTileRows, PutInLanes, RoundRow, SplitRow, kAll,
+    EFORMER_STRING(EFORMER_ISA), kLanes, ByteTileRows, PutInLanes, ToBytes, kAll,
     kAll + sizeof kAll / sizeof *kAll};
 
 #endif

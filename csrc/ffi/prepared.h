@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/x_bytes.h"
 #include "ffi/x_forms.h"
-#include "ffi/split_rows.h"
 
 namespace eformer {
 
@@ -32,16 +32,13 @@ class PreparedX {
     return Find(dots_, stack, {in_lanes}, pool, stack, buffer, in_lanes);
   }
 
-  std::shared_ptr<const Int8Rows> Rounded(ffi::ThreadPool& pool, const Stack& stack, const Int8Order& order) {
-    return Find(rounded_, stack, {order.block, order.places, order.span, order.scaled}, pool, stack, buffer, order);
-  }
-
-  std::shared_ptr<const SplitRows> Split(ffi::ThreadPool& pool, const Stack& stack, const Int8Order& order) {
-    return Find(split_, stack, {order.block, order.places, order.span}, pool, stack, buffer, order);
+  std::shared_ptr<const ByteRows> Bytes(ffi::ThreadPool& pool, const Stack& stack, const ByteOrder& order) {
+    return Find(bytes_, stack, {order.parts, order.block, order.places, order.span, order.scaled}, pool, stack, buffer,
+                order);
   }
 
  private:
-  typedef std::array<int64_t, 4> Order;
+  typedef std::array<int64_t, 5> Order;
 
   template <class Rows>
   using All = std::vector<std::pair<Order, std::shared_ptr<const Rows>>>;
@@ -65,8 +62,7 @@ class PreparedX {
   All<PanelRows> panels_;
   All<TiledRows> tiled_;
   All<DotRows> dots_;
-  All<Int8Rows> rounded_;
-  All<SplitRows> split_;
+  All<ByteRows> bytes_;
 };
 
 }  // namespace eformer

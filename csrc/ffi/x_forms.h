@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -10,10 +9,6 @@
 
 #include "ffi/parallel.h"
 #include "ffi/problem.h"
-
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
 
 namespace eformer {
 
@@ -245,137 +240,6 @@ struct TiledRows {
         }
       }
     });
-  }
-};
-
-// The rows of x for each matrix, times its outer scale, rounded to int8 as Kernels::int8_matmul takes them.
-struct Int8Rows {
-  const Stack& stack;
-  const ffi::AnyBuffer& x;
-  Int8Order order;
-  int64_t rows;
-  int64_t depth;  // with the zeros behind each row
-  int64_t blocks;
-  RowGroups chunks;  // one for each call
-  std::unique_ptr<int8_t[]> values;
-  std::unique_ptr<float[]> steps;
-  std::unique_ptr<int32_t[]> sums;
-  std::unique_ptr<float[]> totals;
-  std::atomic<bool> finite{true};
-
-  static constexpr auto kMatmul = &Kernels::int8_matmul;
-  static constexpr int64_t kStep = kInt8DepthStep;
-  static bool Scales(int64_t) { return true; }
-  static constexpr bool kKernelScales = false;
-
-  // For few rows, codes are read along their rows: all of a row for one of x, else as much as has its sums in L1.
-  static TaskColumns Columns(const Matrix& m, int64_t rows) {
-    constexpr int64_t kFewColumns = 1024;
-    if (rows > kFewRows) return {kPanelColumns, 4 * kPanelColumns};
-    const int64_t columns = m.contracted_axis != 0 ? kPanelColumns : rows == 1 ? kSliceColumns : kFewColumns;
-    return {columns, columns};
-  }
-  int64_t First(int64_t chunk) const { return chunks.First(chunk); }
-  int64_t Size(int64_t chunk) const { return chunks.Size(chunk); }
-  Int8X Chunk(int64_t matrix, int64_t chunk) const {
-    const int64_t row = matrix * rows + First(chunk), at = row * blocks;
-    return {&values[row * depth], &steps[at], &sums[at], &totals[at], depth, order.block, order.scaled};
-  }
-
-  Int8Rows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, const Int8Order& order)
-      : stack(stack),
-        x(x),
-        order(order),
-        rows(x.dimensions()[1]),
-        depth(CeilDiv(stack.first.Depth(), kInt8Padding) * kInt8Padding),
-        blocks(depth / order.block),
-        chunks(rows, kInt8ChunkRows),
-        values(new int8_t[stack.count * rows * depth]),
-        steps(new float[stack.count * rows * blocks]),
-        sums(new int32_t[stack.count * rows * blocks]()),
-        totals(new float[stack.count * rows * blocks]) {
-    constexpr int64_t kTaskValues = 1 << 16;  // about 20 microseconds
-    const int64_t tile_rows = stack.instructions->int8_tile_rows;
-    const int64_t max_groups = CeilDiv(CeilDiv(rows, chunks.count), tile_rows);
-    const int64_t at_once = CeilDiv(kTaskValues, tile_rows * depth), parts = CeilDiv(max_groups, at_once);
-    ParallelFor(pool, stack.count * chunks.count * parts, [&](int64_t task) {
-      const int64_t matrix = task / (chunks.count * parts), chunk = task / parts % chunks.count;
-      const RowGroups groups(chunks.Size(chunk), tile_rows);
-      Rounded rounded(tile_rows, depth, blocks);
-      for (int64_t g = task % parts * at_once; g < std::min(groups.count, (task % parts + 1) * at_once); ++g) {
-        RoundGroup(matrix, matrix * rows + chunks.First(chunk) + groups.First(g), groups.Size(g), rounded);
-      }
-    });
-  }
-
- private:
-  // Room for the rows of a group.
-  struct Rounded {
-    std::unique_ptr<float[]> floats;
-    std::unique_ptr<int8_t[]> values;
-    std::unique_ptr<float[]> steps;
-    std::unique_ptr<int32_t[]> sums;
-
-    Rounded(int64_t rows, int64_t depth, int64_t blocks)
-        : floats(new float[depth]),
-          values(new int8_t[rows * depth]),
-          steps(new float[blocks]),
-          sums(new int32_t[blocks]) {}
-  };
-
-  // Rounds `size` rows, and puts four bytes of each side by side.
-  void RoundGroup(int64_t matrix, int64_t first, int64_t size, Rounded& rounded) {
-    int8_t* to = &values[first * depth];
-    for (int64_t r = 0; r < size; ++r) {
-      int8_t* row = size == 1 ? to : &rounded.values[r * depth];
-      RoundRow(matrix, first + r, rounded.floats.get(), row, rounded.steps.get(), rounded.sums.get());
-      const int64_t together = order.scaled / order.block;  // a power of two
-      float total = 0;
-      for (int64_t i = 0, at = first * blocks + r; i < CeilDiv(stack.first.Depth(), order.block); ++i, at += size) {
-        total = rounded.steps[i] * static_cast<float>(rounded.sums[i]) + (i & (together - 1) ? total : 0.0f);
-        steps[at] = rounded.steps[i];
-        sums[at] = rounded.sums[i];
-        totals[at] = total;
-      }
-    }
-    if (size > 1) InterleaveFours(rounded.values.get(), depth, size, to);
-  }
-
-  // Four bytes of each row side by side.
-  static void InterleaveFours(const int8_t* rows, int64_t depth, int64_t count, int8_t* to) {
-    int64_t i = 0;
-#if defined(__SSE2__)
-    for (; i < depth && count == 4; i += 16) {  // the rows of a tile of AVX-512
-      __m128i row[4], pairs[4];
-      for (int r = 0; r < 4; ++r) row[r] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + r * depth + i));
-      for (int r = 0; r < 2; ++r) {
-        pairs[r] = _mm_unpacklo_epi32(row[2 * r], row[2 * r + 1]);
-        pairs[2 + r] = _mm_unpackhi_epi32(row[2 * r], row[2 * r + 1]);
-      }
-      __m128i* fours = reinterpret_cast<__m128i*>(to + 4 * i);
-      for (int j = 0; j < 2; ++j) {
-        _mm_storeu_si128(fours + 2 * j, _mm_unpacklo_epi64(pairs[2 * j], pairs[2 * j + 1]));
-        _mm_storeu_si128(fours + 2 * j + 1, _mm_unpackhi_epi64(pairs[2 * j], pairs[2 * j + 1]));
-      }
-    }
-#endif
-    for (; i < depth; i += 4) {
-      for (int64_t r = 0; r < count; ++r) std::memcpy(to + i * count + 4 * r, rows + r * depth + i, 4);
-    }
-  }
-
-  void RoundRow(int64_t matrix, int64_t row, float* buffer, int8_t* to, float* row_steps, int32_t* row_sums) {
-    const int64_t count = stack.first.Depth(), whole = count / kInt8Padding * kInt8Padding;
-    const OuterScale scale(stack.kernels->format, stack[matrix]);
-    const float* floats = buffer;
-    std::memset(to + whole, 0, depth - whole);
-    if (x.element_type() == ffi::F32 && scale.of_depth == nullptr) {
-      floats = static_cast<const float*>(x.untyped_data()) + row * count;
-    } else {
-      ReadFloats(x, row * count, count, buffer);
-      scale.ScaleInput(0, count, buffer);
-    }
-    if (!stack.instructions->round(floats, count, order, to, row_steps, row_sums)) finite = false;
   }
 };
 

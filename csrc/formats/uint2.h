@@ -8,7 +8,6 @@ namespace eformer::EFORMER_ISA {
 struct Uint2 : Integers<2> {
   static constexpr const char* kName = "uint2";
   static constexpr int kPlaneBits[] = {2};
-  static constexpr bool kSplitsX = true;
 };
 
 }  // namespace eformer::EFORMER_ISA

@@ -8,7 +8,6 @@ namespace eformer::EFORMER_ISA {
 struct Uint4 : Integers<4> {
   static constexpr const char* kName = "uint4";
   static constexpr int kPlaneBits[] = {4};
-  static constexpr bool kSplitsX = true;
 };
 
 }  // namespace eformer::EFORMER_ISA

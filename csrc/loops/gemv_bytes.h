@@ -1,8 +1,6 @@
-// One row of x rounded to int8 times a matrix, contracted along its rows: some rows of bytes are read side by side,
-// from left to right over a stripe of columns, while the sums of a block wait in L1.
+// One row of x as bytes times a matrix, contracted along its rows: some rows of codes are read side by side, from left
+// to right over a stripe of columns, while the sums of a block wait in L1.
 #pragma once
-
-#include <initializer_list>
 
 #include "matrix/pack_bytes.h"
 
@@ -16,34 +14,40 @@ constexpr int64_t kLineRows = 8;
 constexpr int64_t kLineRows = 16;
 #endif
 
-// Stores numbers that are in the order of panels.
-EFORMER_INLINE void StoreInOrder(float* to, const Reals (&v)[4]) {
-#if defined(EFORMER_BYTE_DOTS)
-  StoreLine(to, v);
-#else
-  for (int i = 0; i < kLineColumns / 4; ++i) {
-    std::memcpy(to + kPanelFours[i], reinterpret_cast<const char*>(v) + 16 * i, 16);
-  }
-#endif
-}
+// Prefetches the rows behind those that are read side by side, one after the other from end to end: of rows side by
+// side, memory gives less.
+template <bool kIntoL1>
+struct RowsAhead {
+  const uint8_t *at, *end;  // what is next, and where its row ends
+  int64_t stride, width;    // of rows
 
-template <class Format, bool kPacked>
-struct Int8Stripe {
+  RowsAhead(const uint8_t* first, int64_t stride, int64_t width)
+      : at(first), end(first + width), stride(stride), width(width) {}
+
+  EFORMER_INLINE void Prefetch() {
+    kIntoL1 ? __builtin_prefetch(at, 0, 0) : __builtin_prefetch(at, 0, 2);
+    at += kIntBytes;
+    if (at >= end) end += stride, at = end - width;
+  }
+};
+
+template <class Format, bool kPacked, int kParts>
+struct Stripe {
   static constexpr int kPlaces = kPacked ? kValuesPerByte<Format> : 1;
   static constexpr bool kInBlocks = Format::kScales == ScaleKind::kPerBlock;
   typedef DotsOf<Format> Dots;
 
   const Matrix m;
-  const Int8X& x;
+  const ByteX& x;
   const int64_t n, width;                    // the first column, and the number of columns
-  alignas(64) int32_t sums[kStripeColumns];  // of a block; columns are in the order of panels
+  alignas(64) int32_t sums[kStripeColumns];  // of a block, or floats in parts; columns are in the order of panels
   alignas(64) float totals[kStripeColumns];  // from here on, columns are in order
   alignas(64) int32_t nan[kStripeColumns];   // bits of columns, in the order of panels
   ScaleBuffers buffers;
   RowOfScales scales;  // of a block
   ScalesAhead scales_ahead;
 
-  Int8Stripe(const Matrix& m, const Int8X& x, int64_t n, int64_t width) : m(m), x(x), n(n), width(width) {
+  Stripe(const Matrix& m, const ByteX& x, int64_t n, int64_t width) : m(m), x(x), n(n), width(width) {
     const int64_t padded = CeilDiv(width, kPanelColumns) * kPanelColumns;
     std::memset(totals, 0, padded * sizeof(float));
     if (Int8Codes<Format>::kHasNaN) std::memset(nan, 0, padded * sizeof(int32_t));
@@ -51,25 +55,25 @@ struct Int8Stripe {
 
   // Adds x[k : k + block] @ matrix[k : k + block].
   void AddBlock(int64_t k) {
-    const int64_t first = k / kPlaces, rows = Min(x.block / kPlaces, CeilDiv(m.rows, kPlaces) - first);
+    const int64_t first = k / kPlaces, rows = Min(x.order.block / kPlaces, CeilDiv(m.rows, kPlaces) - first);
     for (int64_t r = 0; r < rows; r += kLineRows) {
-      const Part part =
-          PartOf(k / x.block, first + r, Min(kLineRows, rows - r), k + r * kPlaces, r == 0, r + kLineRows >= rows);
-      const int64_t whole = part.count % 4 == 0 && kPacked ? width / kPanelColumns * kPanelColumns : 0;
-      const uint8_t* first_code = m.planes[0] + part.row * m.cols + n;
-      RowsAhead<(kLineRows * kStripeColumns <= 32768)> ahead(first_code + part.count * m.cols, m.cols, width);
+      const Group group = GroupOf(k / x.order.block, first + r, Min(kLineRows, rows - r), k + r * kPlaces, r == 0,
+                                  r + kLineRows >= rows);
+      const int64_t whole = group.count % 4 == 0 && kPacked ? width / kPanelColumns * kPanelColumns : 0;
+      const uint8_t* first_code = m.planes[0] + group.row * m.cols + n;
+      RowsAhead<(kLineRows * kStripeColumns <= 32768)> ahead(first_code + group.count * m.cols, m.cols, width);
       ScalesAhead of_scales = scales_ahead;
       const int64_t stride = m.cols;
       for (int64_t c = 0; c < whole; c += kLineColumns) {
         of_scales.Prefetch();
-        AddLine(part, first_code + c, stride, c, [&] { ahead.Prefetch(); });
+        AddLine(group, first_code + c, stride, c, [&] { ahead.Prefetch(); });
       }
       for (int64_t c = whole; c < width; c += kPanelColumns) {
         alignas(64) uint8_t copy[kLineRows][kPanelColumns] = {};
-        CopyRows(part, c, copy);
+        CopyRows(group, c, copy);
         of_scales.Prefetch();
         for (int64_t at = 0; at < kPanelColumns; at += kLineColumns) {
-          AddLine(part, copy[0] + at, kPanelColumns, c + at, [] {});
+          AddLine(group, copy[0] + at, kPanelColumns, c + at, [] {});
         }
       }
       scales_ahead = of_scales;
@@ -94,53 +98,54 @@ struct Int8Stripe {
 
  private:
   // Some rows of bytes of a block, and all that is the same for their columns.
-  struct Part {
+  struct Group {
     int64_t row, count;  // the first row, and how many
     const int8_t* x;
-    bool starts, ends;
-    int32_t first_sum;  // what sums of the block start with
-    float step, x_sum;  // of the block
+    bool starts, ends;           // the block
+    int32_t first_sums[kParts];  // what sums of the block start with
+    float step, x_sum;           // of the block
     RowOfScales scales;
   };
 
-  Part PartOf(int64_t block, int64_t row, int64_t count, int64_t k, bool starts, bool ends) const {
-    const int32_t sum = x.sums[block];
-    const float step = x.steps[block];
-    return {row,
-            count,
-            x.values + k,
-            starts,
-            ends,
-            -BiasOf<Format>(m) * sum,
-            step / Format::kInt8Steps,
-            step * static_cast<float>(sum),
-            scales};
+  Group GroupOf(int64_t block, int64_t row, int64_t count, int64_t k, bool starts, bool ends) const {
+    Group group = {
+        row,   count, x.values + k * kParts, starts, ends, {}, x.steps[block] / Format::kInt8Steps, x.totals[block],
+        scales};
+    for (int part = 0; part < kParts; ++part) {
+      group.first_sums[part] = -BiasOf<Format>(m) * x.sums[block * kParts + part];
+    }
+    return group;
   }
 
   // Copies columns `c` and following, or their codes, with zeros behind the last row and column.
-  void CopyRows(const Part& part, int64_t c, uint8_t (&copy)[kLineRows][kPanelColumns]) const {
-    for (int64_t j = 0; j < part.count; ++j) {
+  void CopyRows(const Group& group, int64_t c, uint8_t (&copy)[kLineRows][kPanelColumns]) const {
+    for (int64_t j = 0; j < group.count; ++j) {
       if constexpr (kPacked) {
-        std::memcpy(copy[j], m.planes[0] + (part.row + j) * m.cols + n + c, Min(kPanelColumns, width - c));
+        std::memcpy(copy[j], m.planes[0] + (group.row + j) * m.cols + n + c, Min(kPanelColumns, width - c));
       } else {
         Bytes codes[2] = {};
-        AddPlanes<Format>(m, part.row + j, n + c, width - c, codes);
+        AddPlanes<Format>(m, group.row + j, n + c, width - c, codes);
         std::memcpy(copy[j], codes, sizeof codes);
       }
     }
   }
 
-  // Adds the part's rows of bytes, from columns `c` on, times x, and calls prefetch() for each row.
+  // Adds the group's rows of bytes, from columns `c` on, times x, and calls prefetch() for each row.
   template <class Prefetch>
-  EFORMER_INLINE void AddLine(const Part& part, const uint8_t* from, int64_t stride, int64_t c,
+  EFORMER_INLINE void AddLine(const Group& group, const uint8_t* from, int64_t stride, int64_t c,
                               const Prefetch& prefetch) {
-    Ints dots[4];
+    Ints dots[kParts][4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      dots[i] = part.starts ? part.first_sum - Ints{} : LoadVector<Ints>(sums + c + i * kIntLanes);
+#pragma GCC unroll 3
+      for (int part = 0; part < kParts; ++part) {
+        dots[part][i] = group.starts  ? group.first_sums[part] - Ints{}
+                        : kParts == 1 ? LoadVector<Ints>(sums + c + i * kIntLanes)
+                                      : Ints{};
+      }
     }
-    const int8_t* xs = part.x;
-    for (int64_t r = 0; r < part.count; r += 4, xs += 4 * kPlaces) {
+    const int8_t* xs = group.x;
+    for (int64_t r = 0; r < group.count; r += 4, xs += 4 * kPlaces * kParts) {
       IntBytes rows[4], quads[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j, from += stride) {
@@ -155,43 +160,58 @@ struct Int8Stripe {
           int32_t* to = nan + c + i * kIntLanes;
           StoreVector(to, LoadVector<IntBytes>(to) | FindNaN(flipped));
         }
-        typename Dots::Sum sum = Dots::Start(dots[i]);
+        typename Dots::Sum sum[kParts];
+#pragma GCC unroll 3
+        for (int part = 0; part < kParts; ++part) sum[part] = Dots::Start(dots[part][i]);
         ForEachPlace<kPlaces>([&](auto place) {
-          sum = Dots::Add(sum, Dots::Prepare(BytesAt<Format, kPlaces, place>(flipped)), SpreadFour(xs + 4 * place));
+          const auto codes = Dots::Prepare(BytesAt<Format, kPlaces, place>(flipped));
+#pragma GCC unroll 3
+          for (int part = 0; part < kParts; ++part) {
+            sum[part] = Dots::Add(sum[part], codes, SpreadFour(xs + 4 * (place * kParts + part)));
+          }
         });
-        dots[i] = Dots::Finish(sum, dots[i]);
+#pragma GCC unroll 3
+        for (int part = 0; part < kParts; ++part) dots[part][i] = Dots::Finish(sum[part], dots[part][i]);
       }
     }
-    if (part.ends) return Scale(part, c, dots);
+    Reals found[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) StoreVector(sums + c + i * kIntLanes, dots[i]);
+    for (int i = 0; i < 4; ++i) {
+      int32_t* stored = sums + c + i * kIntLanes;
+      if constexpr (kParts == 1) {
+        if (!group.ends) StoreVector(stored, dots[0][i]);
+        found[i] = ToReals(dots[0][i]);
+      } else {
+        found[i] = Joined<kParts>([&](int part) { return dots[part][i]; });
+        if (!group.starts) found[i] += LoadVector<Reals>(stored);
+        if (!group.ends) StoreVector(stored, found[i]);
+      }
+    }
+    if (group.ends) Scale(group, c, found);
   }
 
   // Adds the sums of a block, scaled, to the totals.
-  EFORMER_INLINE void Scale(const Part& part, int64_t c, const Ints (&dots)[4]) {
-    Reals reals[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) reals[i] = ToReals(dots[i]);
+  EFORMER_INLINE void Scale(const Group& group, int64_t c, const Reals (&sums_found)[4]) {
     alignas(64) float found[kLineColumns];
-    StoreInOrder(found, reals);
-    const Reals unit = part.step - Reals{};
+    StoreInOrder(sums_found, found);
+    const Reals unit = group.step - Reals{};
 #pragma GCC unroll 4
     for (int i = 0; i < kLineColumns; i += kIntLanes) {
       Reals total = LoadVector<Reals>(totals + c + i);
-      const Reals scale = kInBlocks ? part.scales.template Scale<Reals>(c + i) : 1 - Reals{};
+      const Reals scale = kInBlocks ? group.scales.template Scale<Reals>(c + i) : 1 - Reals{};
       total += LoadVector<Reals>(found + i) * (unit * scale);
-      if (part.scales.has_offsets) total += part.scales.template Offset<Reals>(c + i, scale) * part.x_sum;
+      if (group.scales.has_offsets) total += group.scales.template Offset<Reals>(c + i, scale) * group.x_sum;
       StoreVector(totals + c + i, total);
     }
   }
 };
 
-// As Kernels::int8_matmul says.
-template <class Format, bool kPacked>
-static void Int8RowMatmulOf(const Matrix& m, const Int8X& x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
+// As Kernels::byte_matmul says, for one row and contracted_axis 0.
+template <class Format, bool kPacked, int kParts>
+static void ByteRowMatmul(const Matrix& m, const ByteX& x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
   for (int64_t n = n0; n < n1; n += kStripeColumns) {
-    Int8Stripe<Format, kPacked> stripe(m, x, n, Min(kStripeColumns, n1 - n));
-    for (int64_t k = k0; k < k1; k += x.block) {
+    Stripe<Format, kPacked, kParts> stripe(m, x, n, Min(kStripeColumns, n1 - n));
+    for (int64_t k = k0; k < k1; k += x.order.block) {
       if constexpr (Format::kScales == ScaleKind::kPerBlock) {
         if (k == k0 || k % m.block == 0) stripe.TakeScales(k / m.block);
       }

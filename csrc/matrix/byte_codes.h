@@ -1,4 +1,4 @@
-// The codes of a format as bytes, for matmuls of x rounded to int8.
+// The codes of a format as bytes, for matmuls of x as bytes.
 //
 // A format with kInt8Steps > 0 has an integer for each code: its value times kInt8Steps, rounded. A byte holds that
 // integer plus kBias, so that multiplications can take it: from 0 on, or, where those of the instruction set would
@@ -98,6 +98,37 @@ EFORMER_INLINE float CentreOf(const Matrix& m) {
 template <class Format>
 EFORMER_INLINE int32_t BiasOf(const Matrix& m) {
   return Int8Codes<Format>::kBias + static_cast<int32_t>(CentreOf<Format>(m) * Format::kInt8Steps);
+}
+
+// Where x in three parts is faster than floats: where no instruction sums four products, floats are as fast unless they
+// have to be transposed, which AVX-512 need not do.
+#if defined(EFORMER_VNNI) && defined(__AVX512VNNI__)
+constexpr bool kSplitsRows = true, kSplitsColumns = false;
+#elif !defined(EFORMER_AVX512) && (defined(__AVX2__) || (defined(EFORMER_NEON) && defined(__ARM_FEATURE_DOTPROD)))
+constexpr bool kSplitsRows = false, kSplitsColumns = true;
+#else
+constexpr bool kSplitsRows = false, kSplitsColumns = false;
+#endif
+
+// Whether x may be split: integers stand for the values as they are, and none is NaN.
+template <class Format>
+constexpr bool SplitsX() {
+  if (!kSplitsRows && !kSplitsColumns) return false;
+  if (Format::kInt8Steps == 0 || Format::kScales != ScaleKind::kPerBlock || kPlanes<Format> > 1) return false;
+  for (int code = 0; code < 1 << CodeBits<Format>(); ++code) {
+    const float value = Format::Value(code) * Format::kInt8Steps;
+    if (value != static_cast<float>(static_cast<int>(value))) return false;
+  }
+  return true;
+}
+
+// Calls use(std::integral_constant<int, parts>) with the parts of x.
+template <class Format, class Use>
+EFORMER_INLINE void WithParts(const ByteX& x, const Use& use) {
+  if constexpr (SplitsX<Format>()) {
+    if (x.order.parts == kXParts) return use(std::integral_constant<int, kXParts>());
+  }
+  use(std::integral_constant<int, 1>());
 }
 
 // Whether the bytes in memory can be taken as they are, several values a byte: those of one plane, packed along the

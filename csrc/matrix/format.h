@@ -27,11 +27,9 @@ struct FormatDefaults {
   static constexpr float kCentre = 0;
   static constexpr bool kIsInteger = false;  // whether each code is its own value
 
-  // For x rounded to int8: an integer stands for each code, its value times this, rounded. 0: x is never rounded.
+  // For x as bytes: an integer stands for each code, its value times this, rounded. 0: x is never bytes. Where values
+  // of blocks are such integers exactly, float x is split into bytes too.
   static constexpr float kInt8Steps = 0;
-
-  // Whether few rows of x may be split into bytes (split_x.h), which takes values that are small integers.
-  static constexpr bool kSplitsX = false;
 
   // Strip Values(const uint8_t* codes): the values of 32 codes of 8 bits that are neither integers nor in a table.
   static constexpr std::nullptr_t Values = nullptr;

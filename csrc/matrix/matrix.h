@@ -119,46 +119,40 @@ constexpr int kAmxRows = 16;
 constexpr int kAmxDepth = 32;
 constexpr int64_t kBfloatChunkRows = 512;  // rows of x in a call of `bfloat_matmul`: their sums stay in L2
 
-// Rows of x rounded to int8. Blocks of a row share a step: x is about an integer from -127 to 127 times it. Zeros
-// follow each row, up to a multiple of kInt8Padding. Blocks of 64 change the logits of SmolLM2-135M in INT8 by 4.0% in
-// norm, blocks of 32 by 3.2% (`make llm-bench`).
-constexpr int64_t kInt8Block = 32;
-constexpr int64_t kMaxInt8Block = 64;  // of x that is split into bytes
-constexpr int64_t kInt8Padding = 256;
-constexpr int64_t kInt8DepthStep = 256;  // the contracted axis is cut at multiples of this
-constexpr int64_t kInt8ChunkRows = 256;  // rows of x in a call of `int8_matmul`: their sums stay in L2
+// Rows of x as bytes, in one part or in three. Blocks of a row share a step. In one part, x is rounded: it is about an
+// integer from -127 to 127 times the step. In three, it is split into rows of weights 65536, 256 and 1: it is about
+// step * (65536 a + 256 b + c), with a, b and c from -128 to 127, and a step that is a power of two: off by at most
+// half a step, 2^-23 of the largest x of its block. Sums over a block are exact either way.
+//
+// Blocks of 64 of rounded x change the logits of SmolLM2-135M in INT8 by 4.0% in norm, blocks of 32 by 3.2%
+// (`make llm-bench`).
+constexpr int kXParts = 3;  // of split x
+constexpr float kPartUnits[kXParts] = {65536, 256, 1};
+constexpr int64_t kRoundedBlock = 32, kSplitBlock = 64;  // at most
+constexpr int64_t kBytePadding = 256;                    // zeros follow each row up to a multiple of this
+constexpr int64_t kByteDepthStep = 256;                  // the contracted axis is cut at multiples of this
+constexpr int64_t kByteChunkRows = 256;                  // rows of x in a call of `byte_matmul`: their sums stay in L2
 
-// The order of a row of rounded x: value `places` * byte + place is at byte / span * span * places + place * span +
-// byte % span.
-struct Int8Order {
-  int64_t block;  // of x: 16, 32 or 64; 0: there is no loop for int8
+// The order of a row of bytes: value `places` * byte + place is at byte / span * span * places + place * span +
+// byte % span. In a group of rows, `span` bytes of each part of each row are adjacent.
+struct ByteOrder {
+  int64_t parts;  // 1 or kXParts
+  int64_t block;  // of x: 16, 32 or 64; 0: there is no loop for bytes, or floats are faster
   int64_t places;
-  int64_t span;
+  int64_t span;    // 4 or 64
   int64_t scaled;  // values of x whose sums are scaled together: a multiple of `block`
 };
 
-// Rows of rounded x. For several rows in a group, four bytes of each are adjacent, and so are their steps and sums.
-struct Int8X {
+// A group of rows of x as bytes. What blocks have is adjacent for the rows of the group too.
+struct ByteX {
   const int8_t* values;
   const float* steps;   // of each block
-  const int32_t* sums;  // of the integers of each block
+  const int32_t* sums;  // of the bytes of each part of each block
   const float* totals;  // of x in each block, and in those before it that are scaled together with it
   int64_t depth;        // of a row, with the zeros behind it
-  int64_t block;
-  int64_t scaled;  // as Int8Order says
-};
+  ByteOrder order;
 
-// Rows of x split into bytes, as split_x.h says. In a group of rows, four bytes of each part of each row are adjacent,
-// and so are the steps and the sums of a block.
-constexpr int kXParts = 3;
-
-struct SplitX {
-  const int8_t* values;
-  const float* steps;       // of each block
-  const float* sums;        // of x in each block
-  const int32_t* of_parts;  // sums of the bytes of each part, in each block
-  int64_t depth;            // of a row, with the zeros behind it
-  int64_t block;
+  EFORMER_INLINE int64_t Blocks() const { return depth / order.block; }
 };
 
 // The functions for one format on one instruction set.
@@ -184,23 +178,17 @@ struct Kernels {
   void (*bfloat_matmul)(const Matrix& matrix, const uint16_t* x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
                         int64_t n1, float* y);
 
-  // The order that x must have for `int8_dots` (one row of x and contracted_axis 1) or `int8_matmul`.
-  Int8Order (*int8_order)(const Matrix& matrix, bool dots);
+  // The order that `rows` rows of x must have as bytes, for `byte_dots` if it is one and contracted_axis is 1, else for
+  // `byte_matmul`. In three parts only where that is faster than floats.
+  ByteOrder (*byte_order)(const Matrix& matrix, int64_t rows, int64_t parts);
 
-  // y[n0:n1] = x @ matrix[n0:n1].T for one row of rounded x, for contracted_axis 1.
-  void (*int8_dots)(const Matrix& matrix, const Int8X& x, int64_t n0, int64_t n1, float* y);
+  // y[n0:n1] = x @ matrix[n0:n1].T for one row of x, for contracted_axis 1.
+  void (*byte_dots)(const Matrix& matrix, const ByteX& x, int64_t n0, int64_t n1, float* y);
 
-  // As `matmul` for up to kInt8ChunkRows rows of rounded x in RowGroups(count, int8_tile_rows); k0 is a multiple of
-  // kInt8DepthStep.
-  void (*int8_matmul)(const Matrix& matrix, const Int8X& x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
+  // As `matmul` for up to kByteChunkRows rows of x in RowGroups(count, byte_tile_rows); k0 is a multiple of
+  // kByteDepthStep.
+  void (*byte_matmul)(const Matrix& matrix, const ByteX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
                       int64_t n1, float* y);
-
-  // The order that x must have for `split_matmul`, if that is the fastest way to multiply few rows of x.
-  Int8Order (*split_order)(const Matrix& matrix);
-
-  // As `int8_matmul` for rows of split x in RowGroups(count, split_tile_rows).
-  void (*split_matmul)(const Matrix& matrix, const SplitX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
-                       int64_t n1, float* y);
 
   // All values of the rows r0 to r1.
   void (*decode)(const Matrix& matrix, int64_t r0, int64_t r1, float* values);
@@ -208,21 +196,16 @@ struct Kernels {
 
 struct InstructionSet {
   const char* name;
-  int64_t lanes;            // floats in a vector
-  int64_t int8_tile_rows;   // rows of rounded x whose sums fit into registers
-  int64_t split_tile_rows;  // the same for split x
+  int64_t lanes;                             // floats in a vector
+  int64_t (*byte_tile_rows)(int64_t parts);  // rows of x as bytes whose sums fit into registers
 
   // Puts a multiple of kXPadding values of x into the order in which `dots` looks codes up.
   void (*put_in_lanes)(const float* x, int64_t count, float* to);
 
-  // Rounds a row of x; false if it is not finite or beyond 2^100, or its steps are not. What follows the last block
-  // stays as it is.
-  bool (*round)(const float* x, int64_t depth, const Int8Order& order, int8_t* values, float* steps, int32_t* sums);
-
-  // Splits a row of x, whose depth is a multiple of kInt8Padding, one part behind the other; false if it is not finite,
-  // or has blocks that are beyond 2^100 or below 2^-100.
-  bool (*split)(const float* x, int64_t depth, const Int8Order& order, int8_t* values, float* steps, float* sums,
-                int32_t* of_parts);
+  // Makes bytes of row `row` of a group of `rows`, which `values` to `totals` are of. What follows the last block stays
+  // as it is. False if x is not finite or beyond 2^100, or so small that its steps are not normal (2^-100 in parts).
+  bool (*to_bytes)(const float* x, int64_t depth, const ByteOrder& order, int64_t row, int64_t rows, int8_t* values,
+                   float* steps, int32_t* sums, float* totals);
 
   const Kernels* begin;
   const Kernels* end;

@@ -1,21 +1,20 @@
-// A panel for x rounded to int8: 64 columns of the matrix, or rows of its transpose, as bytes of Int8Codes.
+// A panel for x as bytes: 64 columns of the matrix, or rows of its transpose, as bytes of Int8Codes.
 //
 // Four bytes of a column, a quad, are adjacent. A row of a panel has a quad of each column, in the order of
-// interleaving vectors of bytes, which kPanelFours says. The order along the depth is that of Int8Order with a span
+// interleaving vectors of bytes, which kPanelFours says. The order along the depth is that of ByteOrder with a span
 // of 4.
 #pragma once
 
 #include "matrix/decode.h"
-#include "simd/bytes.h"
 #include "matrix/pack_floats.h"
-#include "loops/split_row.h"
 #include "matrix/scales.h"
+#include "simd/bytes.h"
 
 namespace eformer::EFORMER_ISA {
 
-constexpr int64_t kInt8PanelDepth = 256;              // at most
+constexpr int64_t kBytePanelDepth = 256;              // at most
 constexpr int64_t kQuadRowBytes = 4 * kPanelColumns;  // of a panel
-constexpr int64_t kMaxPanelBlocks = kInt8PanelDepth / 16;
+constexpr int64_t kMaxPanelBlocks = kBytePanelDepth / 16;
 
 constexpr int64_t kLineColumns = kIntBytes;  // a vector of a row of bytes
 
@@ -31,7 +30,13 @@ constexpr int kPanelFours[16] = {0, 16, 4, 20, 8, 24, 12, 28, 32, 48, 36, 52, 40
 // quads[i] has the quads of some columns, from four rows of bytes.
 EFORMER_INLINE void QuadsOfRows(const IntBytes (&rows)[4], IntBytes (&quads)[4]) {
 #if defined(EFORMER_BYTE_DOTS)
-  QuadsOfLines(rows, quads);
+  const __m512i r0 = (__m512i)rows[0], r1 = (__m512i)rows[1], r2 = (__m512i)rows[2], r3 = (__m512i)rows[3];
+  const __m512i low01 = _mm512_unpacklo_epi8(r0, r1), high01 = _mm512_unpackhi_epi8(r0, r1);
+  const __m512i low23 = _mm512_unpacklo_epi8(r2, r3), high23 = _mm512_unpackhi_epi8(r2, r3);
+  quads[0] = (IntBytes)_mm512_unpacklo_epi16(low01, low23);
+  quads[1] = (IntBytes)_mm512_unpackhi_epi16(low01, low23);
+  quads[2] = (IntBytes)_mm512_unpacklo_epi16(high01, high23);
+  quads[3] = (IntBytes)_mm512_unpackhi_epi16(high01, high23);
 #elif defined(__AVX2__)
   const __m256i r0 = (__m256i)rows[0], r1 = (__m256i)rows[1], r2 = (__m256i)rows[2], r3 = (__m256i)rows[3];
   const __m256i low01 = _mm256_unpacklo_epi8(r0, r1), high01 = _mm256_unpackhi_epi8(r0, r1);
@@ -48,6 +53,25 @@ EFORMER_INLINE void QuadsOfRows(const IntBytes (&rows)[4], IntBytes (&quads)[4])
 #else
   for (int i = 0; i < kStripSize; ++i) {
     for (int j = 0; j < 4; ++j) quads[i / 8][4 * (i % 8) + j] = rows[j][kPanelFours[i / 4] + i % 4];
+  }
+#endif
+}
+
+// Writes what is in the order of QuadsOfRows, a number for each column, in the order of columns.
+EFORMER_INLINE void StoreInOrder(const Reals (&v)[4], float* to) {
+#if defined(EFORMER_BYTE_DOTS)
+  __m512 pairs[4];  // whole lines: lanes of sixteen bytes are transposed
+  for (int i = 0; i < 2; ++i) {
+    pairs[2 * i] = _mm512_shuffle_f32x4((__m512)v[2 * i], (__m512)v[2 * i + 1], 0x88);      // lanes 0 and 2 of both
+    pairs[2 * i + 1] = _mm512_shuffle_f32x4((__m512)v[2 * i], (__m512)v[2 * i + 1], 0xdd);  // lanes 1 and 3
+  }
+  for (int i = 0; i < 2; ++i) {
+    _mm512_storeu_ps(to + 16 * i, _mm512_shuffle_f32x4(pairs[i], pairs[2 + i], 0x88));
+    _mm512_storeu_ps(to + 16 * (i + 2), _mm512_shuffle_f32x4(pairs[i], pairs[2 + i], 0xdd));
+  }
+#else
+  for (int i = 0; i < kLineColumns / 4; ++i) {
+    std::memcpy(to + kPanelFours[i], reinterpret_cast<const char*>(v) + 16 * i, 16);
   }
 #endif
 }
@@ -98,16 +122,30 @@ struct PanelsAhead {
   }
 };
 
+// Brings numbers of a panel's columns, times `unit`, into the order of panels.
+EFORMER_INLINE void PutInPanelOrder(const float* from, float unit, float* to) {
+#if defined(EFORMER_BYTE_DOTS)
+  Reals v[4];
+  for (int i = 0; i < 4; ++i) v[i] = LoadVector<Reals>(from + i * kIntLanes) * unit;
+  StoreInOrder(v, to);  // which is its own inverse
+#else
+  for (int i = 0; i < 16; ++i) {
+    const float* four = from + kPanelFours[i];
+    for (int j = 0; j < 4; ++j) to[4 * i + j] = four[j] * unit;
+  }
+#endif
+}
+
 // Panels of a format, with the bytes in memory taken as they are (kPacked, as IsPackedAlongDepth says) or after
 // unpacking their codes.
 template <class Format, bool kPacked>
-struct Int8Panels {
+struct BytePanels {
   static constexpr int kPlaces = kPacked ? kValuesPerByte<Format> : 1;
 
   const Matrix m;
-  alignas(64) uint8_t bytes[kInt8PanelDepth / 4 * kQuadRowBytes];
+  alignas(64) uint8_t bytes[kBytePanelDepth / 4 * kQuadRowBytes];
 
-  explicit Int8Panels(const Matrix& m) : m(m) {}
+  explicit BytePanels(const Matrix& m) : m(m) {}
 
   // Unpacks columns `n` and following from depth `k` on: `depth` is a multiple of the blocks of x. `nan` gets bits for
   // each column that has a code of NaN. ahead.Prefetch(codes, row) is called for rows of codes.
@@ -174,9 +212,9 @@ struct Int8Panels {
 
   template <bool kWhole>
   void UnpackColumns(int64_t k, int64_t depth, int64_t n, uint8_t (&nan)[kQuadRowBytes]) {
-    const int64_t row_bytes = kPacked ? m.RowBytes(kPlaces) : kInt8PanelDepth + kRunValues;
+    const int64_t row_bytes = kPacked ? m.RowBytes(kPlaces) : kBytePanelDepth + kRunValues;
     const int64_t first = kPacked ? k / kPlaces : 0, count = depth / kPlaces;
-    alignas(32) uint8_t unpacked[8][kInt8PanelDepth + kRunValues];
+    alignas(32) uint8_t unpacked[8][kBytePanelDepth + kRunValues];
     for (int part = 0; part < 8; ++part) {
       int64_t rows[8];
       for (int i = 0; i < 8; ++i) rows[i] = n + kPanelFours[2 * part + i / 4] + i % 4;
@@ -197,7 +235,7 @@ struct Int8Panels {
           if constexpr (kPacked) {
             if (!kWhole && rows[i] >= m.rows) break;
             const uint8_t* from = m.planes[0] + rows[i] * row_bytes + first + c;
-            __builtin_prefetch(from + kInt8PanelDepth / kPlaces, 0, 2);
+            __builtin_prefetch(from + kBytePanelDepth / kPlaces, 0, 2);
             columns[i] = kWhole ? LoadBytes(from) : LoadSome(from, row_bytes - first - c);
           } else {
             columns[i] = LoadBytes(unpacked[i] + c);
@@ -212,13 +250,13 @@ struct Int8Panels {
 
 // The scales and offsets of a panel's columns, in their order: a row for each block of the matrix along the depth.
 template <class Format>
-struct Int8PanelScales {
+struct BytePanelScales {
   const Matrix& m;
   const float centre;
   Floats scales, offsets;
   bool has_offsets = false;
 
-  Int8PanelScales(const Matrix& m, int64_t max_blocks)
+  BytePanelScales(const Matrix& m, int64_t max_blocks)
       : m(m), centre(CentreOf<Format>(m)), scales(max_blocks * kPanelColumns), offsets(max_blocks * kPanelColumns) {}
 
   // Takes `count` blocks of columns `n` and following from block `first` on.
@@ -247,10 +285,7 @@ struct Int8PanelScales {
       std::memset(some, 0, sizeof some);
       from = static_cast<const float*>(std::memcpy(some, from, present * sizeof(float)));
     }
-    for (int i = 0; i < 16; ++i) {
-      const float* four = from + kPanelFours[i];
-      for (int j = 0; j < 4; ++j) to[4 * i + j] = four[j] * unit;
-    }
+    PutInPanelOrder(from, unit, to);
   }
 
   // Eight columns, and up to kAtOnce blocks, at a time.

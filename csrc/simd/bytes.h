@@ -52,6 +52,15 @@ EFORMER_INLINE Reals ToReals(Ints ints) {
 #endif
 }
 
+// Sums of the parts of x, dots(0) to dots(kParts - 1), as one in steps.
+template <int kParts, class Dots>
+EFORMER_INLINE Reals Joined(const Dots& dots) {
+  Reals sum = ToReals(dots(kParts - 1));
+#pragma GCC unroll 3
+  for (int part = kParts - 2; part >= 0; --part) sum += ToReals(dots(part)) * kPartUnits[kXParts - kParts + part];
+  return sum;
+}
+
 // values[places[i]] for each lane i; places are below kIntLanes.
 EFORMER_INLINE Reals PickReals(Reals values, Ints places) {
 #if defined(EFORMER_BYTE_DOTS)
