@@ -169,7 +169,7 @@ class Dots {
       Matrix unscaled = m;
       if constexpr (!kInBlocks) unscaled.scale = nullptr;
       float tail[kRunValues], *to = tails.values + i * kRunValues;
-      DecodeRun<Format>(unscaled, decoder, n + i, whole, m.cols - whole, tail);
+      DecodeRun<Format>(unscaled, ExactDecoder<Format>(m), n + i, whole, m.cols - whole, tail);
       std::memset(tail + m.cols - whole, 0, (whole + kRunValues - m.cols) * sizeof(float));
       if constexpr (kReorders<Format>) {
         PutInLanes(tail, kRunValues, to);
@@ -306,6 +306,15 @@ class Dots {
         const float* offset = part.offsets[c] != nullptr ? part.offsets[c] + run : nullptr;
         scaled[kScalesTable ? c : 0].table.Scale(local.table, part.scales[c][run], offset);
       }
+      Vec scales[kColumns], offsets[kColumns];  // of all vectors of a run, if they are alike
+      if constexpr (kKind == kVectors && kReorders<Format>) {
+        const Places at = LoadPlaces(part.places);
+#pragma GCC unroll 4
+        for (int c = 0; c < kColumns; ++c) {
+          scales[c] = Pick(Load(part.scales[c] + run * part.run_blocks), at);
+          offsets[c] = part.offsets[c] != nullptr ? Pick(Load(part.offsets[c] + run * part.run_blocks), at) : Vec{};
+        }
+      }
       ForEach<2>([&](auto half) {
         Strip values[kColumns];
         if constexpr (kAlong) {
@@ -326,7 +335,11 @@ class Dots {
 #pragma GCC unroll 4
           for (int c = 0; c < kColumns; ++c) {
             of_columns[c] = values[c].v[i];
-            if constexpr (kKind == kVectors) ScaleVector<kVector>(part, c, run, of_columns[c]);
+            if constexpr (kKind == kVectors && kReorders<Format>) {
+              of_columns[c] = of_columns[c] * scales[c] + offsets[c];
+            } else if constexpr (kKind == kVectors) {
+              ScaleVector<kVector>(part, c, run, of_columns[c]);
+            }
           }
           AddVector(x, run * kRunValues + kVector * kLanes, of_columns, sums);
         });
@@ -357,10 +370,9 @@ class Dots {
   EFORMER_INLINE static void ScaleVector(const Part& part, int c, int64_t run, Vec& values) {
     const float *scale = part.scales[c] + run * part.run_blocks, *offset = part.offsets[c];
     if (offset != nullptr) offset += run * part.run_blocks;
-    if (kReorders<Format> || part.run_blocks * kLanes > kRunValues) {  // several blocks
-      constexpr int kFirst = kReorders<Format> ? 0 : kVector * kLanes;  // all vectors are alike if reordered
-      const int32_t block = part.places[kFirst];
-      const Places at = LoadPlaces(part.places + kFirst) - block;
+    if (part.run_blocks * kLanes > kRunValues) {  // several blocks
+      const int32_t block = part.places[kVector * kLanes];
+      const Places at = LoadPlaces(part.places + kVector * kLanes) - block;
       values *= Pick(Load(scale + block), at);
       if (offset != nullptr) values += Pick(Load(offset + block), at);
     } else {

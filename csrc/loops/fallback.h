@@ -24,7 +24,7 @@ EFORMER_INLINE bool HasOffsets(const Matrix& m) {
 // As Kernels::gemv says.
 template <class Format>
 static void GemvAny(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
-  const Decoder<Format> decoder(m);
+  const Decoder<Format> decoder = ExactDecoder<Format>(m);
   for (int64_t n = n0; n < n1; n += kRunValues) {
     const int64_t present = Min(kRunValues, n1 - n);
     float values[kRunValues];
@@ -41,7 +41,7 @@ static void GemvAny(const Matrix& m, const float* x, int64_t k0, int64_t k1, int
 // As Kernels::dots says.
 template <class Format>
 static void DotsAny(const Matrix& m, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y) {
-  const Decoder<Format> decoder(m);
+  const Decoder<Format> decoder = ExactDecoder<Format>(m);
   for (int64_t n = n0; n < n1; ++n) {
     float sums[kDotRows] = {};
     for (int64_t c = 0; c < m.cols; c += kRunValues) {

@@ -256,7 +256,7 @@ struct GemvAlong {
       if constexpr (!kInBlocks) {
         *to = x[k + r];
       } else {
-        const float *scale = scales.Of(r, n0), *stored = m.offsets.entries != nullptr ? offsets.Of(r, n0) : nullptr;
+        const float *scale = scales.Row(r), *stored = m.offsets.entries != nullptr ? offsets.Row(r) : nullptr;
         for (int64_t b = 0; b < blocks; ++b) to[b] = scale[b] * x[k + r];
         if (!has_offsets) continue;
         if (stored == nullptr) {

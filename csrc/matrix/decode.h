@@ -89,7 +89,7 @@ EFORMER_INLINE Words WordsAcross(const uint8_t* columns, int64_t stride) {
   return kShift > 0 ? words >> (kShift > 0 ? kShift : 0) : words;
 }
 
-// What turns codes of a format into values, less its kCentre.
+// What turns codes of a format into values, less a centre.
 template <class Format>
 struct Decoder {
   static constexpr int kBits = CodeBits<Format>();
@@ -99,13 +99,14 @@ struct Decoder {
   static constexpr bool kLooksUp = kHasTable<Format> && !(Format::kIsInteger && kBits > 3 && kLanes == 8);
 
   Table<kHasTable<Format> ? kBits : 4> table;
+  float centre;
 
   Decoder() = default;
-  explicit Decoder(const Matrix& m) {
+  explicit Decoder(const Matrix& m, float centre = Format::kCentre) : centre(centre) {
     (void)m;
     if constexpr (kHasTable<Format>) {
       float values[16];
-      for (int i = 0; i < 16; ++i) values[i] = ValueIn<Format>(m, i & kMask) - Format::kCentre;
+      for (int i = 0; i < 16; ++i) values[i] = ValueIn<Format>(m, i & kMask) - centre;
       table = decltype(table)(values);
     }
   }
@@ -114,7 +115,7 @@ struct Decoder {
     if constexpr (kLooksUp) {
       return table.LookUp(code);
     } else {
-      return ToFloats(code, kMask, Format::kCentre);
+      return ToFloats(code, kMask, centre);
     }
   }
 

@@ -13,22 +13,19 @@ EFORMER_INLINE Strip SpreadStrip(float number) {
   return strip;
 }
 
-// How values less kCentre become those of the matrix, but for their scales.
+// What is done with values, less the centre of the matrix, besides scaling them.
 struct ValueRule {
-  float shift;  // kCentre, less what the matrix subtracts
   bool zeros, offsets;
 
-  bool OnlyScales() const { return shift == 0 && !zeros && !offsets; }
+  bool OnlyScales() const { return !zeros && !offsets; }
 
   template <class Format>
   static ValueRule Of(const Matrix& m) {
     const bool has = Format::kScales == ScaleKind::kPerBlock && m.offsets.entries != nullptr;
-    const float centre = Format::kScales == ScaleKind::kPerBlock ? m.centre : 0;
-    return {Format::kCentre - centre, has && m.offsets_are_zeros, has && !m.offsets_are_zeros};
+    return {has && m.offsets_are_zeros, has && !m.offsets_are_zeros};
   }
 
   EFORMER_INLINE Strip Scaled(Strip values, const Strip& scales, const Strip& others) const {
-    if (shift != 0) values = Plus(values, SpreadStrip(shift));
     if (zeros) values = Minus(values, others);
     values = Times(values, scales);
     return offsets ? Plus(Rounded(values), others) : values;
@@ -40,6 +37,12 @@ EFORMER_INLINE void SpreadBlocks(const float* numbers, int64_t block, int64_t c,
   for (int64_t i = 0, end = Min(present, block - c % block); i < present; ++numbers, end = Min(present, end + block)) {
     for (; i < end; ++i) to[i] = *numbers;
   }
+}
+
+// Values as the oracle has them before their scales.
+template <class Format>
+EFORMER_INLINE Decoder<Format> ExactDecoder(const Matrix& m) {
+  return Decoder<Format>(m, Format::kScales == ScaleKind::kPerBlock ? m.centre : 0);
 }
 
 // The numbers of the blocks that 64 columns of a row are in, from column `c` on; zeros behind those that are present.
@@ -55,7 +58,7 @@ EFORMER_NOINLINE static void NumbersOfRun(const Matrix& m, const BlockNumbers& a
   }
 }
 
-// Writes 64 values of a row from column `c` on, a multiple of 8; only `present` of them are in the matrix. Right for
+// Writes 64 values of a row from column `c` on, a multiple of 8, with an ExactDecoder; only `present` of them are in the matrix. Right for
 // every place and block.
 template <class Format>
 EFORMER_NOINLINE static void DecodeRun(const Matrix& m, const Decoder<Format>& decoder, int64_t row, int64_t c,
@@ -105,8 +108,8 @@ class RowsOfNumbers {
     if (!in_place_) CopyNumbers(m_, all_, row0, count, first_, blocks_, buffer_.values);
   }
 
-  // Those of row `k` of the taken ones, from the block of column `n` on.
-  EFORMER_INLINE const float* Of(int64_t k, int64_t n) const { return rows_ + k * stride_ + n / m_.block - first_; }
+  // Those of row `k` of the taken ones, from the block of the first column on.
+  EFORMER_INLINE const float* Row(int64_t k) const { return rows_ + k * stride_; }
 
  private:
   const Matrix& m_;
@@ -118,6 +121,32 @@ class RowsOfNumbers {
   const float* rows_ = nullptr;
 };
 
+// The blocks of a run of 64 columns from `n` on, counted from that of column n0.
+struct BlocksOfRun {
+  const int64_t block, n, first;
+  const bool in_vectors;     // whether each vector is in one block
+  int64_t of[kRunVectors];  // which
+
+  BlocksOfRun(const Matrix& m, int64_t n, int64_t n0)
+      : block(m.block), n(n), first(n / m.block - n0 / m.block), in_vectors(m.block % kLanes == 0 && n % kLanes == 0) {
+    for (int i = 0; i < kRunVectors; ++i) of[i] = (n + i * kLanes) / block - n0 / block;
+  }
+
+  // Their numbers for each column. kLong: the run is in one block.
+  template <bool kLong>
+  EFORMER_INLINE void Strips(const float* numbers, Strip (&to)[2]) const {
+    if constexpr (kLong) {
+      to[0] = to[1] = SpreadStrip(numbers[first]);
+    } else if (in_vectors) {
+      for (int i = 0; i < kRunVectors; ++i) to[i / kStripVecs].v[i % kStripVecs] = Spread(numbers[of[i]]);
+    } else {
+      alignas(64) float spread[kRunValues];
+      SpreadBlocks(numbers + first, block, n, kRunValues, spread);
+      for (int half = 0; half < 2; ++half) to[half] = LoadStrip(spread + half * kStripSize);
+    }
+  }
+};
+
 // Decodes rows of a matrix, 64 columns at a time between the columns n0 and n1. Up to `max_rows` rows share what is
 // read of scales.
 template <class Format>
@@ -126,11 +155,12 @@ struct RowDecoder {
   static constexpr int kUnit = UnitRows<Format>();
 
   const Matrix& m;
+  const int64_t n0;
   const Decoder<Format> decoder;
   const ValueRule rule = ValueRule::Of<Format>(m);
 
   RowDecoder(const Matrix& m, int64_t n0, int64_t n1, int64_t max_rows)
-      : m(m), decoder(m), scales(m, m.scales, n0, n1, max_rows), offsets(m, m.offsets, n0, n1, max_rows) {}
+      : m(m), n0(n0), decoder(ExactDecoder<Format>(m)), scales(m, m.scales, n0, n1, max_rows), offsets(m, m.offsets, n0, n1, max_rows) {}
 
   // to[k * stride] = matrix[row0 + k, n : n + width], for `count` rows; behind the last column of the matrix may be
   // zeros, or nothing is written.
@@ -249,12 +279,13 @@ struct RowDecoder {
     PlanePlaces<Format> places;
     PlacesAlong<Format>(m, row0, n, places);
     const bool has_others = rule.zeros || rule.offsets;
+    const BlocksOfRun blocks(m, n, n0);
     for (int64_t k = 0; k < count; ++k, to += stride) {
       ahead.Prefetch(places[0], k);
       Strip scale[2] = {}, other[2] = {};
       if constexpr (kInBlocks) {
-        StripsOf<kLong>(scales.Of(k, n), n, scale);
-        if (kThen == kAll && has_others) StripsOf<kLong>(offsets.Of(k, n), n, other);
+        blocks.template Strips<kLong>(scales.Row(k), scale);
+        if (kThen == kAll && has_others) blocks.template Strips<kLong>(offsets.Row(k), other);
       } else if constexpr (kThen == kScale) {
         for (int half = 0; half < 2; ++half) scale[half] = BroadcastScales(row0 + k, n + half * kStripSize);
       }
@@ -267,20 +298,6 @@ struct RowDecoder {
       for (int plane = 0; plane < kPlanes<Format>; ++plane) {
         places[plane] += CeilDiv(m.cols, 8 / Format::kPlaneBits[plane]);
       }
-    }
-  }
-
-  // The numbers of 64 columns from `n` on, given those of their blocks.
-  template <bool kLong>
-  EFORMER_INLINE void StripsOf(const float* numbers, int64_t n, Strip (&to)[2]) const {
-    if constexpr (kLong) {
-      to[0] = to[1] = SpreadStrip(*numbers);
-    } else if (m.block % kLanes == 0 && n % m.block == 0) {
-      for (int i = 0; i < kRunVectors; ++i) to[i / kStripVecs].v[i % kStripVecs] = Spread(numbers[i * kLanes / m.block]);
-    } else {
-      alignas(64) float spread[kRunValues];
-      SpreadBlocks(numbers, m.block, n, kRunValues, spread);
-      for (int half = 0; half < 2; ++half) to[half] = LoadStrip(spread + half * kStripSize);
     }
   }
 };
