@@ -58,6 +58,7 @@ extern const InstructionSet kInstructionSet;
 template <class Format>
 static void Replace(Kernels& kernels) {
   kernels.bfloat_matmul = kBfloatMatmul<Format>;
+  kernels.byte_order = ByteOrderOf<Format>;
   kernels.byte_matmul = ByteMatmulOrNull<Format>();
 }
 #else
@@ -85,7 +86,6 @@ struct Extended {
 static InstructionSet WithKernels(const Extended& kernels) {
   InstructionSet set = EFORMER_EXTENDS::kInstructionSet;
   set.name = EFORMER_STRING(EFORMER_ISA);
-  set.byte_tile_rows = ByteTileRows;
   set.begin = kernels.all;
   set.end = kernels.all + sizeof kernels.all / sizeof *kernels.all;
   return set;
@@ -99,8 +99,8 @@ const InstructionSet kInstructionSet = WithKernels(kExtended);
 #define EFORMER_KERNELS_OF(Format, file_name) KernelsOf<Format>(),
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
-const InstructionSet kInstructionSet = {
-    EFORMER_STRING(EFORMER_ISA), ByteTileRows, kWordTileRows, OrderX, ToBytes, kAll, kAll + sizeof kAll / sizeof *kAll};
+const InstructionSet kInstructionSet = {EFORMER_STRING(EFORMER_ISA),      kWordTileRows, OrderX, ToBytes, kAll,
+                                        kAll + sizeof kAll / sizeof *kAll};
 
 #endif
 
