@@ -44,6 +44,7 @@ extern const InstructionSet kInstructionSet;
 template <class Format>
 static void Replace(Kernels& kernels) {
   kernels.bfloat_matmul = kBfloatMatmul<Format>;
+  kernels.byte_order = ByteOrderOf<Format>;
   kernels.byte_matmul = ByteMatmulOrNull<Format>();
 }
 #else
@@ -71,7 +72,6 @@ struct Extended {
 static InstructionSet WithKernels(const Extended& kernels) {
   InstructionSet set = EFORMER_EXTENDS::kInstructionSet;
   set.name = EFORMER_STRING(EFORMER_ISA);
-  set.byte_tile_rows = ByteTileRows;
   set.begin = kernels.all;
   set.end = kernels.all + sizeof kernels.all / sizeof *kernels.all;
   return set;
@@ -86,7 +86,7 @@ const InstructionSet kInstructionSet = WithKernels(kExtended);
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
 const InstructionSet kInstructionSet = {
-    EFORMER_STRING(EFORMER_ISA), kLanes, ByteTileRows, PutInLanes, ToBytes, kAll,
+    EFORMER_STRING(EFORMER_ISA), kLanes, PutInLanes, ToBytes, kAll,
     kAll + sizeof kAll / sizeof *kAll};
 
 #endif

@@ -33,12 +33,12 @@ class PreparedX {
   }
 
   std::shared_ptr<const ByteRows> Bytes(ffi::ThreadPool& pool, const Stack& stack, const ByteOrder& order) {
-    return Find(bytes_, stack, {order.parts, order.block, order.places, order.span, order.scaled}, pool, stack, buffer,
-                order);
+    return Find(bytes_, stack, {order.parts, order.rows, order.block, order.places, order.span, order.scaled}, pool,
+                stack, buffer, order);
   }
 
  private:
-  typedef std::array<int64_t, 5> Order;
+  typedef std::array<int64_t, 6> Order;
 
   template <class Rows>
   using All = std::vector<std::pair<Order, std::shared_ptr<const Rows>>>;

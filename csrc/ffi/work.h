@@ -160,7 +160,7 @@ inline Work PanelMatmul(ffi::ThreadPool& pool, const Stack& stack, std::shared_p
   const FormatInfo& format = stack.kernels->format;
   const Depth depth = {stack.first.Depth(), Rows::kStep};
   const int64_t width = stack.first.Width(), rows = x.rows;
-  const TaskColumns columns = Rows::Columns(stack.first, rows);
+  const TaskColumns columns = x.Columns(stack.first, rows);
   const int64_t least = CeilDiv(width, columns.most), most = CeilDiv(width, columns.least);
   const int64_t for_threads = std::min(CeilDiv(kMinTasks, stack.count * CeilDiv(rows, kMinChunkRows) * most),
                                        CeilDiv(depth.all * columns.least * std::min(rows, kChunkRows), kTaskValues));

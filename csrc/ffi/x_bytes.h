@@ -25,8 +25,9 @@ struct ByteRows {
   static constexpr bool kKernelScales = false;
 
   // For few rows, codes are read along their rows: all of a row for one of x, else as much as has its sums in L1.
-  static TaskColumns Columns(const Matrix& m, int64_t rows) {
+  TaskColumns Columns(const Matrix& m, int64_t rows) const {
     constexpr int64_t kFewColumns = 1024;
+    if (rows > 1 && order.parts > 1) return PanelTaskColumns(m, rows);
     if (rows > kFewRows) return {kPanelColumns, 4 * kPanelColumns};
     const int64_t columns = m.contracted_axis != 0 ? kPanelColumns : rows == 1 ? kSliceColumns : kFewColumns;
     return {columns, columns};
@@ -54,7 +55,7 @@ struct ByteRows {
         sums(new int32_t[stack.count * rows * blocks * order.parts]()),
         fit(new bool[stack.count * rows]) {
     constexpr int64_t kTaskValues = 1 << 16;  // about 20 microseconds
-    const int64_t tile_rows = stack.instructions->byte_tile_rows(order.parts);
+    const int64_t tile_rows = order.rows;
     const int64_t max_groups = CeilDiv(CeilDiv(rows, chunks.count), tile_rows);
     const int64_t at_once = CeilDiv(kTaskValues, tile_rows * depth), parts = CeilDiv(max_groups, at_once);
     ParallelFor(pool, stack.count * chunks.count * parts, [&](int64_t task) {

@@ -74,9 +74,10 @@ struct ByteGemm {
       float row[kPanelColumns], *to = y + r * m.Width() + n;
       const bool is_whole = n + kPanelColumns <= n1;
       for (int64_t c = 0; c < kPanelColumns; c += kLineColumns) {
-        Reals v[4];
-        for (int i = 0; i < 4; ++i) v[i] = LoadVector<Reals>(sums + c + i * kIntLanes);
-        StoreInOrder(v, (is_whole ? to : row) + c);
+        Reals line[4];
+        for (int i = 0; i < 4; ++i) line[i] = LoadVector<Reals>(sums + c + i * kIntLanes);
+        ToColumnOrder(line);
+        std::memcpy((is_whole ? to : row) + c, line, sizeof line);
       }
       if (!is_whole) std::memcpy(to, row, (n1 - n) * sizeof(float));
     }
@@ -127,15 +128,20 @@ struct ByteGemm {
 
   // Brings the scales of columns `n` and following into the order of panels.
   EFORMER_INLINE static void PutScales(const RowOfScales& row, int64_t n, float* scales, float* offsets) {
-    alignas(64) float in_order[2][kPanelColumns];
+    for (int64_t c = 0; c < kPanelColumns; c += kLineColumns) {
+      Reals scale[4], offset[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < kPanelColumns; i += kIntLanes) {
-      const Reals scale = row.template Scale<Reals>(n + i);
-      StoreVector(in_order[0] + i, scale);
-      if (row.has_offsets) StoreVector(in_order[1] + i, row.template Offset<Reals>(n + i, scale));
+      for (int i = 0; i < 4; ++i) {
+        scale[i] = row.template Scale<Reals>(n + c + i * kIntLanes);
+        if (row.has_offsets) offset[i] = row.template Offset<Reals>(n + c + i * kIntLanes, scale[i]);
+        scale[i] *= kUnit;
+      }
+      ToPanelOrder(scale);
+      for (int i = 0; i < 4; ++i) StoreVector(scales + c + i * kIntLanes, scale[i]);
+      if (!row.has_offsets) continue;
+      ToPanelOrder(offset);
+      for (int i = 0; i < 4; ++i) StoreVector(offsets + c + i * kIntLanes, offset[i]);
     }
-    PutInPanelOrder(in_order[0], kUnit, scales);
-    if (row.has_offsets) PutInPanelOrder(in_order[1], 1, offsets);
   }
 
   // For more: panels as deep as may be.
@@ -173,6 +179,12 @@ struct ByteGemm {
   }
 };
 
+// Whether so few rows of x are multiplied without panels.
+template <int kParts>
+EFORMER_INLINE bool ByStripes(const Matrix& m, int64_t rows) {
+  return m.contracted_axis == 0 && rows <= kMostStripeRows<kParts>;
+}
+
 // As Kernels::byte_matmul says.
 template <class Format>
 static void ByteMatmul(const Matrix& m, const ByteX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
@@ -180,9 +192,7 @@ static void ByteMatmul(const Matrix& m, const ByteX& x, int64_t count, int64_t k
   WithPacking<Format>(m, [&](auto packed) {
     WithParts<Format>(x, [&](auto parts) {
       if constexpr (parts == 1 || kSplitsRows) {
-        if (count == 1 && m.contracted_axis == 0) {
-          return ByteRowMatmul<Format, packed, parts>(m, x, k0, k1, n0, n1, y);
-        }
+        if (ByStripes<parts>(m, count)) return Stripes<Format, packed, parts>(m, x, count, k0, k1, n0, n1, y);
       }
       ByteGemm<Format, packed, parts>(m, x, count, k0, k1, n0, n1, y).Run();
     });
@@ -208,13 +218,14 @@ template <class Format>
 static ByteOrder ByteOrderOf(const Matrix& m, int64_t rows, int64_t parts) {
   constexpr bool kInBlocks = Format::kScales == ScaleKind::kPerBlock;
   if (Format::kInt8Steps == 0 || (kInBlocks && (m.packed_axis != m.contracted_axis || m.block % 16 != 0))) return {};
-  if (parts > 1 && !(SplitsX<Format>() && SplitIsFaster(m, rows) && m.block % 32 == 0)) return {};
+  if (parts > 1 && !(SplitsX<Format>() && SplitIsFaster(m, rows))) return {};
   int64_t block = parts > 1 ? kSplitBlock : kRoundedBlock;
   while (kInBlocks && m.block % block != 0) block /= 2;
   const int64_t places = IsPackedAlongDepth<Format>(m) ? kValuesPerByte<Format> : 1;
-  const int64_t span = rows == 1 && m.contracted_axis == 1 ? 64 : 4;
-  const bool sums_first = kHoldsTotals && kInBlocks && parts == 1 && rows > 1;
-  return {parts, block, places, span, sums_first ? ScaledTogether(m, block) : block};
+  if (rows == 1 && m.contracted_axis == 1) return {parts, 1, block, places, 64, block};
+  if (parts > 1) return {parts, kByteTileRows<kXParts>, block, places, 4, block};
+  if (ByStripes<1>(m, rows)) return {parts, kStripeRows, block, places, 4, block};
+  return {parts, kAdjacentRows, block, places, 4, kHoldsTotals && kInBlocks ? ScaledTogether(m, block) : block};
 }
 
 }  // namespace eformer::EFORMER_ISA

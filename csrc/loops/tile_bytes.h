@@ -356,18 +356,16 @@ struct AmxTileOfRows {
 
 #endif
 
-// What multiplies panels on this instruction set, and how many rows of x lie side by side for it: tiles of AMX are
-// loaded from rows that lie one behind the other.
+// What multiplies panels on this instruction set, and how many rows of rounded x lie side by side for it: tiles of AMX
+// are loaded from rows that lie one behind the other.
 #if defined(EFORMER_AMX)
 template <class Format, int kParts>
 using TileOf = std::conditional_t<kParts == 1, AmxTileOfRows<Format>, TileOfRows<Format, kParts>>;
-
-static int64_t ByteTileRows(int64_t parts) { return parts == 1 ? 1 : kByteTileRows<kXParts>; }
+constexpr int64_t kAdjacentRows = 1;
 #else
 template <class Format, int kParts>
 using TileOf = TileOfRows<Format, kParts>;
-
-static int64_t ByteTileRows(int64_t parts) { return parts == 1 ? kByteTileRows<1> : kByteTileRows<kXParts>; }
+constexpr int64_t kAdjacentRows = kByteTileRows<1>;
 #endif
 
 }  // namespace eformer::EFORMER_ISA

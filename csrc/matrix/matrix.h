@@ -137,6 +137,7 @@ constexpr int64_t kByteChunkRows = 256;                  // rows of x in a call 
 // byte % span. In a group of rows, `span` bytes of each part of each row are adjacent.
 struct ByteOrder {
   int64_t parts;  // 1 or kXParts
+  int64_t rows;   // of a group: RowGroups(rows, this) share what is read of the matrix
   int64_t block;  // of x: 16, 32 or 64; 0: there is no loop for bytes, or floats are faster
   int64_t places;
   int64_t span;    // 4 or 64
@@ -185,7 +186,7 @@ struct Kernels {
   // y[n0:n1] = x @ matrix[n0:n1].T for one row of x, for contracted_axis 1.
   void (*byte_dots)(const Matrix& matrix, const ByteX& x, int64_t n0, int64_t n1, float* y);
 
-  // As `matmul` for up to kByteChunkRows rows of x in RowGroups(count, byte_tile_rows); k0 is a multiple of
+  // As `matmul` for up to kByteChunkRows rows of x; k0 is a multiple of
   // kByteDepthStep.
   void (*byte_matmul)(const Matrix& matrix, const ByteX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
                       int64_t n1, float* y);
@@ -196,8 +197,7 @@ struct Kernels {
 
 struct InstructionSet {
   const char* name;
-  int64_t lanes;                             // floats in a vector
-  int64_t (*byte_tile_rows)(int64_t parts);  // rows of x as bytes whose sums fit into registers
+  int64_t lanes;  // floats in a vector
 
   // Puts a multiple of kXPadding values of x into the order in which `dots` looks codes up.
   void (*put_in_lanes)(const float* x, int64_t count, float* to);

@@ -57,21 +57,36 @@ EFORMER_INLINE void QuadsOfRows(const IntBytes (&rows)[4], IntBytes (&quads)[4])
 #endif
 }
 
-// Writes what is in the order of QuadsOfRows, a number for each column, in the order of columns.
-EFORMER_INLINE void StoreInOrder(const Reals (&v)[4], float* to) {
+// Brings a number for each column of a row of bytes, in the order of QuadsOfRows, into that of columns.
+EFORMER_INLINE void ToColumnOrder(Reals (&v)[4]) {
 #if defined(EFORMER_BYTE_DOTS)
-  __m512 pairs[4];  // whole lines: lanes of sixteen bytes are transposed
+  __m512 pairs[4];  // lanes of sixteen bytes are transposed
   for (int i = 0; i < 2; ++i) {
     pairs[2 * i] = _mm512_shuffle_f32x4((__m512)v[2 * i], (__m512)v[2 * i + 1], 0x88);      // lanes 0 and 2 of both
     pairs[2 * i + 1] = _mm512_shuffle_f32x4((__m512)v[2 * i], (__m512)v[2 * i + 1], 0xdd);  // lanes 1 and 3
   }
   for (int i = 0; i < 2; ++i) {
-    _mm512_storeu_ps(to + 16 * i, _mm512_shuffle_f32x4(pairs[i], pairs[2 + i], 0x88));
-    _mm512_storeu_ps(to + 16 * (i + 2), _mm512_shuffle_f32x4(pairs[i], pairs[2 + i], 0xdd));
+    v[i] = (Reals)_mm512_shuffle_f32x4(pairs[i], pairs[2 + i], 0x88);
+    v[i + 2] = (Reals)_mm512_shuffle_f32x4(pairs[i], pairs[2 + i], 0xdd);
   }
 #else
+  float in_order[kLineColumns];
   for (int i = 0; i < kLineColumns / 4; ++i) {
-    std::memcpy(to + kPanelFours[i], reinterpret_cast<const char*>(v) + 16 * i, 16);
+    std::memcpy(in_order + kPanelFours[i], reinterpret_cast<const char*>(v) + 16 * i, 16);
+  }
+  std::memcpy(v, in_order, sizeof v);
+#endif
+}
+
+// And back.
+EFORMER_INLINE void ToPanelOrder(Reals (&v)[4]) {
+#if defined(EFORMER_BYTE_DOTS)
+  ToColumnOrder(v);  // its own inverse
+#else
+  float in_order[kLineColumns];
+  std::memcpy(in_order, v, sizeof v);
+  for (int i = 0; i < kLineColumns / 4; ++i) {
+    std::memcpy(reinterpret_cast<char*>(v) + 16 * i, in_order + kPanelFours[i], 16);
   }
 #endif
 }
@@ -121,20 +136,6 @@ struct PanelsAhead {
     __builtin_prefetch(codes + bytes[row % kCount], 0, 2);  // into L2: rows may share a set of L1
   }
 };
-
-// Brings numbers of a panel's columns, times `unit`, into the order of panels.
-EFORMER_INLINE void PutInPanelOrder(const float* from, float unit, float* to) {
-#if defined(EFORMER_BYTE_DOTS)
-  Reals v[4];
-  for (int i = 0; i < 4; ++i) v[i] = LoadVector<Reals>(from + i * kIntLanes) * unit;
-  StoreInOrder(v, to);  // which is its own inverse
-#else
-  for (int i = 0; i < 16; ++i) {
-    const float* four = from + kPanelFours[i];
-    for (int j = 0; j < 4; ++j) to[4 * i + j] = four[j] * unit;
-  }
-#endif
-}
 
 // Panels of a format, with the bytes in memory taken as they are (kPacked, as IsPackedAlongDepth says) or after
 // unpacking their codes.
@@ -285,7 +286,12 @@ struct BytePanelScales {
       std::memset(some, 0, sizeof some);
       from = static_cast<const float*>(std::memcpy(some, from, present * sizeof(float)));
     }
-    PutInPanelOrder(from, unit, to);
+    for (int64_t c = 0; c < kPanelColumns; c += kLineColumns) {
+      Reals line[4];
+      for (int i = 0; i < 4; ++i) line[i] = LoadVector<Reals>(from + c + i * kIntLanes) * unit;
+      ToPanelOrder(line);
+      std::memcpy(to + c, line, sizeof line);
+    }
   }
 
   // Eight columns, and up to kAtOnce blocks, at a time.
