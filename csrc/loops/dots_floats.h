@@ -437,15 +437,14 @@ class Dots {
 // As Kernels::dots says.
 template <class Format>
 static void FloatDots(const Matrix& m, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y) {
-  bool is_moderate = true;
-  for (int64_t r = 0; r < count && m.packed_axis == 0 && HasOffsets<Format>(m); ++r) {
-    is_moderate = is_moderate && AreModerate(x.values + r * x.stride, m.cols);
-  }
-  if (!is_moderate) return DotsAny<Format>(m, x, count, n0, n1, y);
   // Across, a tile reads the codes of four rows.
   const int64_t whole = m.packed_axis == 1 ? n1 : Max(n0, Min(n1, m.rows / 4 * 4));
   if (n0 < whole) Dots<Format>(m, x, count, y).Run(n0, whole);
   if (whole < n1) DotsAny<Format>(m, x, count, whole, n1, y);
+  for (int64_t r = 0; r < count && m.packed_axis == 0 && HasOffsets<Format>(m); ++r) {
+    const PlainX row = {x.values + r * x.stride, x.stride};
+    if (!AreModerate(row.values, m.cols)) DotsAny<Format>(m, row, 1, n0, whole, y + r * m.Width());
+  }
 }
 
 }  // namespace eformer::EFORMER_ISA
