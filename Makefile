@@ -15,7 +15,7 @@ WITH_CORE := $(if $(BUILT_CORE),--config-settings=cmake.define.EFORMER_CORE=$(BU
 COMPILED_ONCE := JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*)  # the native core is built again when one of these changes
-BENCHMARKS := "tracing.py" "matmul.py" "matmul.py --threads 1 2" "matmul.py --linear" "quantize.py" "checkpoint.py"
+BENCHMARKS := "tracing.py" "matmul.py" "matmul.py --threads 1 2" "matmul.py --linear" "quantize.py" "checkpoint.py" "floor.py"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
