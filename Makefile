@@ -58,13 +58,13 @@ test-accelerators: ## compile the TPU and GPU kernels; no device is needed
 lint: $(VENV)/.linters ## check style, formatting and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cc csrc/*/*.h
+	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.cc csrc/*/*.h csrc/*/*.cc
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 format: $(VENV)/.linters ## format the code and apply safe fixes
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i csrc/*.h csrc/*.cc csrc/*/*.h
+	$(VENV)/bin/clang-format -i csrc/*.cc csrc/*/*.h csrc/*/*.cc
 
 demo: $(VENV)/.demo ## a language model and an encoder in each format: size, quality, speed; MODEL=qwen-0.5b is larger
 	$(VENV)/bin/eformer demo --model $(MODEL) --models $(VENV)/models --out $(VENV)/demo --force
@@ -91,7 +91,7 @@ sanitized:
 	@$(NEED_CORE) $(VENV)-sanitize/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary \
 		--config-settings=cmake.define.EFORMER_SANITIZE=ON '.[test]'
 
-# SIMDe (Debian: libsimde-dev) emulates AVX-512 with AVX2; csrc/amx.h emulates tiles.
+# SIMDe (Debian: libsimde-dev) emulates AVX-512 with AVX2; csrc/simd/amx.h emulates tiles.
 emulate: ## test the AVX-512 and AMX code on a processor without them
 	@$(MAKE) --no-print-directory $(VENV)-emulate/bin/python VENV=$(VENV)-emulate
 	@$(NEED_CORE) $(VENV)-emulate/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary \

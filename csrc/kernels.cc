@@ -1,15 +1,15 @@
 // The kernels of one instruction set. The build compiles this file once for each, with EFORMER_ISA its name.
-#include "kernels.h"
+#include "matrix/matrix.h"
 
-#include "bfloats.h"
-#include "few_rows.h"
+#include "loops/gemm_bfloat.h"
+#include "loops/few_rows.h"
 #include "format_list.h"  // made by CMake: includes formats/*.h and defines EFORMER_FORMATS(use) as use(Int8, "int8") ...
-#include "int8_dots.h"
-#include "int8_matmul.h"
-#include "int8_round.h"
-#include "matmul.h"
-#include "split_matmul.h"
-#include "word_dots.h"
+#include "loops/dots_bytes.h"
+#include "loops/gemm_bytes.h"
+#include "loops/round_x.h"
+#include "loops/gemm_floats.h"
+#include "loops/split_matmul.h"
+#include "loops/word_dots.h"
 
 namespace eformer::EFORMER_ISA {
 

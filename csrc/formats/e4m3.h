@@ -1,7 +1,7 @@
 // FP8 E4M3: four bits of exponent, three of mantissa and no infinities. A scale for each row, each column or all.
 #pragma once
 
-#include "float8.h"
+#include "matrix/float8.h"
 
 namespace eformer::EFORMER_ISA {
 

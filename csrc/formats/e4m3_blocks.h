@@ -1,7 +1,7 @@
 // FP8 E4M3 with a scale for each block along an axis.
 #pragma once
 
-#include "float8.h"
+#include "matrix/float8.h"
 
 namespace eformer::EFORMER_ISA {
 

@@ -1,7 +1,7 @@
 // FP8 E5M2: five bits of exponent and two of mantissa, as in float16. A scale for each row, each column or all.
 #pragma once
 
-#include "float8.h"
+#include "matrix/float8.h"
 
 namespace eformer::EFORMER_ISA {
 

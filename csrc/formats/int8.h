@@ -1,9 +1,9 @@
 // INT8: a byte is its own value.
 #pragma once
 
-#include "byte_rows.h"
-#include "codes.h"
-#include "format.h"
+#include "loops/byte_rows.h"
+#include "matrix/codes.h"
+#include "matrix/format.h"
 
 namespace eformer::EFORMER_ISA {
 

@@ -2,9 +2,9 @@
 // each block. Dettmers et al., "QLoRA", arXiv 2305.14314, appendix E.
 #pragma once
 
-#include "format.h"
-#include "panels.h"
-#include "scales.h"
+#include "matrix/format.h"
+#include "matrix/pack_floats.h"
+#include "matrix/scales.h"
 
 namespace eformer::EFORMER_ISA {
 

@@ -1,9 +1,9 @@
 // Ternary: four values of -1, 0 and 1 a byte, and a code of NaN.
 #pragma once
 
-#include "codes.h"
-#include "format.h"
-#include "panels.h"
+#include "matrix/codes.h"
+#include "matrix/format.h"
+#include "matrix/pack_floats.h"
 
 namespace eformer::EFORMER_ISA {
 

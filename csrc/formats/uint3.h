@@ -1,7 +1,7 @@
 // Codes of 3 bits, the third in a plane of its own.
 #pragma once
 
-#include "grouped.h"
+#include "loops/grouped.h"
 
 namespace eformer::EFORMER_ISA {
 

@@ -1,7 +1,7 @@
 // Codes of 4 bits, two to a byte.
 #pragma once
 
-#include "grouped.h"
+#include "loops/grouped.h"
 
 namespace eformer::EFORMER_ISA {
 

@@ -1,7 +1,7 @@
 // Codes of 5 bits, the fifth in a plane of its own.
 #pragma once
 
-#include "grouped.h"
+#include "loops/grouped.h"
 
 namespace eformer::EFORMER_ISA {
 

@@ -1,7 +1,7 @@
 // Codes of 6 bits, the high two in a plane of their own.
 #pragma once
 
-#include "grouped.h"
+#include "loops/grouped.h"
 
 namespace eformer::EFORMER_ISA {
 

@@ -1,7 +1,7 @@
 // Codes of 8 bits.
 #pragma once
 
-#include "grouped.h"
+#include "loops/grouped.h"
 
 namespace eformer::EFORMER_ISA {
 
