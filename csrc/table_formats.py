@@ -2,13 +2,16 @@
 
     python csrc/table_formats.py src/eformer/ops/quantization BUILD/formats
 
-Each call `register_table_format("log4", (-1, -0.5, 0.5, 1), ...)` in a Python file gives a header `log4.h`. These files
-run here, without the package, which is not installed yet.
+Each call `register_table_format("log4", (-1, -0.5, 0.5, 1), ...)` in a Python file gives a header. A checksum of the
+values is in its name, so that no array takes a core of other values for its own. The files run here without the
+package, which is not installed yet.
 """
 
 from __future__ import annotations
 
+import struct
 import sys
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +46,9 @@ def tables(file: Path) -> dict[str, list[float]]:
     def register_table_format(name: str, values: Iterable[float], *_: object, **__: object) -> None:
         if not name.isidentifier():
             sys.exit(f"{file}: the name of a format is that of a struct in C++, too: {name!r} cannot be")
-        found[name] = [float(value) for value in values]
+        given = [float(value) for value in values]
+        table = given + given[-1:] * (16 - len(given))  # as `checked_table` pads
+        found[f"{name}_{zlib.crc32(struct.pack('<16f', *table)):08x}"] = table  # as `kernel_name` says
 
     package, module = ModuleType("formats"), ModuleType("formats._tables")
     vars(package)["__path__"] = []
@@ -65,10 +70,9 @@ def int8_steps(values: list[float]) -> float:
 
 
 def header(name: str, values: list[float], source: str) -> str:
-    padded = values + values[-1:] * (16 - len(values))  # as `checked_table` pads
-    written = ", ".join(map(as_float, padded))
-    struct = name[0].upper() + name[1:]  # as CMakeLists.txt writes it
-    return HEADER.format(source=source, struct=struct, name=name, values=written, steps=as_float(int8_steps(values)))
+    written = ", ".join(map(as_float, values))
+    parts = {"source": source, "name": name, "struct": name[0].upper() + name[1:]}  # as CMakeLists.txt writes it
+    return HEADER.format(**parts, values=written, steps=as_float(int8_steps(values)))
 
 
 def as_float(value: float) -> str:

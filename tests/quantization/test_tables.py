@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ from eformer.ops.quantization._tables import register_table_format
 
 from .cases import assert_product, assert_same_array, assert_within, normal
 
+ROOT = Path(__file__).parents[2]
 TABLES = {
     "powers": [sign * 2.0**-i for sign in (-1, 1) for i in range(8)],
     "iq4": grouped.CODEBOOKS["iq4_nl"],  # the last value is nearer to 0 than the first
@@ -78,6 +82,22 @@ def test_the_array_tells_its_format(name):
 def test_matmuls(name):
     x, q = normal((3, 40), seed=1), quantize(W, format=name, axis=0)
     assert_product(x @ q, x, q)
+
+
+def test_a_core_of_other_values_is_not_asked(monkeypatch):
+    q = quantize(W[None], format="powers")
+    name = q._stored_matrix().format
+    monkeypatch.setitem(grouped.CODEBOOKS, "powers", grouped.CODEBOOKS["powers"] * 2)
+    assert name.startswith("powers_")
+    assert q._stored_matrix().format != name
+
+
+def test_the_header_has_the_name_that_the_array_asks_for(tmp_path):
+    source = "from ._tables import register_table_format\nregister_table_format('three', (1, 0, -1))\n"
+    (tmp_path / "implicit_array_three.py").write_text(source)
+    subprocess.run([sys.executable, ROOT / "csrc" / "table_formats.py", tmp_path, tmp_path / "out"], check=True)
+    asked = quantize(W[None], format="three")._stored_matrix().format
+    assert [file.name for file in (tmp_path / "out").iterdir()] == [f"{asked}.h"]
 
 
 def test_accelerators_know_the_table():

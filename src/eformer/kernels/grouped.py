@@ -5,6 +5,7 @@ A code of 3, 5 or 6 bits has two planes, of its low and of its high bits.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import jax
@@ -36,6 +37,17 @@ def checked_table(name: str, values: Sequence[float]) -> np.ndarray:
     if table.ndim != 1 or not 2 <= table.size <= 16 or not np.all(np.isfinite(table)) or not np.any(table):
         raise ValueError(f"a table has 2 to 16 finite values that are not all 0; got {values!r} for {name!r}")
     return np.pad(table, (0, 16 - table.size), mode="edge")
+
+
+def kernel_name(codebook: str) -> str:
+    """The name by which kernels know a table: a checksum in it keeps a core that was built of other values away."""
+    own = ("e2m1", "iq4_nl")  # csrc/formats has these
+    return codebook if codebook in own else f"{codebook}_{zlib.crc32(CODEBOOKS[codebook].tobytes()):08x}"
+
+
+def kernel_tables() -> dict[str, np.ndarray]:
+    """All tables, by the names that kernels know them by."""
+    return {kernel_name(name): table for name, table in CODEBOOKS.items()}
 
 
 def pack_codes(codes: jax.Array, bits: int, axis: int) -> list[jax.Array]:

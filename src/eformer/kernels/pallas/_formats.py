@@ -56,7 +56,7 @@ class Format(NamedTuple):
 class _Formats(dict[str, Format]):
     def __missing__(self, name: str) -> Format:
         """That of a table; tables may be registered at any time."""
-        return self.setdefault(name, Format((4,), grouped.CODEBOOKS[name], block_scales=True))
+        return self.setdefault(name, Format((4,), grouped.kernel_tables()[name], block_scales=True))
 
 
 FORMATS = _Formats(
@@ -74,7 +74,7 @@ def has_kernel(matrix: Matrix) -> bool:
 
     A scale per element, and offsets of values from a table, are left to XLA.
     """
-    if matrix.format not in {*FORMATS, *grouped.CODEBOOKS}:
+    if matrix.format not in {*FORMATS, *grouped.kernel_tables()}:
         return False
     known = FORMATS[matrix.format]
     if len(matrix.codes) != len(known.planes):

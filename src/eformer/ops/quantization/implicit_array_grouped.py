@@ -136,7 +136,7 @@ class ArrayGrouped(PackedArray):
 
     @property
     def _kernel_format(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"uint{self.bits}" if self.codebook == "integer" else self.codebook
+        return f"uint{self.bits}" if self.codebook == "integer" else grouped.kernel_name(self.codebook)
 
     def _check_shapes(self) -> None:
         self._check_levels()
