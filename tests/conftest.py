@@ -15,11 +15,14 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.envir
 
 import gc
 import itertools
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import jax
 import pytest
+
+from eformer.kernels import cpu
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -27,6 +30,26 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--half", type=int, choices=(1, 2), help="of each test, run every other value of a parameter")
+
+
+# Set by what tests the native core: "1", or the best instruction set that the core must offer. It is an error then that
+# there is no core, or that a test is skipped for want of it.
+NEED_CORE = os.environ.get("EFORMER_NEED_CORE", "")
+
+
+def pytest_configure() -> None:
+    if NEED_CORE and not (cpu.is_available() and NEED_CORE in ("1", cpu.instruction_sets()[0])):
+        found = f"offers {', '.join(cpu.instruction_sets())}" if cpu.is_available() else "is not installed"
+        raise pytest.UsageError(f"EFORMER_NEED_CORE={NEED_CORE}, and the native core {found}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+    if NEED_CORE and report.skipped and re.search(r"\bcore\b", reason):
+        report.outcome, report.longrepr = "failed", f"{item.nodeid}, with EFORMER_NEED_CORE={NEED_CORE}: {reason}"
+    return report
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

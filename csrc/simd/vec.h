@@ -20,6 +20,8 @@
 #if defined(EFORMER_EMULATE_AVX512)  // to test it on processors that do not have it
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
+
+#include "simd/simde_lacks.h"
 #endif
 #if defined(__AVX512F__) || defined(EFORMER_EMULATE_AVX512)
 #define EFORMER_AVX512
