@@ -44,7 +44,7 @@ programs: $(VENV)/.tests ## compare 5,000 random programs with dense JAX; `make 
 fuzz: $(VENV)/.tests ## open broken checkpoints, kill and race saves, then run `make fuzz-core` for an hour
 	$(VENV)/bin/python -m pytest -n auto tests/checkpoint/test_fuzz.py tests/checkpoint/test_lies.py \
 		--fuzz 100000 --lies 20000 $(ARGS)
-	$(VENV)/bin/python -m pytest -n 0 tests/checkpoint/test_races.py --kills 500 --races 200 $(ARGS)
+	$(VENV)/bin/python -m pytest -n 0 tests/checkpoint/test_writers.py --kills 200 --races 200 $(ARGS)
 	@$(MAKE) --no-print-directory fuzz-core
 
 fuzz-core: sanitized ## call the native core at random under sanitizers, for CORE_SECONDS
