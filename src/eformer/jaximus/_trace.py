@@ -193,12 +193,11 @@ def implicit(function: Callable[P, R]) -> Callable[P, R]:
             try:
                 with jexc.set_current_trace(trace):
                     # The function may itself hold arrays: a module, a method bound to one, a `Partial`.
-                    run: Any = function
-                    if isinstance(run, types.MethodType):
-                        run = types.MethodType(run.__func__, loan.lend(run.__self__))
-                    else:
-                        run = loan.lend(run)
-                    out = run(*map(loan.lend, args), **{name: loan.lend(each) for name, each in kwargs.items()})
+                    method = function if isinstance(function, types.MethodType) else None
+                    own = function if method is None else method.__self__
+                    run, *given = loan.lend(own, *args, *kwargs.values())
+                    run = run if method is None else types.MethodType(method.__func__, run)
+                    out = run(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
             finally:
                 loan.give_back()
         return loan.restored(out)
@@ -230,14 +229,20 @@ def matmul(lhs: Value, rhs: Value) -> Value:
         return apply(operator.matmul, lhs, rhs)  # JAX refuses, or the type of the other operand takes it
     if trace_ctx.trace is eval_trace and mode.value.recorder is None:
         return _compiled_matmul(lhs, rhs)
-    check_matmul(lhs, rhs)
+    _check_operands(lhs, rhs)
     return apply(jnp.matmul, lhs, rhs)
 
 
 @jax.jit
 def _compiled_matmul(lhs: Value, rhs: Value) -> Value:
-    check_matmul(lhs, rhs)
+    _check_operands(lhs, rhs)
     return apply(_MATMUL, lhs, rhs)
+
+
+def _check_operands(lhs: Value, rhs: Value) -> None:
+    for array in filter(is_implicit, (lhs, rhs)):
+        array._check_leaves()
+    check_matmul(lhs, rhs)
 
 
 _MATMUL = inspect.unwrap(jnp.matmul)  # without the `jit` that `jnp.matmul` has itself
