@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import operator
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple, Self, TypeGuard, dataclass_transform
 
@@ -19,8 +20,7 @@ from jax import tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from ._calculated import calculated
-from ._codes import MAPPED, TREE_FUNCTIONS, Origin, check_taken_apart, is_code
+from ._calculated import Origin, calculated, is_code
 from ._export import make_serializable
 from ._fields import STATIC, ArrayMeta, aux_field, check_hashable, delete_attribute, make_dataclass, set_attribute
 from ._manners import ArrayManners, struct
@@ -37,6 +37,13 @@ class _Record(NamedTuple):
     shapeless: bool = False  # its shape is being derived
     codes: tuple[str, ...] = ()  # its own leaves that held codes when it was made
     origin: Origin = Origin()  # these leaves
+
+
+_MAPPED = (
+    "a function that maps over leaves, such as `jax.tree.map`, has changed it. In `eformer.jaximus`, "
+    "`tree_map_with_implicit` maps over whole arrays, and `tree_cast`, `tree_norm`, `tree_average` and `tree_size` do "
+    "what people most often want"
+)
 
 
 class _ShapeNeeded(ValueError):
@@ -96,7 +103,7 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._keep(origin=Origin.of([getattr(self, name) for name in self._kept.codes]))
+        _note_codes(self, self._kept, None)
 
     def _settle(self, shape: Sequence[int] | None) -> None:
         """Check the constructor's `shape` and `dtype` against the leaves, and complete them."""
@@ -126,8 +133,8 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
                 f"{_derived(self).dtype}: end it with `.astype(self.dtype)`"
             )
         codes = tuple(name for name in self._data_fields if is_code(getattr(self, name)))
-        origin = Origin.of([getattr(self, name) for name in codes])
-        self._keep(leaf_dtypes=tuple(map(_dtype, jtu.tree_leaves(self))), codes=codes, origin=origin)
+        self._keep(leaf_dtypes=tuple(map(_dtype, jtu.tree_leaves(self))), codes=codes)
+        _note_codes(self, self._kept, None)
 
     def _is_whole(self) -> bool:
         """Whether all leaves are there: a tree that was split has None in place of some."""
@@ -164,7 +171,7 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
             if dtype is not None and _dtype(leaf) != dtype:
                 raise TypeError(
                     f"the leaf `{jtu.keystr(path).lstrip('.')}` of this {type(self).__name__} is {_dtype(leaf)}, and "
-                    f"was {dtype} when the array was made: {MAPPED}"
+                    f"was {dtype} when the array was made: {_MAPPED}"
                 )
 
     def _vmap_error(self, leaf: jax.Array, axis: int) -> str | None:
@@ -320,9 +327,9 @@ def _flattener(cls: type[ImplicitArray]) -> Callable[[ImplicitArray], tuple[tupl
 
     def flatten(array: ImplicitArray) -> tuple[tuple[Leaf, ...], _Static]:
         found = leaves(array)
-        if _getframe(1).f_globals is TREE_FUNCTIONS:
+        if _getframe(1).f_globals is _TREE_FUNCTIONS:
             without_codes = any(getattr(array, name) is None for name in array._kept.codes)
-            check_taken_apart(cls.__name__, found, _getframe(1), without_codes)
+            _check_taken_apart(cls.__name__, found, _getframe(1), without_codes)
         return found, (static(array), array._kept)
 
     return flatten
@@ -354,18 +361,76 @@ def _unflatten(cls: type[ImplicitArray], static: _Static, children: Iterable[Lea
     return array
 
 
-def _note_codes(array: ImplicitArray, record: _Record, frame: FrameType) -> None:
-    """Keep where the codes are from; and, if they were calculated from those of another array, that it was misused."""
+def _note_codes(array: ImplicitArray, record: _Record, frame: FrameType | None) -> None:
+    """Keep what codes the array has now; and that it was misused, if they were calculated from those it had before."""
     codes = [getattr(array, name) for name in record.codes]
     before = [leaf() for leaf in record.origin.leaves]
     if len(before) == len(codes) and all(map(operator.is_, before, codes)):
         return
-    array._keep(origin=Origin.of(codes))
-    changed = calculated(before, codes, frame) if len(before) == len(codes) else None
+    origin, mapped = Origin(), None
+    if all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in codes):
+        origin.leaves = tuple(map(weakref.ref, codes))
+    vars(array)["_kept"] = record._replace(origin=origin)
+    # JAX and this package put arrays together from any leaves, unless they map a function of others over them.
+    map_frame = frame
+    while frame is not None and frame.f_globals["__name__"] in _TREE_MODULES:
+        mapped = frame.f_locals.get("f", mapped)
+        frame = frame.f_back
+    if frame is None:
+        return
+    own = [
+        name.startswith(_OWN) for name in (frame.f_globals["__name__"], getattr(mapped, "__module__", None) or "jax.")
+    ]
+    if all(own) or len(before) != len(codes):
+        return
+    changed = calculated(before, codes, map_frame)
     if changed is not None:
-        array._keep(
-            misuse=f"the leaf `{record.codes[changed]}` of this {type(array).__name__} was calculated: {MAPPED}"
+        leaf = f"the leaf `{record.codes[changed]}` of this {type(array).__name__}"
+        array._keep(misuse=f"{leaf} holds codes, which are no numbers, and was calculated: {_MAPPED}")
+
+
+_TREE_FUNCTIONS = jtu.tree_map.__globals__  # of the module that has them all
+_TREE_MODULES = frozenset({_TREE_FUNCTIONS["__name__"], jax.tree.map.__module__})
+_OWN = ("jax.", "jaxlib.", f"{__name__.partition('.')[0]}.")
+_getframe = sys._getframe
+
+
+def _check_taken_apart(name: str, leaves: Sequence[Leaf], frame: FrameType | None, without_codes: bool) -> None:
+    """Raise if the caller of `frame`, a function of `jax.tree`, is about to differentiate or optimize codes.
+
+    `jax.grad` and Optax flatten a tree first. Without this they fail in their own words, or train nonsense: the scales
+    alone, of an array whose codes were taken out before (`without_codes`).
+    """
+    while frame is not None and frame.f_globals["__name__"] in _TREE_MODULES:
+        frame = frame.f_back
+    if frame is None:
+        return
+    module, function = frame.f_globals["__name__"], frame.f_code.co_name
+    differentiates = function in ("value_and_grad_f", "jacfun") and module.startswith("jax.")
+    # `MultiSteps._do_update` chooses between two states of an optimizer, which may be quantized.
+    optimizes = module.startswith("optax.") and "mask" not in module and function != "_do_update"
+    if not (differentiates or optimizes) or frame.f_locals.get("allow_int", False):
+        return
+    if function == "apply_updates" and not _moves_codes(frame.f_locals):
+        return
+    if any(map(is_code, leaves)) or (without_codes and any(leaf is not None for leaf in leaves)):
+        what = "differentiated" if differentiates else f"given to Optax's `{function}`"
+        raise TypeError(
+            f"an {name} cannot be {what}: its codes are no numbers to train. `eformer.model.partition` takes a tree "
+            f"apart into what is trained and what is frozen, `eformer.model.add_lora` adds an update to train, and "
+            f"`eformer.ops.quantization.straight_through` trains through the rounding of a dense weight"
         )
 
 
-_getframe = sys._getframe
+def _moves_codes(arguments: Mapping[str, Tree]) -> bool:
+    """Whether `apply_updates` would add fractions or other codes to codes; zeros of the same dtype do no harm.
+
+    Under `jit` updates have no values yet, and those of a code's dtype are taken for zeros.
+    """
+    params, updates = (jtu.tree_leaves(arguments.get(name)) for name in ("params", "updates"))
+    return any(is_code(p) and not (is_code(u) and _may_be_zero(u)) for p, u in zip(params, updates, strict=False))
+
+
+def _may_be_zero(leaf: Leaf) -> bool:
+    has_values = isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, Tracer)
+    return not (has_values and np.any(np.asarray(leaf) != 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
@@ -10,14 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import tree_util as jtu
 from jax.core import Tracer
 from jax.extend import core as jexc
 
-from ._codes import TREE_FUNCTIONS, outside_tree_functions
 from ._types import Leaf
 
 _ARRAYS = (jax.Array, np.ndarray)
-_OWN = ("jax.", "jaxlib.", __name__.partition(".")[0] + ".")  # modules that put arrays together from any leaves
 SAMPLE = 2**14  # elements that are compared at most
 REPEATS = 8  # how often codes must occur again, for what becomes of them to tell anything
 
@@ -62,13 +62,32 @@ _MOVES = frozenset(
 _CALLS = frozenset({"jit", "pjit", "closed_call"})
 
 
-def calculated(before: Sequence[Leaf], after: Sequence[Leaf], frame: FrameType | None) -> int | None:
-    """The place of the first leaf that the caller of `frame` has calculated from the one before; None if there is none.
+class Origin(str):
+    """The leaves of codes that an array was made of, referred to weakly.
 
-    JAX and this package put arrays together from any leaves: what they do is not looked at.
+    All are equal, so that they don't tell the structures of trees apart; and a `str`, which is compared without Python,
+    because every compiled call compares structures.
     """
-    if _is_own(frame):
-        return None
+
+    leaves: tuple[weakref.ref[Any], ...] = ()
+
+    def __reduce__(self) -> tuple[type[Origin], tuple[()]]:
+        return Origin, ()
+
+
+def is_code(leaf: Leaf) -> bool:
+    """Whether the leaf is of integers, or of floating point in one byte, which no optimizer's steps can move."""
+    dtype = getattr(leaf, "dtype", jnp.float32)
+    return jnp.issubdtype(dtype, jnp.integer) or (
+        jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
+    )
+
+
+def calculated(before: Sequence[Leaf], after: Sequence[Leaf], frame: FrameType | None) -> int | None:
+    """The place of the first leaf that was calculated from the one before; None if there is none.
+
+    `frame` is the one that makes an array of the new leaves, such as that of `jax.tree.map`.
+    """
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
         arrays = isinstance(old, _ARRAYS) and isinstance(new, _ARRAYS)
         if old is new or not arrays or (old.shape, old.dtype) != (new.shape, new.dtype):
@@ -81,19 +100,6 @@ def calculated(before: Sequence[Leaf], after: Sequence[Leaf], frame: FrameType |
         if found:
             return i
     return None
-
-
-def _is_own(frame: FrameType | None) -> bool:
-    """Whether JAX or this package runs the functions of `jax.tree` that end in `frame`, and no function of others."""
-    caller = outside_tree_functions(frame)
-    if caller is None or not caller.f_globals.get("__name__", "").startswith(_OWN):
-        return caller is None
-    while frame is not None and frame is not caller:
-        mapped = frame.f_locals.get("f")
-        if mapped is not None and not (getattr(mapped, "__module__", None) or "").startswith(_OWN):
-            return False
-        frame = frame.f_back
-    return True
 
 
 def _innermost(leaf: Leaf) -> Leaf:
@@ -163,7 +169,7 @@ def _sources_of_output(jaxpr: jexc.Jaxpr, place: int) -> list[tuple[int, bool]]:
 
 def _beside(frame: FrameType | None, leaf: Leaf) -> list[Leaf]:
     """The arrays that `jax.tree.map` of several trees gives to its function together with `leaf`, and `leaf`."""
-    while frame is not None and frame.f_globals is TREE_FUNCTIONS:
+    while frame is not None and frame.f_globals is jtu.tree_map.__globals__:
         given = frame.f_locals.get("all_leaves") or frame.f_locals.get("all_keypath_leaves") or []
         at = next((i for leaves in given for i, each in enumerate(leaves) if each is leaf), None)
         if at is not None:

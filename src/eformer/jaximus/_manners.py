@@ -53,6 +53,9 @@ def _for_all_leaves(name: str) -> property:
 
 def check_matmul(lhs: Value, rhs: Value) -> None:
     """Raise, naming both operands, if `lhs @ rhs` has no meaning."""
+    for x in (lhs, rhs):
+        if isinstance(x, ArrayManners):
+            x._check_leaves()  # without all leaves there is no shape
     left, right = np.shape(lhs), np.shape(rhs)
     contracted = right[-2] if len(right) > 1 else right[-1] if right else None
     if left and right and left[-1] == contracted:
@@ -90,6 +93,9 @@ class ArrayManners:
     __array_ufunc__: ClassVar[None] = None
 
     def materialize(self) -> jax.Array:
+        raise NotImplementedError
+
+    def _check_leaves(self) -> None:
         raise NotImplementedError
 
     @property

@@ -229,20 +229,14 @@ def matmul(lhs: Value, rhs: Value) -> Value:
         return apply(operator.matmul, lhs, rhs)  # JAX refuses, or the type of the other operand takes it
     if trace_ctx.trace is eval_trace and mode.value.recorder is None:
         return _compiled_matmul(lhs, rhs)
-    _check_operands(lhs, rhs)
+    check_matmul(lhs, rhs)
     return apply(jnp.matmul, lhs, rhs)
 
 
 @jax.jit
 def _compiled_matmul(lhs: Value, rhs: Value) -> Value:
-    _check_operands(lhs, rhs)
-    return apply(_MATMUL, lhs, rhs)
-
-
-def _check_operands(lhs: Value, rhs: Value) -> None:
-    for array in filter(is_implicit, (lhs, rhs)):
-        array._check_leaves()
     check_matmul(lhs, rhs)
+    return apply(_MATMUL, lhs, rhs)
 
 
 _MATMUL = inspect.unwrap(jnp.matmul)  # without the `jit` that `jnp.matmul` has itself
