@@ -37,6 +37,7 @@ class _Record(NamedTuple):
     shapeless: bool = False  # its shape is being derived
     codes: tuple[str, ...] = ()  # its own leaves that held codes when it was made
     origin: Origin = Origin()  # these leaves
+    part: int = 0  # with this many elements at most it is a row, or less, of a larger array
 
 
 _MAPPED = (
@@ -173,6 +174,10 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
                     f"the leaf `{jtu.keystr(path).lstrip('.')}` of this {type(self).__name__} is {_dtype(leaf)}, and "
                     f"was {dtype} when the array was made: {_MAPPED}"
                 )
+
+    def _is_part(self) -> bool:
+        """Whether the array is a row, or less, of a larger one: made dense, it is no dense copy of a weight."""
+        return self._kept.part > 0 and self.size <= self._kept.part
 
     def _vmap_error(self, leaf: jax.Array, axis: int) -> str | None:
         """Why `jax.vmap` must not take `axis` of this leaf, in words; None if it may. `leaf` is without the axis."""

@@ -88,14 +88,15 @@ class ArrayManners:
     _matmul: ClassVar[staticmethod[[Value, Value], Value]]
     _abstract_value: ClassVar[staticmethod[[Value], ShapedArray]]
 
-    # NumPy's operators step aside, so that `numpy_array @ q` reaches `__rmatmul__`.
     __array_priority__: ClassVar[int] = 1000
-    __array_ufunc__: ClassVar[None] = None
 
     def materialize(self) -> jax.Array:
         raise NotImplementedError
 
     def _check_leaves(self) -> None:
+        raise NotImplementedError
+
+    def _is_part(self) -> bool:
         raise NotImplementedError
 
     @property
@@ -117,6 +118,16 @@ class ArrayManners:
                 f"np.asarray of {type(self).__name__} always makes a new array: `copy=False` cannot be met"
             )
         return np.asarray(self.materialize(), dtype=dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Value, **kwargs: Value) -> Value:
+        """NumPy's functions, and its operators where a NumPy array is on the left, as those of JAX with that name."""
+        if ufunc is np.matmul and method == "__call__" and not kwargs:
+            return self._matmul(*inputs)
+        function = getattr(jnp, ufunc.__name__, None)
+        if method == "__call__" and not kwargs and len(inputs) == ufunc.nin and function is not None:
+            return self._apply(function, *inputs)
+        dense = [np.asarray(x) if isinstance(x, ArrayManners) else x for x in inputs]
+        return getattr(ufunc, method)(*dense, **kwargs)
 
     # As for jax.Array: `==` compares elements, so the array can't be hashed.
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # object declares it a method

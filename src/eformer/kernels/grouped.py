@@ -56,7 +56,7 @@ def decode_blocks(
     The product is rounded before the offset is added, also where a compiler could do both at once.
     """
     axis, length = axis % values.ndim, values.shape[axis]
-    blocks = reference.split(values.astype(scale.dtype), axis, block_size)
+    blocks = reference.in_blocks(values.astype(scale.dtype), axis, block_size)
     if zero is not None:
         blocks = blocks - jnp.expand_dims(zero.astype(scale.dtype), axis + 1)
     scale = jnp.expand_dims(scale, axis + 1)
@@ -71,7 +71,7 @@ def nearest_codes(
 ) -> jax.Array:
     """The code of each element of `x` whose value is nearest, as uint8; 0 where there is no scale."""
     axis = axis % x.ndim
-    blocks = reference.split(x.astype(scale.dtype), axis, block_size)
+    blocks = reference.in_blocks(x.astype(scale.dtype), axis, block_size)
     scale, offset = _per_block((scale, offset), axis)
     codes = _nearest(blocks, scale, offset, bits)
     return reference.merge(jnp.where(jnp.isnan(codes), 0, codes).astype(jnp.uint8), axis, x.shape[axis])
@@ -95,7 +95,7 @@ def _present(x: jax.Array, block_size: int, axis: int) -> jax.Array | None:
     length = x.shape[axis]
     if length % block_size == 0:
         return None
-    present = reference.split(jnp.ones((length,), bool), 0, block_size)
+    present = reference.in_blocks(jnp.ones((length,), bool), 0, block_size)
     return present.reshape(*[1] * axis, *present.shape, *[1] * (x.ndim - 1 - axis))
 
 
@@ -103,7 +103,7 @@ def extremes(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax.A
     """The least and the largest element of each block; NaN for both where one is not finite."""
     axis = axis % x.ndim
     x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
-    blocks = reference.split(x, axis, block_size)
+    blocks = reference.in_blocks(x, axis, block_size)
     present = _present(x, block_size, axis)
     low = jnp.min(blocks if present is None else jnp.where(present, blocks, jnp.inf), axis=axis + 1)
     high = jnp.max(blocks if present is None else jnp.where(present, blocks, -jnp.inf), axis=axis + 1)
@@ -213,7 +213,7 @@ def _fitted(
         return (codes - 2 ** (bits - 1)) * scale if offset is None else codes * scale + offset
 
     scale, offset = fitting.fitted(
-        reference.split(x.astype(low.dtype), axis, block_size),
+        reference.in_blocks(x.astype(low.dtype), axis, block_size),
         (axis + 1,),
         _per_block(plain, axis),
         [_per_block(start, axis)],

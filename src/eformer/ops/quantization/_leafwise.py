@@ -144,6 +144,11 @@ class LeafwiseArray(MatmulOperand):
         """How many elements along `axis` share whole entries of every leaf, if none is broadcast; 1 without blocks."""
         return math.lcm(*(self._grain(name, axis) for name in self._named_leaves()))
 
+    def _codes_together(self, axis: int) -> int:
+        """How many elements along `axis` share whole entries of the leaves of codes."""
+        leaves = self._named_leaves()
+        return math.lcm(*(self._grain(name, axis) for name in self._code_fields if name in leaves))
+
     def is_stacked(self) -> bool:
         lengths = {leaf.shape[:1] for leaf in jtu.tree_leaves(self)}
         return self.ndim > 0 and self._alignment(0) == 1 and lengths == {self.shape[:1]}

@@ -159,9 +159,7 @@ class PackedArray(LeafwiseArray):
         """`values`, of this array's shape, times the scales of their blocks."""
         if not self.ndim or self._per_scale == 1:
             return values.astype(scale.dtype) * scale
-        # Blocks are filled up, and a file chooses their length.
-        block = min(self._per_scale, max(self.shape[self.axis], 1))
-        return reference.scale_blocks(values, scale, block, self.axis)
+        return reference.scale_blocks(values, scale, self._per_scale, self.axis)
 
     def _unscaled(self) -> jax.Array:
         self._check_shapes()  # a tree may have been restructured since it was constructed

@@ -198,8 +198,7 @@ class ArrayGrouped(PackedArray):
         if not self.ndim:
             entries = [None if leaf is None else leaf[None] for leaf in (zero, offset)]
             return grouped.decode_blocks(values[None], scale[None], *entries, block_size=1, axis=0)[0]
-        block = min(self.block_size, max(self.shape[self.axis], 1))  # a file may choose any length
-        return grouped.decode_blocks(values, scale, zero, offset, block, self.axis)
+        return grouped.decode_blocks(values, scale, zero, offset, self.block_size, self.axis)
 
     def _factors(self) -> tuple[jax.Array, jax.Array | None]:
         return self.decode(), None
@@ -225,7 +224,13 @@ class ArrayGrouped(PackedArray):
 
     def _of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
         sizes = {"block_size": "scale", "superblock_size": "scale_scale"}
-        cut = {size: grains[name][self.axis] for size, name in sizes.items() if grains.get(name, (0,))[self.axis]}
+        cut = {
+            size: grains[name][self.axis]
+            for size, name in sizes.items()
+            if grains.get(name, (0,) * self.ndim)[self.axis]
+        }
+        if "block_size" in cut:
+            cut.setdefault("superblock_size", 0)  # one factor for all needs no length
         return self._mapped(lambda name, _: leaves[name])._replaced(**cut)
 
     def _grain(self, name: str, axis: int) -> int:
