@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from ._calculated import Origin, calculated, is_code
 from ._export import make_serializable
 from ._fields import STATIC, ArrayMeta, aux_field, check_hashable, delete_attribute, make_dataclass, set_attribute
+from ._libraries import know_to_flax
 from ._manners import ArrayManners, struct
 from ._observe import note_materialized, unobserved
 from ._types import Leaf, Structure, Tree
@@ -108,6 +109,7 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
 
     def _settle(self, shape: Sequence[int] | None) -> None:
         """Check the constructor's `shape` and `dtype` against the leaves, and complete them."""
+        know_to_flax(type(self))
         for name in self._static_fields:
             check_hashable(self, name)
         if self.dtype is not None:
@@ -334,7 +336,8 @@ def _flattener(cls: type[ImplicitArray]) -> Callable[[ImplicitArray], tuple[tupl
         found = leaves(array)
         if _getframe(1).f_globals is _TREE_FUNCTIONS:
             without_codes = any(getattr(array, name) is None for name in array._kept.codes)
-            _check_taken_apart(cls.__name__, found, _getframe(1), without_codes)
+            if _taken_apart(cls.__name__, found, _getframe(1), without_codes):
+                found = (jax.ShapeDtypeStruct(array.shape, array.dtype),)
         return found, (static(array), array._kept)
 
     return flatten
@@ -400,24 +403,25 @@ _OWN = ("jax.", "jaxlib.", f"{__name__.partition('.')[0]}.")
 _getframe = sys._getframe
 
 
-def _check_taken_apart(name: str, leaves: Sequence[Leaf], frame: FrameType | None, without_codes: bool) -> None:
-    """Raise if the caller of `frame`, a function of `jax.tree`, is about to differentiate or optimize codes.
+def _taken_apart(name: str, leaves: Sequence[Leaf], frame: FrameType | None, without_codes: bool) -> bool:
+    """Whether the caller of `frame`, a function of `jax.tree`, is Flax, which only looks at the shape of a parameter.
 
-    `jax.grad` and Optax flatten a tree first. Without this they fail in their own words, or train nonsense: the scales
-    alone, of an array whose codes were taken out before (`without_codes`).
+    Raise if it is about to differentiate or optimize codes: `jax.grad` and Optax flatten a tree first. Without this
+    they fail in their own words, or train nonsense: the scales alone, of an array whose codes were taken out before
+    (`without_codes`).
     """
     while frame is not None and frame.f_globals["__name__"] in _TREE_MODULES:
         frame = frame.f_back
     if frame is None:
-        return
+        return False
     module, function = frame.f_globals["__name__"], frame.f_code.co_name
     differentiates = function in ("value_and_grad_f", "jacfun") and module.startswith("jax.")
     # `MultiSteps._do_update` chooses between two states of an optimizer, which may be quantized.
     optimizes = module.startswith("optax.") and "mask" not in module and function != "_do_update"
     if not (differentiates or optimizes) or frame.f_locals.get("allow_int", False):
-        return
+        return module == "flax.core.scope" and function == "param"
     if function == "apply_updates" and not _moves_codes(frame.f_locals):
-        return
+        return False
     if any(map(is_code, leaves)) or (without_codes and any(leaf is not None for leaf in leaves)):
         what = "differentiated" if differentiates else f"given to Optax's `{function}`"
         raise TypeError(
@@ -425,6 +429,7 @@ def _check_taken_apart(name: str, leaves: Sequence[Leaf], frame: FrameType | Non
             f"apart into what is trained and what is frozen, `eformer.model.add_lora` adds an update to train, and "
             f"`eformer.ops.quantization.straight_through` trains through the rounding of a dense weight"
         )
+    return False
 
 
 def _moves_codes(arguments: Mapping[str, Tree]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, ClassVar, Self
@@ -16,6 +17,7 @@ from jax import tree_util as jtu
 from jax.core import ShapedArray
 from jax.typing import DTypeLike
 
+from ._libraries import note_conversion
 from ._types import Device, Leaf, Tree, Value
 
 _Operator = Callable[..., Tree]  # takes whatever the dense array would take
@@ -117,6 +119,7 @@ class ArrayManners:
             raise ValueError(
                 f"np.asarray of {type(self).__name__} always makes a new array: `copy=False` cannot be met"
             )
+        note_conversion(self, sys._getframe(1))
         return np.asarray(self.materialize(), dtype=dtype)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Value, **kwargs: Value) -> Value:

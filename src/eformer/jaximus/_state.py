@@ -15,11 +15,10 @@ import numpy as np
 from jax import tree_util as jtu
 
 from ._array import ImplicitArray, is_implicit
-from ._types import Structure
+from ._types import Node, Structure
 
 _PLAIN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, type(None))
 _MISSING = object()
-Node: TypeAlias = Any  # a container, or an element of one
 Contents: TypeAlias = Mapping[Any, Node]  # by index, key or attribute
 
 
@@ -105,6 +104,12 @@ class Loan:
             self._restored[id(value)] = (value, value)  # ends the recursion of a container that holds itself
             self._restored[id(value)] = (value, self._restored_container(value))
         return self._restored[id(value)][1]
+
+    def given(self, value: Node) -> Node:
+        """`restored(value)`, of one of many values: nothing of it is kept."""
+        found = self.restored(value)
+        self._restored.clear()
+        return found
 
     def _restored_container(self, value: Node) -> Node:
         children, structure = _one_level(value)

@@ -33,6 +33,9 @@ def _gathered(
     if not tiled:
         return q._mapped_to(lambda _, leaf: lax.all_gather(leaf, axis_name, **gather), *inserted(q, axis, count))
     parts = _joinable(q, axis, axis_name)
+    if parts is None:  # devices may have scales of their own: then each part is a block
+        q = q._in_blocks(axis)
+        parts = _joinable(q, axis, axis_name)
     if parts is None:
         return NotImplemented
     leaves = {n: leaf if shared else lax.all_gather(leaf, axis_name, **gather) for n, (leaf, shared) in parts.items()}

@@ -37,13 +37,8 @@ def gather(
     batched = numbers.operand_batching_dims
     cut = [a for a in indexed if q._block(a) > 1]
     if cut and not any(q._block(axis) > 1 for axis in batched):
-        how: dict[str, Any] = {
-            "dimension_numbers": numbers,
-            "slice_sizes": slice_sizes,
-            "mode": mode,
-            "fill_value": fill_value,
-        }
-        return _gather_along_blocks(primitive, q, indices, cut[0], **how, **params)
+        how: dict[str, Any] = {"slice_sizes": slice_sizes, "mode": mode, "fill_value": fill_value, **params}
+        return _gather_along_blocks(primitive, q, indices, cut[0], numbers, **how)
     for axis, size in enumerate(slice_sizes):
         is_part, cuts = size != q.shape[axis], axis in indexed or axis in batched
         if q._block(axis) > 1 and (cuts or is_part or axis in numbers.collapsed_slice_dims):
@@ -115,24 +110,20 @@ def _gather_along_blocks(
     q: LeafwiseArray,
     indices: jax.Array,
     axis: int,
-    *,
-    dimension_numbers: lax.GatherDimensionNumbers,
-    slice_sizes: Sequence[int],
-    mode: lax.GatherScatterMode,
+    numbers: lax.GatherDimensionNumbers,
     **params: Any,
 ) -> jax.Array:
     """The same gather from an array that has along `axis` just the elements it asks for, in their order."""
-    size, column = slice_sizes[axis], list(dimension_numbers.start_index_map).index(axis)
+    size, column = params["slice_sizes"][axis], list(numbers.start_index_map).index(axis)
     starts, last = indices[..., column].astype(jnp.int32), q.shape[axis] - size
     inside = jnp.clip(starts, 0, last)
     within = jnp.arange(size, dtype=jnp.int32).reshape(*[1] * starts.ndim, size)
     rows = rows_along(q, (inside[..., None] + within).reshape(-1), axis)
     places = jnp.arange(starts.size, dtype=jnp.int32).reshape(starts.shape) * size
-    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+    if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
         places = jnp.where(starts == inside, places, rows.shape[axis])
     indices = indices.astype(jnp.int32).at[..., column].set(places)
-    how = {"dimension_numbers": dimension_numbers, "slice_sizes": slice_sizes, "mode": mode}
-    return primitive.bind(rows, indices, **how, **params)
+    return primitive.bind(rows, indices, dimension_numbers=numbers, **params)
 
 
 def rows_along(q: LeafwiseArray, at: jax.Array, axis: int) -> jax.Array:

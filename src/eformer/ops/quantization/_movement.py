@@ -109,7 +109,7 @@ def _slice_of_blocks(
     by_row = len(asked[least]) * q._codes_together(least) < whole[least][1] - whole[least][0]
     if by_row:
         whole[least] = (0, q.shape[least], 1)
-        found = rows_along(_sliced(primitive, q, whole, **params), jnp.array(asked[least]), least)
+        found = rows_along(_sliced(primitive, q, whole, **params), jnp.arange(*bounds[least], dtype=jnp.int32), least)
         whole[least] = bounds[least] = (0, len(asked[least]), 1)
     elif all((start, limit) == (0, size) for (start, limit, _), size in zip(whole, q.shape, strict=True)):
         return NotImplemented
