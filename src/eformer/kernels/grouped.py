@@ -137,6 +137,7 @@ def encode(
     8-bit integers, with a `scale_scale` and an `offset_scale` for each superblock.
     """
     axis = axis % x.ndim
+    x = reference.without_tiny(x)
     low, high = extremes(x, block_size, axis)
     in_blocks = scale_dtype if not superblock_size else low.dtype
     line = _spanning(low, high, bits, symmetric, in_blocks)
@@ -178,14 +179,12 @@ def in_two_levels(
 
 
 def _spanning(low: jax.Array, high: jax.Array, bits: int, symmetric: bool, scale_dtype: DTypeLike) -> fitting.Line:
-    """The scale and offset with which codes span a block from `low` to `high`."""
+    """The scale and offset with which codes span a block from `low` to `high`; NaN where codes times it overflow."""
+    most = float(jnp.finfo(low.dtype).max) / 4
+    low, high = (jnp.where(jnp.maximum(-low, high) > most, jnp.nan, each) for each in (low, high))
     if symmetric:
         peak = jnp.where(-low > high, low, high)
         return round_scales(peak / -(2.0 ** (bits - 1)), scale_dtype), None
-    # Where all codes times the scale would overflow, the extremes are moved together.
-    largest = float(jnp.finfo(low.dtype).max)
-    excess = jnp.maximum((high / 2 - low / 2) - largest * 0.49, 0)
-    low, high = low + excess, high - excess
     return round_scales((high - low) / (2**bits - 1), scale_dtype), round_scales(low, scale_dtype)
 
 

@@ -38,9 +38,24 @@ NF4_STARTS = (1.03, 0.9)  # of the largest magnitude: where the search of a bett
 FLOAT8_STARTS = (1.4, 1.7)  # of the scale that brings the largest magnitude to the largest code
 
 
+SMALLEST = 2.0**-96  # a scale of smaller magnitudes, times an activation, would be flushed to zero
+
+
 def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """`x` as `dtype`; casts to integers round to the nearest."""
-    return jnp.round(x).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else x.astype(dtype)
+    """`x` as `dtype`; casts to integers round to the nearest, and those to half precision make nothing infinite."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.round(x).astype(dtype)
+    if jnp.dtype(dtype).itemsize < 4 and jnp.finfo(dtype).nexp < jnp.finfo(x.dtype).nexp:
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
+    return x.astype(dtype)
+
+
+def without_tiny(x: jax.Array) -> jax.Array:
+    """`x` with zero in place of magnitudes below `SMALLEST`, unless it is float64."""
+    if x.dtype == jnp.float64 or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x if jnp.finfo(x.dtype).tiny > SMALLEST else jnp.where(jnp.abs(x) < SMALLEST, jnp.zeros_like(x), x)
 
 
 def absmax(x: jax.Array, axis: Sequence[int]) -> jax.Array:
@@ -94,6 +109,7 @@ def encode_int8(
     With `fit` the scale has the smallest squared error found, and what lies beyond `largest` scales is clipped. A slice
     of zeros has scale 1. A slice with a NaN or an infinity has scale NaN, and decodes to NaN.
     """
+    x = without_tiny(x)
     peak = absmax(x, axis)
     scale = _absmax_scale(peak, largest)
     x = x.astype(scale.dtype)
@@ -164,6 +180,7 @@ def encode_float8(
     it has the smallest squared error found. A scale of zeros is 1. Where there is a NaN or an infinity it is NaN, and
     all that it scales decodes to NaN.
     """
+    x = without_tiny(x)
     peak = absmax(x, axis)
     for along, block in blocks.items():
         peak = jnp.squeeze(absmax(in_blocks(peak, along, block), (along + 1,)), along + 1)
@@ -247,7 +264,7 @@ def nf4_scales(x: jax.Array, block_size: int, axis: int, fit: bool = False) -> j
     It is NaN for a block with a NaN or an infinity.
     """
     axis = axis % x.ndim
-    blocks = in_blocks(x, axis, block_size)
+    blocks = in_blocks(without_tiny(x), axis, block_size)
     peak = _finite(absmax(blocks, (axis + 1,)))
 
     def nearest(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from eformer.jaximus import aux_field
+from eformer.jaximus import ImplicitArray, aux_field
 from eformer.kernels import grouped, reference
 
 from ._base import Grain, Leaves
@@ -124,7 +125,9 @@ class ArrayGrouped(PackedArray):
         superblock = block_size * max(SUPERBLOCK // block_size, 1) if double_quantization else 0
         options = {"bits": bits, "block_size": block_size, "superblock_size": superblock}
         encode = functools.partial(_encode, symmetric=symmetric, scale_dtype=scale_dtype, fit=fit, **options)
-        return cls._quantized(_name(bits), array, axis, encode, **options, use_kernel=use_kernel)
+        made = cls._quantized(_name(bits), array, axis, encode, **options, use_kernel=use_kernel)
+        _check_finite(array, made)
+        return made
 
     def _names_among(self, names: Sequence[str]) -> Sequence[str]:
         own = _name(self.bits) if self.codebook == "integer" else FLOAT4.get(self.scale.dtype, self.codebook)
@@ -259,6 +262,19 @@ class ArrayGrouped(PackedArray):
         outside = jnp.maximum(jnp.minimum(*ends) - x, x - jnp.maximum(*ends))
         widest = jnp.full(self.shape, np.max(np.diff(table)) / 2)
         return jnp.maximum(outside, 0) + self._scaled_blocks(widest, jnp.abs(scale))
+
+
+def _check_finite(array: jax.Array, made: ArrayGrouped) -> None:
+    """A ValueError if a block is NaN and no element is, where values can be seen; it takes reading the scales."""
+    leaves = (array, made.scale if made.scale_scale is None else made.scale_scale)
+    if isinstance(array, (Tracer, ImplicitArray)) or any(isinstance(leaf, Tracer) for leaf in leaves):
+        return
+    if bool(jnp.any(jnp.isnan(leaves[1]))) and bool(jnp.all(jnp.isfinite(array))):
+        most = float(jnp.finfo(jnp.float32).max) / 4
+        raise ValueError(
+            f"blocks of codes hold magnitudes up to {most:.3g}, and the array has larger ones, for which codes times "
+            f"their scale would overflow: divide it by a power of two, and multiply what it gives"
+        )
 
 
 @functools.partial(
