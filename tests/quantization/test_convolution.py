@@ -134,7 +134,13 @@ GROUPS = {"few": (2, 24), "depthwise": (24, 24), "several for each": (24, 48), "
 @pytest.mark.parametrize(("groups", "outputs"), GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize(
     "params",
-    [{}, {"window_strides": (2, 1)}, {"lhs_dilation": (2, 1)}, {"rhs_dilation": (1, 2)}, {"padding": [(2, 0), (1, 1)]}],
+    [
+        {},
+        {"window_strides": (2, 1)},
+        {"lhs_dilation": (2, 1), "padding": [(1, 1), (1, 1)]},
+        {"rhs_dilation": (1, 2)},
+        {"padding": [(2, 0), (1, 1)]},
+    ],
     ids=["plain", "strides", "dilated", "window dilated", "padded"],
 )
 @pytest.mark.parametrize("case", [*KERNELS, Case.of("int4", block_size=4)], ids=str)

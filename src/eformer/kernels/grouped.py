@@ -180,8 +180,11 @@ def in_two_levels(
 
 def _spanning(low: jax.Array, high: jax.Array, bits: int, symmetric: bool, scale_dtype: DTypeLike) -> fitting.Line:
     """The scale and offset with which codes span a block from `low` to `high`; NaN where codes times it overflow."""
-    most = float(jnp.finfo(low.dtype).max) / 4
-    low, high = (jnp.where(jnp.maximum(-low, high) > most, jnp.nan, each) for each in (low, high))
+    most = float(jnp.finfo(low.dtype).max) * 0.98
+    overflows = jnp.maximum(-low, high) > most
+    if not symmetric:
+        overflows |= high / 2 - low / 2 > most / 2
+    low, high = (jnp.where(overflows, jnp.nan, each) for each in (low, high))
     if symmetric:
         peak = jnp.where(-low > high, low, high)
         return round_scales(peak / -(2.0 ** (bits - 1)), scale_dtype), None

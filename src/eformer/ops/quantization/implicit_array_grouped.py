@@ -270,10 +270,10 @@ def _check_finite(array: jax.Array, made: ArrayGrouped) -> None:
     if isinstance(array, (Tracer, ImplicitArray)) or any(isinstance(leaf, Tracer) for leaf in leaves):
         return
     if bool(jnp.any(jnp.isnan(leaves[1]))) and bool(jnp.all(jnp.isfinite(array))):
-        most = float(jnp.finfo(jnp.float32).max) / 4
+        most = float(jnp.finfo(jnp.float32).max) * 0.98
         raise ValueError(
-            f"blocks of codes hold magnitudes up to {most:.3g}, and the array has larger ones, for which codes times "
-            f"their scale would overflow: divide it by a power of two, and multiply what it gives"
+            f"a block of codes spans at most {most:.3g}, and one spans more here: codes times their scale would "
+            f"overflow; divide the array by a power of two, and multiply what it gives"
         )
 
 
