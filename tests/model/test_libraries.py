@@ -69,7 +69,7 @@ def test_linen_refuses_a_parameter_of_another_shape():
 @pytest.mark.parametrize("form", formats(), ids=str)
 def test_bytes_of_flax_hold_quantized_arrays(form):
     serialization = pytest.importorskip("flax.serialization")
-    tree = {"w": quantize(np.asarray(jax.random.normal(jax.random.key(0), (32, 48))), format=form.name), "b": X}
+    tree = {"w": quantize(jax.random.normal(jax.random.key(0), (32, 48)), format=form.name), "b": X}
     data = serialization.to_bytes(tree)
     like = {"w": quantize(jnp.ones((32, 48)), format=form.name), "b": np.zeros_like(X)}
     back = serialization.from_bytes(like, data)

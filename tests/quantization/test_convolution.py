@@ -15,7 +15,7 @@ from jax import lax
 from eformer.jaximus import MaterializationWarning, explain, implicit, materialization_error
 from eformer.ops.quantization._matmul import _convolution
 
-from .cases import Case, dense, example, f64, name, normal
+from .cases import Case, dense, eqns_of, example, f64, name, normal
 
 KERNELS = [Case.of("int8"), Case.of("int8", axis=0), Case.of("nf4", block_size=4), Case.of("ternary", scale="tensor")]
 by_patches = pytest.mark.parametrize("growth", [4, 0], ids=["patches", "positions"])
@@ -148,3 +148,15 @@ def test_groups_of_features(case, params, groups, outputs):
     q, _ = example(case, (3, 2, 24 // groups, outputs))
     given = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC"), **params}
     assert_convolved(normal((2, 6, 5, 24)), q, feature_group_count=groups, **given)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=str)
+@pytest.mark.parametrize("case", KERNELS, ids=str)
+def test_patches_side_by_side_take_one_reshape(case, size):
+    """As a vision transformer cuts its images: the program does not grow with the patches."""
+    q, _ = example(case, (4, 4, 8, 6))
+    params = {"window_strides": (4, 4), "padding": "VALID", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    x = normal((2, *size, 8))
+    assert_convolved(x, q, **params)
+    made = [e.primitive.name for e in eqns_of(implicit(functools.partial(lax.conv_general_dilated, **params)), x, q)]
+    assert made.count("slice") + made.count("concatenate") < 4

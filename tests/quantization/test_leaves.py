@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 
 from eformer.jaximus import implicit, materialize
 from eformer.model import add_lora, combine, partition
@@ -141,7 +142,7 @@ def test_every_way_of_mapping_is_seen(way):
 MOVE = {
     "identity": lambda a: a,
     "copy": jnp.copy,
-    "numpy": lambda a: np.asarray(a) if not isinstance(a, jax.core.Tracer) else a,
+    "numpy": lambda a: np.asarray(a) if not isinstance(a, Tracer) else a,
     "flip": lambda a: jnp.flip(a, 0),
     "roll": lambda a: jnp.roll(a, 1, 0),
     "take": lambda a: jnp.take(a, jnp.arange(a.shape[0])[::-1] if a.ndim else 0, axis=0) if a.ndim else a,
@@ -186,10 +187,10 @@ def test_an_array_that_was_pickled_is_checked_again(make):
 
 
 def test_programs_do_not_depend_on_where_leaves_are_from():
-    step = jax.jit(used)
+    step: Any = jax.jit(used)
     for seed in range(3):
         step(quantize(normal(SHAPE, seed=seed), dtype="nf4"))
-    assert step._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]  # of `jax.jit`
+    assert step._cache_size() == 1
 
 
 # --- trees that were split ---
@@ -225,12 +226,16 @@ def test_partition_of_lora_is_joined_inside_implicit():
     assert gradient["w"].a.shape == (SHAPE[0], 2)
 
 
+def used_with_its_shape(q: Any) -> Any:
+    return jnp.ones((2, SHAPE[0])) @ q
+
+
 @every_array
 def test_half_an_array_is_refused_when_it_is_used(make):
     pytest.importorskip("equinox")
     half = min(split(make()), key=lambda half: len(jax.tree.leaves(half)))
     with pytest.raises(ValueError, match=r"has of its leaves .*split.*combine"):
-        jnp.ones((2, SHAPE[0])) @ half
+        used_with_its_shape(half)
 
 
 # What has scales or factors that can be trained; RSR and ternary codes alone have none.

@@ -116,13 +116,29 @@ def conv_general_dilated(
         )
         return functools.reduce(lax.add, terms).astype(dtype)
     if patches <= max(MAX_GROWTH * image, rhs.size):
-        pieces = lax.concatenate([at(position) for position in positions], x.ndim)
-        out = contract(lax.reshape(pieces, (*pieces.shape[: x.ndim], *window)), rhs, dtype=dtype)
+        if list(window_strides) == window and set(rhs_dilation) <= {1}:
+            pieces = _cut(x, dict(zip(spatial, zip(sizes, window, strict=True), strict=True)))
+        else:
+            pieces = lax.concatenate([at(position) for position in positions], x.ndim)
+            pieces = lax.reshape(pieces, (*pieces.shape[: x.ndim], *window))
+        out = contract(pieces, rhs, dtype=dtype)
     elif many or cut:
         return NotImplemented
     else:
         out = functools.reduce(lax.add, (contract(at(p), under(p), dtype=sums) for p in positions)).astype(dtype)
     return lax.transpose(out, _order(dimension_numbers, x.ndim))
+
+
+def _cut(x: jax.Array, axes: dict[int, tuple[int, int]]) -> jax.Array:
+    """Patches that lie side by side: each of the `axes` as a count of patches, with their length behind all axes."""
+    shape: list[int] = []
+    places: dict[int, int] = {}  # of the axes of x in the new shape
+    for axis, size in enumerate(x.shape):
+        places[axis] = len(shape)
+        shape += axes.get(axis, (size,))
+    limits = [count * length for count, length in (axes.get(axis, (size, 1)) for axis, size in enumerate(x.shape))]
+    parts = lax.reshape(lax.slice(x, [0] * x.ndim, limits), shape)
+    return lax.transpose(parts, [*places.values(), *(places[axis] + 1 for axis in axes)])
 
 
 def _group_by_group(lhs: jax.Array, rhs: LeafwiseArray, groups: int, params: dict[str, Any]) -> jax.Array:
