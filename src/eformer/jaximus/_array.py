@@ -372,7 +372,7 @@ def _unflatten(cls: type[ImplicitArray], static: _Static, children: Iterable[Lea
 def _note_codes(array: ImplicitArray, record: _Record, frame: FrameType | None) -> None:
     """Keep what codes the array has now; and that it was misused, if they were calculated from those it had before."""
     codes = [getattr(array, name) for name in record.codes]
-    before = [leaf() for leaf in record.origin.leaves]
+    before = [leaf() for leaf in getattr(record.origin, "leaves", ())]  # in an exported program it is a plain text
     if len(before) == len(codes) and all(map(operator.is_, before, codes)):
         return
     origin, mapped = Origin(), None
