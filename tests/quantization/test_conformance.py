@@ -212,7 +212,10 @@ def test_zeros_are_exact(case, dtype):
 @pytest.mark.parametrize(("case", "dtype"), TYPED, ids=name)
 def test_magnitudes_at_the_ends_of_the_range(case, dtype, size):
     info = jnp.finfo(dtype)
-    factor = {"smallest": info.smallest_subnormal, "small": info.tiny, "large": info.max * 0.9}[size]
+    # Integers in blocks span no more than a float32 can: `test_extremes.py` has what they refuse.
+    in_blocks = case.name in ("int2", "int3", "int4", "int5", "int6", "int8_grouped")
+    largest = float(info.max) * (0.45 if in_blocks and float(info.max) > 1e38 else 0.9)
+    factor = {"smallest": info.smallest_subnormal, "small": info.tiny, "large": largest}[size]
     unit = np.clip(np.asarray(normal(SPECIAL)), -1, 1)
     w = jnp.asarray((f64(unit) * float(factor)).astype(dtype))
     assert np.all(np.isfinite(round_trip(case, w).bound))

@@ -81,7 +81,7 @@ def decode_blocks(
     The product is rounded before the offset is added, also where a compiler could do both at once.
     """
     axis, length = axis % values.ndim, values.shape[axis]
-    blocks = reference.split(values.astype(scale.dtype), axis, block_size)
+    blocks = reference.in_blocks(values.astype(scale.dtype), axis, block_size)
     if zero is not None:
         blocks = blocks - jnp.expand_dims(zero.astype(scale.dtype), axis + 1)
     scale = jnp.expand_dims(scale, axis + 1)
@@ -96,7 +96,7 @@ def nearest_codes(
 ) -> jax.Array:
     """The code of each element of `x` whose value is nearest, as uint8; 0 where there is no scale."""
     axis = axis % x.ndim
-    blocks = reference.split(x.astype(scale.dtype), axis, block_size)
+    blocks = reference.in_blocks(x.astype(scale.dtype), axis, block_size)
     scale, offset = _per_block((scale, offset), axis)
     codes = _nearest(blocks, scale, offset, bits)
     return reference.merge(jnp.where(jnp.isnan(codes), 0, codes).astype(jnp.uint8), axis, x.shape[axis])
@@ -120,7 +120,7 @@ def _present(x: jax.Array, block_size: int, axis: int) -> jax.Array | None:
     length = x.shape[axis]
     if length % block_size == 0:
         return None
-    present = reference.split(jnp.ones((length,), bool), 0, block_size)
+    present = reference.in_blocks(jnp.ones((length,), bool), 0, block_size)
     return present.reshape(*[1] * axis, *present.shape, *[1] * (x.ndim - 1 - axis))
 
 
@@ -128,7 +128,7 @@ def extremes(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax.A
     """The least and the largest element of each block; NaN for both where one is not finite."""
     axis = axis % x.ndim
     x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
-    blocks = reference.split(x, axis, block_size)
+    blocks = reference.in_blocks(x, axis, block_size)
     present = _present(x, block_size, axis)
     low = jnp.min(blocks if present is None else jnp.where(present, blocks, jnp.inf), axis=axis + 1)
     high = jnp.max(blocks if present is None else jnp.where(present, blocks, -jnp.inf), axis=axis + 1)
@@ -162,6 +162,7 @@ def encode(
     8-bit integers, with a `scale_scale` and an `offset_scale` for each superblock.
     """
     axis = axis % x.ndim
+    x = reference.without_tiny(x)
     low, high = extremes(x, block_size, axis)
     in_blocks = scale_dtype if not superblock_size else low.dtype
     line = _spanning(low, high, bits, symmetric, in_blocks)
@@ -236,14 +237,15 @@ def in_two_levels(
 
 
 def _spanning(low: jax.Array, high: jax.Array, bits: int, symmetric: bool, scale_dtype: DTypeLike) -> fitting.Line:
-    """The scale and offset with which codes span a block from `low` to `high`."""
+    """The scale and offset with which codes span a block from `low` to `high`; NaN where codes times it overflow."""
+    most = float(jnp.finfo(low.dtype).max) * 0.98
+    overflows = jnp.maximum(-low, high) > most
+    if not symmetric:
+        overflows |= high / 2 - low / 2 > most / 2
+    low, high = (jnp.where(overflows, jnp.nan, each) for each in (low, high))
     if symmetric:
         peak = jnp.where(-low > high, low, high)
         return round_scales(peak / -(2.0 ** (bits - 1)), scale_dtype), None
-    # Where all codes times the scale would overflow, the extremes are moved together.
-    largest = float(jnp.finfo(low.dtype).max)
-    excess = jnp.maximum((high / 2 - low / 2) - largest * 0.49, 0)
-    low, high = low + excess, high - excess
     return round_scales((high - low) / (2**bits - 1), scale_dtype), round_scales(low, scale_dtype)
 
 
@@ -271,7 +273,7 @@ def _fitted(
         return (codes - 2 ** (bits - 1)) * scale if offset is None else codes * scale + offset
 
     scale, offset = fitting.fitted(
-        reference.split(x.astype(low.dtype), axis, block_size),
+        reference.in_blocks(x.astype(low.dtype), axis, block_size),
         (axis + 1,),
         _per_block(plain, axis),
         [_per_block(start, axis)],

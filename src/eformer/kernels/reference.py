@@ -37,9 +37,24 @@ NF4_STARTS = (1.03, 0.9)  # of the largest magnitude: where the search of a bett
 FLOAT8_STARTS = (1.4, 1.7)  # of the scale that brings the largest magnitude to the largest code
 
 
+SMALLEST = 2.0**-96  # a scale of smaller magnitudes, times an activation, would be flushed to zero
+
+
 def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """`x` as `dtype`; casts to integers round to the nearest."""
-    return jnp.round(x).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else x.astype(dtype)
+    """`x` as `dtype`; casts to integers round to the nearest, and those to half precision make nothing infinite."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.round(x).astype(dtype)
+    if jnp.dtype(dtype).itemsize < 4 and jnp.finfo(dtype).nexp < jnp.finfo(x.dtype).nexp:
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
+    return x.astype(dtype)
+
+
+def without_tiny(x: jax.Array) -> jax.Array:
+    """`x` with zero in place of magnitudes below `SMALLEST`, unless it is float64."""
+    if x.dtype == jnp.float64 or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x if jnp.finfo(x.dtype).tiny > SMALLEST else jnp.where(jnp.abs(x) < SMALLEST, jnp.zeros_like(x), x)
 
 
 def absmax(x: jax.Array, axis: Sequence[int]) -> jax.Array:
@@ -93,6 +108,7 @@ def encode_int8(
     With `fit` the scale has the smallest squared error found, and what lies beyond `largest` scales is clipped. A slice
     of zeros has scale 1. A slice with a NaN or an infinity has scale NaN, and decodes to NaN.
     """
+    x = without_tiny(x)
     peak = absmax(x, axis)
     scale = _absmax_scale(peak, largest)
     x = x.astype(scale.dtype)
@@ -128,14 +144,14 @@ def _fitted_scale(
 def encode_blocks(x: jax.Array, block_size: int, axis: int, largest: int) -> tuple[jax.Array, jax.Array]:
     """int8 in [-largest, largest] of the shape of `x`, and a scale per block along `axis`; rounded as INT8 is."""
     axis = axis % x.ndim
-    values, scale = encode_int8(split(x, axis, block_size), (axis + 1,), largest)
+    values, scale = encode_int8(in_blocks(x, axis, block_size), (axis + 1,), largest)
     return merge(values, axis, x.shape[axis]), jnp.squeeze(scale, axis + 1)
 
 
 def scale_blocks(values: jax.Array, scale: jax.Array, block_size: int, axis: int) -> jax.Array:
     """`values` times the `scale` of their blocks of `block_size` along `axis`, in the dtype of `scale`."""
     axis, length = axis % values.ndim, values.shape[axis]
-    blocks = split(values.astype(scale.dtype), axis, block_size)
+    blocks = in_blocks(values.astype(scale.dtype), axis, block_size)
     return merge(blocks * jnp.expand_dims(scale, axis + 1), axis, length)
 
 
@@ -163,9 +179,10 @@ def encode_float8(
     it has the smallest squared error found. A scale of zeros is 1. Where there is a NaN or an infinity it is NaN, and
     all that it scales decodes to NaN.
     """
+    x = without_tiny(x)
     peak = absmax(x, axis)
     for along, block in blocks.items():
-        peak = jnp.squeeze(absmax(split(peak, along, block), (along + 1,)), along + 1)
+        peak = jnp.squeeze(absmax(in_blocks(peak, along, block), (along + 1,)), along + 1)
     largest = float(jnp.finfo(dtype).max)
     scale = _absmax_scale(peak, largest)
     if fit:
@@ -186,7 +203,7 @@ def _fitted_float8(
     axes = list(axis)
     for along, block in sorted(blocks.items(), reverse=True):  # the last first: `split` moves what is behind
         axes = [each + (each > along) for each in axes] + [along + 1]
-        x = split(x, along, block)
+        x = in_blocks(x, along, block)
         scale, peak = (jnp.expand_dims(each, along + 1) for each in (scale, peak))
     starts = [scale * part for part in FLOAT8_STARTS]
     found = _fitted_scale(
@@ -223,6 +240,11 @@ def split(x: jax.Array, axis: int, size: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
 
 
+def in_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """`split` into blocks of `size`; of a block that is longer than the axis, only what the axis has of it."""
+    return split(x, axis, min(size, max(x.shape[axis], 1)))
+
+
 def merge(x: jax.Array, axis: int, length: int) -> jax.Array:
     """The inverse of `split`: axes `axis` and `axis + 1` as one, cut to `length`."""
     x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
@@ -254,7 +276,7 @@ def nf4_scales(x: jax.Array, block_size: int, axis: int, fit: bool = False) -> j
     It is NaN for a block with a NaN or an infinity.
     """
     axis = axis % x.ndim
-    blocks = split(x, axis, block_size)
+    blocks = in_blocks(without_tiny(x), axis, block_size)
     peak = _finite(absmax(blocks, (axis + 1,)))
 
     def nearest(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -271,7 +293,7 @@ def nf4_scales(x: jax.Array, block_size: int, axis: int, fit: bool = False) -> j
 def nf4_codes(x: jax.Array, scale: jax.Array, block_size: int, axis: int) -> jax.Array:
     """The packed codes nearest to `x` over the `scale` of its block, of two equally near the lower."""
     axis, length = axis % x.ndim, x.shape[axis % x.ndim]
-    blocks, scale = split(x, axis, block_size), jnp.expand_dims(scale, axis + 1)
+    blocks, scale = in_blocks(x, axis, block_size), jnp.expand_dims(scale, axis + 1)
     unit = divide(blocks.astype(scale.dtype), jnp.where(scale == 0, 1, scale))
     return _pack_nibbles(merge(nearest_in_table(unit, NF4_CODES), axis, length), axis)
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from eformer._warnings import warn
 from eformer.ops.quantization import find_format, formats
 
+from ._finite import find_nonfinite
 from ._paths import Typed, is_weight
 
 KEEP = "keep"  # how the command line writes `format=None`
@@ -157,9 +159,21 @@ def apply_rule(rule: Rule | None, path: str, array: Any) -> Any:
     encode = functools.partial(find_format(rule.format).encode, **rule.options)
     with named_errors(path, array, rule):
         if not isinstance(array, jax.ShapeDtypeStruct):
+            _warn_nonfinite(path, array)
             return encode(array)
         made = jax.eval_shape(encode, jax.ShapeDtypeStruct(array.shape, array.dtype))
         return made.with_sharding(array.sharding) if isinstance(array.sharding, NamedSharding) else made
+
+
+class NonfiniteWarning(UserWarning):
+    """A weight that is quantized holds NaN or infinity: what shares a scale with it becomes NaN."""
+
+
+def _warn_nonfinite(path: str, array: Any) -> None:
+    nan, infinite = find_nonfinite({path: array}).get(path, (0, 0)) if not isinstance(array, Tracer) else (0, 0)
+    if nan or infinite:
+        what = f"{path!r} holds {nan:,} NaN and {infinite:,} infinite elements"
+        warn(f"{what}: quantized, the whole slice or block of each becomes NaN", NonfiniteWarning)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from eformer.jaximus import ImplicitArray, aux_field
 from eformer.kernels import Matrix
-from eformer.kernels.reference import cast
+from eformer.kernels.reference import SMALLEST, cast
 
 from ._notebook import array_html
 from ._sharding import ShardingType, checked_sharding, is_explicit, named_sharding, place
@@ -105,7 +105,8 @@ class QuantizedArray(ImplicitArray):
             relative, absolute = 0.0, 0.5
         else:
             info = jnp.finfo(self.dtype)
-            relative, absolute = float(info.eps) / 2, float(info.tiny)
+            tiny = SMALLEST if step.dtype == jnp.float32 else 0.0  # what is smaller became zero
+            relative, absolute = float(info.eps) / 2, max(float(info.tiny), tiny)
         rounding = 3 * float(jnp.finfo(jnp.float32).eps) + relative
         return step + x * rounding + step * rounding + absolute  # in this order nothing overflows
 

@@ -130,7 +130,8 @@ _packed = jax.jit(reference.pack_ternary, static_argnums=1)
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 4))
 def _rounded(rule: Callable[[jax.Array], jax.Array], scale: str | None, fit: bool, x: jax.Array, axis: int) -> Leaves:
-    x = as_floats(x)
+    x = reference.without_tiny(as_floats(x))
+    x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     if scale == ABSMEAN:
         values, found = reference.absmean_ternary(x, range(x.ndim)[-2:])
         return {"weight": reference.pack_ternary(values, axis), "scale": found}

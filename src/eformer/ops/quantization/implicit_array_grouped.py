@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from eformer.jaximus import aux_field
+from eformer.jaximus import ImplicitArray, aux_field
 from eformer.kernels import grouped, reference
 
 from ._base import Grain, Leaves
@@ -124,7 +125,9 @@ class ArrayGrouped(PackedArray):
         superblock = block_size * max(SUPERBLOCK // block_size, 1) if double_quantization else 0
         options = {"bits": bits, "block_size": block_size, "superblock_size": superblock}
         encode = functools.partial(_encode, symmetric=symmetric, scale_dtype=scale_dtype, fit=fit, **options)
-        return cls._quantized(_name(bits), array, axis, encode, **options, use_kernel=use_kernel)
+        made = cls._quantized(_name(bits), array, axis, encode, **options, use_kernel=use_kernel)
+        _check_finite(array, made)
+        return made
 
     def _names_among(self, names: Sequence[str]) -> Sequence[str]:
         own = _name(self.bits) if self.codebook == "integer" else self.codebook
@@ -199,8 +202,7 @@ class ArrayGrouped(PackedArray):
         if not self.ndim:
             entries = [None if leaf is None else leaf[None] for leaf in (zero, offset)]
             return grouped.decode_blocks(values[None], scale[None], *entries, block_size=1, axis=0)[0]
-        block = min(self.block_size, max(self.shape[self.axis], 1))  # a file may choose any length
-        return grouped.decode_blocks(values, scale, zero, offset, block, self.axis)
+        return grouped.decode_blocks(values, scale, zero, offset, self.block_size, self.axis)
 
     def _factors(self) -> tuple[jax.Array, jax.Array | None]:
         return self.decode(), None
@@ -226,7 +228,13 @@ class ArrayGrouped(PackedArray):
 
     def _of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
         sizes = {"block_size": "scale", "superblock_size": "scale_scale"}
-        cut = {size: grains[name][self.axis] for size, name in sizes.items() if grains.get(name, (0,))[self.axis]}
+        cut = {
+            size: grains[name][self.axis]
+            for size, name in sizes.items()
+            if grains.get(name, (0,) * self.ndim)[self.axis]
+        }
+        if "block_size" in cut:
+            cut.setdefault("superblock_size", 0)  # one factor for all needs no length
         return self._mapped(lambda name, _: leaves[name])._replaced(**cut)
 
     def _grain(self, name: str, axis: int) -> int:
@@ -256,6 +264,19 @@ class ArrayGrouped(PackedArray):
         outside = jnp.maximum(jnp.minimum(*ends) - x, x - jnp.maximum(*ends))
         widest = jnp.full(self.shape, np.max(np.diff(table)) / 2)
         return jnp.maximum(outside, 0) + self._scaled_blocks(widest, jnp.abs(scale))
+
+
+def _check_finite(array: jax.Array, made: ArrayGrouped) -> None:
+    """A ValueError if a block is NaN and no element is, where values can be seen; it takes reading the scales."""
+    leaves = (array, made.scale if made.scale_scale is None else made.scale_scale)
+    if isinstance(array, (Tracer, ImplicitArray)) or any(isinstance(leaf, Tracer) for leaf in leaves):
+        return
+    if bool(jnp.any(jnp.isnan(leaves[1]))) and bool(jnp.all(jnp.isfinite(array))):
+        most = float(jnp.finfo(jnp.float32).max) * 0.98
+        raise ValueError(
+            f"a block of codes spans at most {most:.3g}, and one spans more here: codes times their scale would "
+            f"overflow; divide the array by a power of two, and multiply what it gives"
+        )
 
 
 @functools.partial(
