@@ -35,59 +35,54 @@ constexpr Kernels KernelsOf() {
   static_assert(CheckFormat<Format>(file_name), "kName must be the name of the format's file");
 EFORMER_FORMATS(EFORMER_CHECK_FORMAT)
 
-extern const InstructionSet kInstructionSet;
-
 #if defined(EFORMER_EXTENDS)
 
 // The kernels of another instruction set, which are not compiled again, and those that this one has better.
-#if defined(EFORMER_AMX)
 template <class Format>
 static void Replace(Kernels& kernels) {
-  kernels.bfloat_matmul = kBfloatMatmul<Format>;
   kernels.byte_order = ByteOrderOf<Format>;
   kernels.byte_matmul = ByteMatmulOrNull<Format>();
-}
+#if defined(EFORMER_AMX)
+  kernels.bfloat_matmul = kBfloatMatmul<Format>;
 #else
-template <class Format>
-static void Replace(Kernels& kernels) {
   kernels.byte_dots = ByteDotsOrNull<Format>();
-  kernels.byte_matmul = ByteMatmulOrNull<Format>();
-}
 #endif
+}
 
 #define EFORMER_COUNT(Format, file_name) +1
 struct Extended {
   Kernels all[EFORMER_FORMATS(EFORMER_COUNT)];
+  InstructionSet set = EFORMER_EXTENDS::Instructions();
 
   Extended() {
     Kernels* at = all;
-    const Kernels* from = EFORMER_EXTENDS::kInstructionSet.begin;
+    const Kernels* from = set.begin;
 #define EFORMER_REPLACE(Format, file_name) \
   *at = *from++;                           \
   Replace<Format>(*at++);
     EFORMER_FORMATS(EFORMER_REPLACE)
+    set.name = EFORMER_STRING(EFORMER_ISA);
+    set.to_bytes = ToBytes;
+    set.begin = all;
+    set.end = at;
   }
 };
 
-static InstructionSet WithKernels(const Extended& kernels) {
-  InstructionSet set = EFORMER_EXTENDS::kInstructionSet;
-  set.name = EFORMER_STRING(EFORMER_ISA);
-  set.begin = kernels.all;
-  set.end = kernels.all + sizeof kernels.all / sizeof *kernels.all;
-  return set;
+const InstructionSet& Instructions() {
+  static const Extended extended;
+  return extended.set;
 }
-
-static const Extended kExtended;
-const InstructionSet kInstructionSet = WithKernels(kExtended);
 
 #else
 
 #define EFORMER_KERNELS_OF(Format, file_name) KernelsOf<Format>(),
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
-const InstructionSet kInstructionSet = {
-    EFORMER_STRING(EFORMER_ISA), kLanes, PutInLanes, ToBytes, kAll,
-    kAll + sizeof kAll / sizeof *kAll};
+const InstructionSet& Instructions() {
+  static constexpr InstructionSet kSet = {
+      EFORMER_STRING(EFORMER_ISA), kLanes, PutInLanes, ToBytes, kAll, kAll + sizeof kAll / sizeof *kAll};
+  return kSet;
+}
 
 #endif
 

@@ -85,23 +85,23 @@ std::vector<const InstructionSet*> FindInstructionSets() {
   const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
 #endif
 #if defined(EFORMER_AMX)
-  if (has_vnni && HasAmx()) found.push_back(&amx::kInstructionSet);
+  if (has_vnni && HasAmx()) found.push_back(&amx::Instructions());
 #endif
-  if (has_vnni) found.push_back(&avx512_vnni::kInstructionSet);
-  if (has_avx512) found.push_back(&avx512::kInstructionSet);
+  if (has_vnni) found.push_back(&avx512_vnni::Instructions());
+  if (has_avx512) found.push_back(&avx512::Instructions());
 #if defined(EFORMER_AVX2_VNNI)
   unsigned a, b, c, d;
   const bool has_avx_vnni = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4) != 0;
-  if (has_avx2 && has_avx_vnni) found.push_back(&avx2_vnni::kInstructionSet);
+  if (has_avx2 && has_avx_vnni) found.push_back(&avx2_vnni::Instructions());
 #endif
-  if (has_avx2) found.push_back(&avx2::kInstructionSet);
+  if (has_avx2) found.push_back(&avx2::Instructions());
 #elif defined(__aarch64__) && !defined(EFORMER_PORTABLE)
   const ByteInstructions has;
-  if (has.dots && has.matrices) found.push_back(&neon_i8mm::kInstructionSet);
-  if (has.dots) found.push_back(&neon_dot::kInstructionSet);
-  found.push_back(&neon::kInstructionSet);
+  if (has.dots && has.matrices) found.push_back(&neon_i8mm::Instructions());
+  if (has.dots) found.push_back(&neon_dot::Instructions());
+  found.push_back(&neon::Instructions());
 #endif
-  found.push_back(&portable::kInstructionSet);
+  found.push_back(&portable::Instructions());
   return found;
 }
 
@@ -374,7 +374,7 @@ std::vector<const char*> InstructionSets() {
 
 std::vector<const char*> Formats() {
   std::vector<const char*> names;
-  const InstructionSet& any = portable::kInstructionSet;
+  const InstructionSet& any = portable::Instructions();
   for (const Kernels* each = any.begin; each != any.end; ++each) names.push_back(each->format.name);
   return names;
 }

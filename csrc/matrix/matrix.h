@@ -211,14 +211,14 @@ struct InstructionSet {
   const Kernels* end;
 };
 
-namespace amx { extern const InstructionSet kInstructionSet; }
-namespace avx512_vnni { extern const InstructionSet kInstructionSet; }
-namespace avx512 { extern const InstructionSet kInstructionSet; }
-namespace avx2_vnni { extern const InstructionSet kInstructionSet; }
-namespace avx2 { extern const InstructionSet kInstructionSet; }
-namespace neon_i8mm { extern const InstructionSet kInstructionSet; }
-namespace neon_dot { extern const InstructionSet kInstructionSet; }
-namespace neon { extern const InstructionSet kInstructionSet; }
-namespace portable { extern const InstructionSet kInstructionSet; }
+namespace amx { const InstructionSet& Instructions(); }
+namespace avx512_vnni { const InstructionSet& Instructions(); }
+namespace avx512 { const InstructionSet& Instructions(); }
+namespace avx2_vnni { const InstructionSet& Instructions(); }
+namespace avx2 { const InstructionSet& Instructions(); }
+namespace neon_i8mm { const InstructionSet& Instructions(); }
+namespace neon_dot { const InstructionSet& Instructions(); }
+namespace neon { const InstructionSet& Instructions(); }
+namespace portable { const InstructionSet& Instructions(); }
 
 }  // namespace eformer
