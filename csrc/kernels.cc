@@ -79,8 +79,8 @@ const InstructionSet& Instructions() {
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
 const InstructionSet& Instructions() {
-  static constexpr InstructionSet kSet = {
-      EFORMER_STRING(EFORMER_ISA), kLanes, PutInLanes, ToBytes, kAll, kAll + sizeof kAll / sizeof *kAll};
+  static constexpr InstructionSet kSet = {EFORMER_STRING(EFORMER_ISA),      kLanes, PutInLanes, ToBytes, kAll,
+                                          kAll + sizeof kAll / sizeof *kAll};
   return kSet;
 }
 

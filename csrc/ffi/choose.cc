@@ -13,7 +13,9 @@ constexpr int64_t kDotSplitRows = 4;     // rows of x
 bool InBlocks(const Problem& p) { return p.kernels.format.scales == ScaleKind::kPerBlock; }
 
 // Whether the scale of the whole matrix is applied to x or to the result. Only `gemm` knows another.
-bool HasOuterScale(const Problem& p) { return InBlocks(p) || OuterScale::VariesAlongOneAxis(p.kernels.format, p.matrix); }
+bool HasOuterScale(const Problem& p) {
+  return InBlocks(p) || OuterScale::VariesAlongOneAxis(p.kernels.format, p.matrix);
+}
 
 bool IsDots(const Problem& p) { return p.rows == 1 && p.matrix.contracted_axis == 1; }
 bool IsGemv(const Problem& p) { return p.rows == 1 && p.matrix.contracted_axis == 0; }
@@ -27,7 +29,8 @@ bool Rounds(const Problem& p) { return p.rounding.x && TakesBytes(p, 1); }
 // Few rows of float x are split into three bytes a value, where that is faster.
 bool Splits(const Problem& p) {
   const bool beats_dots = p.matrix.contracted_axis == 1 && p.rows <= kDotSplitRows;
-  const bool pays = p.rows == 1 || (p.rows <= kFewRows && p.matrix.Width() >= (beats_dots ? kDotSplitWidth : kSplitWidth));
+  const bool pays =
+      p.rows == 1 || (p.rows <= kFewRows && p.matrix.Width() >= (beats_dots ? kDotSplitWidth : kSplitWidth));
   return pays && TakesBytes(p, kXParts);
 }
 

@@ -15,7 +15,7 @@ constexpr int64_t kDecodedValues = 1 << 16;  // that are decoded in a task: abou
 
 // Checks x and the result against the stack, and plans the matmul. An empty one is no work.
 ffi::Error AddMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, const Rounding& rounding,
-                      ffi::AnyBuffer y, std::vector<Work>& all) {
+                     ffi::AnyBuffer y, std::vector<Work>& all) {
   const int64_t depth = stack.first.Depth(), width = stack.first.Width();
   const auto type = x.buffer.element_type();
   if (type != ffi::F32 && type != ffi::BF16 && type != ffi::F16) {

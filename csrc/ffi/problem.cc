@@ -450,9 +450,9 @@ ffi::Error MakeStack(const Attributes& a, const Buffers& buffers, Stack& stack) 
   if (a.rows < 0 || a.rows > kMaxAxis || a.cols < 0 || a.cols > kMaxAxis || a.packed_axis < 0 || a.packed_axis > 1 ||
       a.contracted_axis < 0 || a.contracted_axis > 1 || (in_blocks && a.block_size < 1)) {
     return ffi::Error::InvalidArgument(
-        "rows and cols must be 0 to 2^40, axes be 0 or 1, block_size a positive integer; got rows " + std::to_string(a.rows) + ", cols " + std::to_string(a.cols) + ", packed_axis " +
-        std::to_string(a.packed_axis) + ", contracted_axis " + std::to_string(a.contracted_axis) + ", block_size " +
-        std::to_string(a.block_size));
+        "rows and cols must be 0 to 2^40, axes be 0 or 1, block_size a positive integer; got rows " +
+        std::to_string(a.rows) + ", cols " + std::to_string(a.cols) + ", packed_axis " + std::to_string(a.packed_axis) +
+        ", contracted_axis " + std::to_string(a.contracted_axis) + ", block_size " + std::to_string(a.block_size));
   }
   if (in_blocks && (a.superblock_size < 0 || a.superblock_size % a.block_size != 0)) {
     return ffi::Error::InvalidArgument("superblock_size must be a multiple of block_size, got " +

@@ -103,15 +103,15 @@ std::string ShapeOf(std::initializer_list<int64_t> shape);
 ffi::Error CheckResult(const ffi::AnyBuffer& y, int64_t count, int64_t rows, int64_t width, int64_t& size);
 
 // Takes the buffers of codes, uint8 or int8 (count, rows, cols), each shorter along the packed axis by its values per
-// byte, and then those that `scale_names` names. Of kBroadcast: none, or "scale", float32 (count, rows or 1, cols or 1).
-// Of kPerBlock, where `blocks` is (count, rows / block_size, cols) or (count, rows, cols / block_size):
+// byte, and then those that `scale_names` names. Of kBroadcast: none, or "scale", float32 (count, rows or 1, cols or
+// 1). Of kPerBlock, where `blocks` is (count, rows / block_size, cols) or (count, rows, cols / block_size):
 //
-//   scale         `blocks`: float32, bfloat16, float16, float8_e8m0fnu, float8_e4m3fn, or with scale_scale uint8 or int8
-//   scale_scale   float32, bfloat16 or float16: `blocks` with superblock_size, or 1 along rows or columns
-//   zero          `blocks`: uint8; or
-//   offset        `blocks`: as scale, with offset_scale as scale_scale
+//   scale         `blocks`: float32, bfloat16, float16, float8_e8m0fnu, float8_e4m3fn, or with scale_scale uint8 or
+//   int8 scale_scale   float32, bfloat16 or float16: `blocks` with superblock_size, or 1 along rows or columns zero
+//   `blocks`: uint8; or offset        `blocks`: as scale, with offset_scale as scale_scale
 //
-// Or "scale nested mean map": uint8 codes, float32 (count, one per 256 codes), (count,), and the (256,) values of codes.
+// Or "scale nested mean map": uint8 codes, float32 (count, one per 256 codes), (count,), and the (256,) values of
+// codes.
 ffi::Error MakeStack(const Attributes& attributes, const Buffers& buffers, Stack& stack);
 
 }  // namespace eformer

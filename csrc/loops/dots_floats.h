@@ -1,5 +1,5 @@
-// Up to 24 rows of float x times the transpose of a matrix, x @ q.T: dot products along rows of codes, which are decoded
-// in registers and never stored. A tile has the sums of its rows of x times two or four rows of the matrix.
+// Up to 24 rows of float x times the transpose of a matrix, x @ q.T: dot products along rows of codes, which are
+// decoded in registers and never stored. A tile has the sums of its rows of x times two or four rows of the matrix.
 #pragma once
 
 #include <memory>

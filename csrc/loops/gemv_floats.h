@@ -1,5 +1,5 @@
-// One row of float x times a matrix, x @ q: rows of codes are read side by side, and the sums of a slice of columns wait
-// in L1. Where blocks run along the sum, their values are summed before they are scaled.
+// One row of float x times a matrix, x @ q: rows of codes are read side by side, and the sums of a slice of columns
+// wait in L1. Where blocks run along the sum, their values are summed before they are scaled.
 #pragma once
 
 #include "loops/fallback.h"
@@ -87,9 +87,8 @@ struct GemvAcross {
     const bool is_whole = group.row + group.units * kUnit <= m.rows, is_full = group.units == kGroup / kUnit;
     for (; n + kGemvColumns <= width && is_whole; n += kGemvColumns) {
       if (kGemvColumns == 64 || n % 64 == 0) {
-        ForEach<kPlanes<Format>>([&](auto plane) {
-          ahead[plane].template Prefetch<kGroup * Format::kPlaneBits[plane] / 8>();
-        });
+        ForEach<kPlanes<Format>>(
+            [&](auto plane) { ahead[plane].template Prefetch<kGroup * Format::kPlaneBits[plane] / 8>(); });
       }
       of_scales.Prefetch();
       PlanePlaces<Format> places;
@@ -122,8 +121,7 @@ struct GemvAcross {
 
   // kFull: the group has as many rows as there can be.
   template <bool kFull>
-  EFORMER_INLINE void AddLine(const Group& group, PlanePlaces<Format>& places, int64_t stride, int64_t n,
-                              float* sums) {
+  EFORMER_INLINE void AddLine(const Group& group, PlanePlaces<Format>& places, int64_t stride, int64_t n, float* sums) {
     float* const held = kInBlocks ? block_sums : sums;
     Line line = kInBlocks && group.starts ? Line{} : Line::From(held + n);
     const float* xs = x + group.row;

@@ -20,7 +20,7 @@ constexpr int BitsBelow(int plane) {
 
 // Where planes are read: each pointer is at the first code.
 template <class Format>
-using PlanePlaces = const uint8_t* [kPlanes<Format>];
+using PlanePlaces = const uint8_t * [kPlanes<Format>];
 
 // Whether words of codes are looked up where they lie, which saves a shuffle: lane i of vector v of a run then has the
 // value LanePlace(v, i), and x or the sums have that order too.
@@ -50,8 +50,7 @@ EFORMER_INLINE Words WordsAlong(const uint8_t* run) {
     return LoadWords(from);
   } else {
     Words words;
-    const Words shifts =
-        ShiftsOf<Format, kBits>([](int lane) { return kFirstBit % 8 / kBits + lane % (32 / kBits); });
+    const Words shifts = ShiftsOf<Format, kBits>([](int lane) { return kFirstBit % 8 / kBits + lane % (32 / kBits); });
 #if defined(EFORMER_AVX512)
     if constexpr (kBits == 4) {
       Words words_of;

@@ -32,7 +32,8 @@ struct ValueRule {
   }
 };
 
-// Spreads the numbers of blocks over the 64 columns from `c` on; `numbers` are of the block of column `c` and following.
+// Spreads the numbers of blocks over the 64 columns from `c` on; `numbers` are of the block of column `c` and
+// following.
 EFORMER_INLINE void SpreadBlocks(const float* numbers, int64_t block, int64_t c, int64_t present, float* to) {
   for (int64_t i = 0, end = Min(present, block - c % block); i < present; ++numbers, end = Min(present, end + block)) {
     for (; i < end; ++i) to[i] = *numbers;
@@ -58,8 +59,8 @@ EFORMER_NOINLINE static void NumbersOfRun(const Matrix& m, const BlockNumbers& a
   }
 }
 
-// Writes 64 values of a row from column `c` on, a multiple of 8, with an ExactDecoder; only `present` of them are in the matrix. Right for
-// every place and block.
+// Writes 64 values of a row from column `c` on, a multiple of 8, with an ExactDecoder; only `present` of them are in
+// the matrix. Right for every place and block.
 template <class Format>
 EFORMER_NOINLINE static void DecodeRun(const Matrix& m, const Decoder<Format>& decoder, int64_t row, int64_t c,
                                        int64_t present, float* values) {
@@ -124,7 +125,7 @@ class RowsOfNumbers {
 // The blocks of a run of 64 columns from `n` on, counted from that of column n0.
 struct BlocksOfRun {
   const int64_t block, n, first;
-  const bool in_vectors;     // whether each vector is in one block
+  const bool in_vectors;    // whether each vector is in one block
   int64_t of[kRunVectors];  // which
 
   BlocksOfRun(const Matrix& m, int64_t n, int64_t n0)
@@ -160,7 +161,11 @@ struct RowDecoder {
   const ValueRule rule = ValueRule::Of<Format>(m);
 
   RowDecoder(const Matrix& m, int64_t n0, int64_t n1, int64_t max_rows)
-      : m(m), n0(n0), decoder(ExactDecoder<Format>(m)), scales(m, m.scales, n0, n1, max_rows), offsets(m, m.offsets, n0, n1, max_rows) {}
+      : m(m),
+        n0(n0),
+        decoder(ExactDecoder<Format>(m)),
+        scales(m, m.scales, n0, n1, max_rows),
+        offsets(m, m.offsets, n0, n1, max_rows) {}
 
   // to[k * stride] = matrix[row0 + k, n : n + width], for `count` rows; behind the last column of the matrix may be
   // zeros, or nothing is written.

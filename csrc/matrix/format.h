@@ -68,9 +68,8 @@ constexpr int UnitRows() {
 
 template <class Format>
 constexpr FormatInfo DescribeFormat() {
-  FormatInfo info = {
-      Format::kName,   kPlanes<Format>, {},           1, false, Format::kCodes, Format::kClearPadding, Format::kScales,
-      Format::kCentre, Format::Value};
+  FormatInfo info = {Format::kName,   kPlanes<Format>, {},           1, false, Format::kCodes, Format::kClearPadding,
+                     Format::kScales, Format::kCentre, Format::Value};
   for (int plane = 0; plane < kPlanes<Format>; ++plane) {
     const int values = 8 / Format::kPlaneBits[plane];
     info.values_per_byte[plane] = values;

@@ -36,12 +36,12 @@ struct FormatInfo {
   const char* name;
   int planes;
   int values_per_byte[kMaxPlanes];  // in each plane, along the packed axis
-  int max_values_per_byte;  // rows or columns whose codes share bytes in all planes
-  bool reorders;  // whether `dots` wants x in the order of InstructionSet::put_in_lanes, for packed_axis 1
+  int max_values_per_byte;          // rows or columns whose codes share bytes in all planes
+  bool reorders;       // whether `dots` wants x in the order of InstructionSet::put_in_lanes, for packed_axis 1
   CodeType codes;      // the dtype of planes
   bool clear_padding;  // whether loops multiply codes behind the end of the packed axis
   ScaleKind scales;
-  float centre;       // of the values of blocks that have neither an offset nor a zero
+  float centre;  // of the values of blocks that have neither an offset nor a zero
   float (*value)(int code);
 };
 
@@ -71,11 +71,11 @@ struct Matrix {
   const float* scale;      // kBroadcast: nullptr, or an entry for each value, with steps of 0 along an axis that shares
   int64_t scale_row_step;  // one
   int64_t scale_col_step;
-  int64_t block;           // kPerBlock: values along `packed_axis` that share a scale
-  BlockNumbers scales;     // kPerBlock: scales.h reads them
-  BlockNumbers offsets;    // kPerBlock: what is added to scale * value, or
-  bool offsets_are_zeros;  // what is subtracted from values before they are scaled
-  float centre;            // what is subtracted from all values before they are scaled
+  int64_t block;                        // kPerBlock: values along `packed_axis` that share a scale
+  BlockNumbers scales;                  // kPerBlock: scales.h reads them
+  BlockNumbers offsets;                 // kPerBlock: what is added to scale * value, or
+  bool offsets_are_zeros;               // what is subtracted from values before they are scaled
+  float centre;                         // what is subtracted from all values before they are scaled
   const float* result_scale = nullptr;  // what `matmul` multiplies the columns of the result by, or nullptr
 
   EFORMER_INLINE int64_t RowBytes(int values_per_byte) const {
@@ -165,8 +165,8 @@ struct Kernels {
   void (*gemv)(const Matrix& matrix, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y);
   void (*gemv_any)(const Matrix& matrix, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y);
 
-  // y[:, n0:n1] = x @ matrix[n0:n1].T for up to kDotRows rows of x, followed by zeros up to a multiple of kXPadding, for
-  // contracted_axis 1; n0 is a multiple of 4. The same of the two; `dots_any` takes x in its own order.
+  // y[:, n0:n1] = x @ matrix[n0:n1].T for up to kDotRows rows of x, followed by zeros up to a multiple of kXPadding,
+  // for contracted_axis 1; n0 is a multiple of 4. The same of the two; `dots_any` takes x in its own order.
   void (*dots)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y);
   void (*dots_any)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y);
 
