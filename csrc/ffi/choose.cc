@@ -3,6 +3,8 @@
 #include <memory>
 #include <optional>
 
+#include "ffi/handlers.h"
+
 namespace eformer {
 namespace {
 
@@ -193,6 +195,20 @@ const char* LoopName(const Problem& problem) {
   int i = 0;
   while (!kLoops[i].fits(problem)) ++i;
   return kLoops[i].name;
+}
+
+std::string LoopOf(const LoopQuery& q) {
+  Stack stack;
+  const Attributes attributes = {q.format,          q.instruction_set, q.rows, q.cols, q.packed_axis,
+                                 q.contracted_axis, q.block_size,      0,      ""};
+  if (auto error = ChooseKernels(attributes, stack); error.failure()) return error.message();
+  Matrix& m = stack.first;
+  m.rows = q.rows;
+  m.cols = q.cols;
+  m.packed_axis = static_cast<int>(q.packed_axis);
+  m.contracted_axis = static_cast<int>(q.contracted_axis);
+  m.block = std::max<int64_t>(1, q.block_size);
+  return LoopName({*stack.instructions, *stack.kernels, m, q.x_rows, false, {q.round_x, false}});
 }
 
 Work PlanMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, const Rounding& rounding, float* y) {

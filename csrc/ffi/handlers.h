@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+#include <string>
 #include <vector>
 
 #include "xla/ffi/api/c_api.h"
@@ -10,6 +12,14 @@ XLA_FFI_Handler* MatmulHandler();    // x, planes of codes..., scales... -> x @ 
 XLA_FFI_Handler* MatmulsHandler();   // x, index, buffers of matrices... -> x @ each of them
 XLA_FFI_Handler* SegmentsHandler();  // x, codes... -> x @ matrix of bits in float32
 XLA_FFI_Handler* DecodeHandler();    // planes of codes..., scales... -> the matrix in float32
+
+// The loop that multiplies so many rows of x with a matrix, for `contracted_axis` 0 or 1; or what is wrong.
+struct LoopQuery {
+  const char *format, *instruction_set;  // "" is the best there is
+  int64_t x_rows, rows, cols, packed_axis, contracted_axis, block_size;
+  bool round_x;
+};
+std::string LoopOf(const LoopQuery& query);
 
 // What this processor can run, the best first.
 std::vector<const char*> InstructionSets();

@@ -61,6 +61,21 @@ PyObject* InstructionSets(PyObject*, PyObject*) { return TupleOf(eformer::Instru
 
 PyObject* Formats(PyObject*, PyObject*) { return TupleOf(eformer::Formats()); }
 
+// loop(format, instruction_set, x_rows, rows, cols, packed_axis, contracted_axis, block_size, round_x)
+PyObject* Loop(PyObject*, PyObject* args) {
+  eformer::LoopQuery q;
+  long long sizes[6];
+  int round_x;
+  if (!PyArg_ParseTuple(args, "ssLLLLLLp", &q.format, &q.instruction_set, &sizes[0], &sizes[1], &sizes[2], &sizes[3],
+                        &sizes[4], &sizes[5], &round_x)) {
+    return nullptr;
+  }
+  q.x_rows = sizes[0], q.rows = sizes[1], q.cols = sizes[2];
+  q.packed_axis = sizes[3], q.contracted_axis = sizes[4], q.block_size = sizes[5];
+  q.round_x = round_x != 0;
+  return PyUnicode_FromString(eformer::LoopOf(q).c_str());
+}
+
 PyObject* Moves(PyObject*, PyObject*) { return TupleOf(eformer::Moves()); }
 
 // separate(blocks, block_bytes, moves), each move a tuple of its name, its first byte, its bytes, and the result.
@@ -125,6 +140,7 @@ PyMethodDef kMethods[] = {
     {"registrations", Registrations, METH_NOARGS, "Capsules of the handlers, by the names to register them under."},
     {"instruction_sets", InstructionSets, METH_NOARGS, "What this processor can run, the best first."},
     {"formats", Formats, METH_NOARGS, "The formats that this build knows."},
+    {"loop", Loop, METH_VARARGS, "The name of the loop that multiplies."},
     {"moves", Moves, METH_NOARGS, "The names of moves that `separate` does."},
     {"separate", Separate, METH_VARARGS, "Write codes and scales of blocks to arrays of their own."},
     {"texts", Texts, METH_VARARGS, "Texts one after the other, each after its length."},

@@ -88,6 +88,12 @@ struct Stack {
   }
 };
 
+// What this processor can run, the best first.
+const std::vector<const InstructionSet*>& AllInstructionSets();
+
+// Takes the kernels of the format on the instruction set.
+ffi::Error ChooseKernels(const Attributes& attributes, Stack& stack);
+
 typedef std::vector<ffi::AnyBuffer> Buffers;
 
 Buffers AllOf(const ffi::RemainingArgs& buffers);

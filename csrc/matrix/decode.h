@@ -88,6 +88,18 @@ EFORMER_INLINE Words WordsAcross(const uint8_t* columns, int64_t stride) {
   return kShift > 0 ? words >> (kShift > 0 ? kShift : 0) : words;
 }
 
+// Codes joined from planes: `words_of` gives the bits of a plane, above those of the planes before it.
+template <class Format, int kPlane = 0, class WordsOf>
+EFORMER_INLINE Words JoinPlanes(const WordsOf& words_of) {
+  const Words words = words_of(std::integral_constant<int, kPlane>());
+  if constexpr (kPlane + 1 < kPlanes<Format>) {
+    constexpr uint32_t kBelow = (1u << BitsBelow<Format>(kPlane + 1)) - 1;
+    return Select(kBelow, words, JoinPlanes<Format, kPlane + 1>(words_of));
+  } else {
+    return words;
+  }
+}
+
 // What turns codes of a format into values, less a centre.
 template <class Format>
 struct Decoder {
@@ -113,8 +125,12 @@ struct Decoder {
   EFORMER_INLINE Vec Of(Words code) const {
     if constexpr (kLooksUp) {
       return table.LookUp(code);
-    } else {
+    } else if constexpr (Format::kIsInteger) {
       return ToFloats(code, kMask, centre);
+    } else {
+      Vec found;
+      for (int i = 0; i < kLanes; ++i) found[i] = Format::Value(static_cast<int>(code[i] & kMask)) - centre;
+      return found;
     }
   }
 
@@ -138,12 +154,7 @@ struct Decoder {
       Strip found;
       ForEach<kStripVecs>([&](auto i) {
         constexpr int kVector = kHalf * kStripVecs + i;
-        Words code = WordsAlong<Format, kVector, 0>(run[0]);
-        if constexpr (kPlanes<Format> > 1) {
-          constexpr uint32_t kLow = (1u << Format::kPlaneBits[0]) - 1;
-          code = Select(kLow, code, WordsAlong<Format, kVector, 1>(run[1]));
-        }
-        found.v[i] = Of(code);
+        found.v[i] = Of(JoinPlanes<Format>([&](auto plane) { return WordsAlong<Format, kVector, plane>(run[plane]); }));
       });
       return found;
     }
@@ -176,12 +187,8 @@ struct Decoder {
     } else {
       Strip found;
       ForEach<kStripVecs>([&](auto i) {
-        Words code = WordsAcross<Format, kRow, 0>(columns[0] + i * kLanes, stride);
-        if constexpr (kPlanes<Format> > 1) {
-          constexpr uint32_t kLow = (1u << Format::kPlaneBits[0]) - 1;
-          code = Select(kLow, code, WordsAcross<Format, kRow, 1>(columns[1] + i * kLanes, stride));
-        }
-        found.v[i] = Of(code);
+        found.v[i] = Of(JoinPlanes<Format>(
+            [&](auto plane) { return WordsAcross<Format, kRow, plane>(columns[plane] + i * kLanes, stride); }));
       });
       return found;
     }

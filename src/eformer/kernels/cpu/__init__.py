@@ -10,6 +10,7 @@ from ._call import formats as formats
 from ._call import instruction_set as instruction_set
 from ._call import instruction_sets as instruction_sets
 from ._call import is_available as is_available
+from ._call import loop_name as loop_name
 from ._call import matmul as matmul
 from ._call import matmuls as matmuls
 from ._call import segment_matmul as segment_matmul

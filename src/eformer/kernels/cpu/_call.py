@@ -165,6 +165,18 @@ _NUMBERS = ("rows", "cols", "packed_axis", "block_size", "superblock_size")  # o
 _OWN_NUMBERS = ("contracted_axis", "round_x", "round_values")  # of `Matmul`
 
 
+def loop_name(matrix: Matrix, contracted_axis: int, x_rows: int, *, round_x: bool = False) -> str:
+    """Which of the core's loops multiplies `x_rows` rows of finite float32 x with the matrix, or with its transpose.
+
+    `docs/cpu-kernels.md` lists them. Only the format and the shape decide, and the instruction set.
+    """
+    core = _core()
+    if core is None:
+        raise ValueError("eformer was installed without its native core, so no loop of it multiplies")
+    given = (matrix.rows, matrix.cols, matrix.packed_axis, contracted_axis, matrix.block_size)
+    return core.loop(matrix.format, _instruction_set.value, x_rows, *given, round_x)
+
+
 def decode(matrix: Matrix) -> jax.Array:
     """The values of the matrix as float32 (count, rows, cols)."""
     values = jax.ShapeDtypeStruct((matrix.count, matrix.rows, matrix.cols), jnp.float32)
