@@ -34,8 +34,9 @@ from eformer.examples.llm.model import PART, Cache
 from eformer.examples.llm.quantize import quantizing
 from small_llm import TOKENIZER, TOKENS, hugging_face_tokenizer, write_folder, write_gguf
 
-from eformer import explain, fuse, implicit, materialize, stored_bytes
+from eformer import cli, explain, fuse, implicit, materialize, stored_bytes
 from eformer.kernels import cpu
+from eformer.ops.quantization import QuantizedArray
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,19 @@ def test_file_and_folder_give_the_same_logits(family: str, tmp_path: Path):
     text = " the <|im_end|>!"
     assert folder.tokenizer().encode(text) == gguf.tokenizer().encode(text)
     assert folder.tokenizer().ends == gguf.tokenizer().ends
+
+
+@pytest.mark.parametrize("target", ["small.safetensors", "small"])
+def test_a_gguf_file_that_was_quantized_again_runs(target: str, tmp_path: Path):
+    source = write_gguf(tmp_path / "m.gguf", "llama", "F32")
+    assert cli.main(["quantize", str(source), str(tmp_path / target), "--rule", "attn_[qkv]=int8"]) == 0
+    expected, found = load_model(source), load_model(tmp_path / target)
+    assert found.config == expected.config
+    assert found.tokenizer().encode("a b the") == expected.tokenizer().encode("a b the")
+    dense = {name: materialize(array) for name, array in found.params.items()}
+    assert isinstance(found.params["blk.0.attn_q.weight"], QuantizedArray)
+    logits = all_logits(dense, found.config, PROMPT)
+    np.testing.assert_allclose(all_logits(found.params, found.config, PROMPT), logits, atol=1e-4 * np.ptp(logits))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

@@ -50,8 +50,8 @@ class ModelFile:
 
     def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        if checkpoint.kind == "gguf":
-            metadata = checkpoint.metadata
+        metadata = checkpoint.metadata
+        if "general.architecture" in metadata:  # GGUF, or safetensors that were made of it
             self.config, self._names = read_config(metadata), {name: name for name in checkpoint}
             self.tokenizer = functools.partial(Tokenizer.from_gguf, metadata)
         else:

@@ -83,6 +83,7 @@ def examples() -> dict[str, Example]:
         "nvfp4 of ModelOpt": make(
             {"weight": (u8, (4, 16)), "weight_scale": (E4M3, (4, 2)), "weight_scale_2": (f32, ())}
         ),
+        "mxfp6-pack-quantized": make({"weight_packed": (u8, (4, 24)), "weight_scale": (u8, (4, 1))}),
         "mxfp4-pack-quantized": make({"weight_packed": (u8, (4, 16)), "weight_scale": (u8, (4, 1))}),
         "mxfp4 of DeepSeek": make({"weight": (i8, (4, 16)), "weight_scale_inv": (u8, (4, 1))}),
         "mxfp4 of DeepSeek, its names": make({"weight": (i8, (4, 16)), "scale": (u8, (4, 1))}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from eformer.checkpoint._gguf_grouped import GROUPED
 from eformer.kernels import cpu
 from eformer.ops.quantization import Array1B, ArrayGrouped, QuantizedArray, quantize
 
-from .files import gguf_bytes, text
+from .files import gguf_bytes, safetensors_file, text
 
 GOLDEN = Path(__file__).with_name("blocks.gguf")
 
@@ -128,6 +129,114 @@ def test_metadata_keeps_its_types_from_file_to_file(tmp_path: Path):
     assert open_checkpoint(third).metadata["c"] == -5
 
 
+TYPED = {
+    "u8": np.uint8(3),
+    "i64": np.int64(-7),
+    "u64": np.uint64(2**64 - 1),
+    "f32": np.float32(0.1),
+    "f64": 0.1,
+    "inf": np.float32("inf"),
+    "yes": True,
+    "text": "bad \udcff utf-8",
+    "empty": [],
+    "bytes": list(np.arange(4, dtype=np.int8)),
+    "floats": list(np.array([0.1, 0.2], np.float32)),
+    "texts": ["a", "", "\u00e9"],
+    "total_size": 5,
+}
+
+
+def header_of(path: Path) -> bytes:
+    data = path.read_bytes()
+    return data[: data.index(text("w"))]
+
+
+@pytest.mark.parametrize("shards", [None, 100], ids=["one file", "shards"])
+def test_metadata_keeps_its_types_through_safetensors(shards: int | None, tmp_path: Path):
+    w, typed = {"w": np.ones((4, 32), np.float32), "v": np.ones(32, np.float32)}, {**TYPED, "nested": [[1], ["a"]]}
+    source = save_gguf(tmp_path / "a.gguf", w, metadata=typed)
+    between = convert(source, tmp_path / "b", "safetensors", max_shard_bytes=shards)
+    assert open_checkpoint(between).metadata == open_checkpoint(source).metadata
+    again = convert(between, tmp_path / "c.gguf", "gguf")
+    assert header_of(again) == header_of(source)
+
+
+def test_lists_of_lists_keep_their_types(tmp_path: Path):
+    inner = b"".join(struct.pack("<IQ", kind, 1) + data for kind, data in ((0, b"\x07"), (6, struct.pack("<f", 0.5))))
+    pairs = text("n") + struct.pack("<IIQ", 9, 9, 2) + inner
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes(("w", (32,), 0, 0), pairs=pairs, count=1, data=128))
+    between = convert(tmp_path / "a.gguf", tmp_path / "b.safetensors", "safetensors")
+    assert open_checkpoint(between).metadata == {"n": [[7], [0.5]]}
+    assert header_of(convert(between, tmp_path / "c.gguf", "gguf")) == header_of(tmp_path / "a.gguf")
+
+
+LYING = {"base64": "!", "cut": "AQAAAAAAAAA=", "too many": "//////////8=", "empty": "AA=="}
+
+
+@pytest.mark.parametrize("value", LYING.values(), ids=LYING)
+def test_metadata_inside_safetensors_that_lies(value: str):
+    with pytest.raises(CheckpointError, match=r"the metadata `eformer\.gguf` can't be read"):
+        open_checkpoint(safetensors_file({"w": np.ones(3, np.float32)}, {"eformer.gguf": value}))
+
+
+# --- a model in parts ---
+
+
+def parts_of_model(folder: Path, changes: dict[int, dict[str, Any]] | None = None, count: int = 3) -> list[Path]:
+    """A model in parts, as llama-gguf-split names and describes them."""
+    paths = []
+    for i in range(count):
+        said = {"split.no": np.uint16(i), "split.count": np.uint16(count), "split.tensors.count": np.int32(count)}
+        more = {"general.architecture": "x", "split.tensors.count": np.int32(count)} if i == 0 else {}
+        metadata = {**said, **more, **(changes or {}).get(i, {})}
+        paths.append(folder / f"m-{i + 1:05}-of-{count:05}.gguf")
+        save_gguf(paths[-1], {f"w{i}": np.full((2, 32), i, np.float32)}, metadata=metadata)
+    return paths
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, None], ids=["first", "second", "last", "folder"])
+def test_a_model_in_parts_is_read_whole(which: int | None, tmp_path: Path):
+    paths = parts_of_model(tmp_path)
+    with open_checkpoint(tmp_path if which is None else paths[which]) as checkpoint:
+        assert list(checkpoint) == ["w0", "w1", "w2"]
+        assert all(np.all(checkpoint[f"w{i}"] == i) for i in range(3))
+        assert checkpoint.metadata == {"general.architecture": "x"}
+    whole = convert(paths[0], tmp_path / "to" / "whole.gguf", "gguf")
+    assert open_checkpoint(whole).metadata == {"general.architecture": "x"}
+
+
+def missing(paths: list[Path]) -> Path:
+    paths[1].unlink()
+    return paths[0]
+
+
+def renamed(paths: list[Path]) -> Path:
+    return paths[0].rename(paths[0].with_name("model.gguf"))
+
+
+def swapped(paths: list[Path]) -> Path:
+    paths[2].write_bytes(paths[1].read_bytes())
+    return paths[0]
+
+
+PARTS: dict[str, tuple[dict[int, dict[str, Any]], Callable[[list[Path]], Any], str]] = {
+    "missing": ({}, missing, r"one of 3 parts of a model, and 'm-00002-of-00003\.gguf' is not beside it"),
+    "another name": ({}, renamed, r"is not named as they are: NAME-00001-of-00003\.gguf"),
+    "bytes": ({}, lambda paths: paths[0].read_bytes(), "is not named as they are"),
+    "the same twice": ({}, swapped, "says that it is part 1 .*its name that it is part 2 of 3"),
+    "another count": ({1: {"split.count": np.uint16(2)}}, lambda paths: paths[0], "part 1 .* of 2"),
+    "too many": ({0: {"split.tensors.count": np.int32(4)}}, lambda paths: paths[0], "have 3 tensors, .* says 4"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_are_not_a_whole_are_refused(name: str, tmp_path: Path):
+    changes, change, words = PARTS[name]
+    source = change(parts_of_model(tmp_path, changes))
+    with pytest.raises(CheckpointError, match=words):
+        load(source)
+
+
 @pytest.mark.parametrize("value", [None, {"a": 1}, [1, "a"], 2**70, 1j], ids=repr)
 def test_metadata_that_gguf_has_not_is_refused(value: Any, tmp_path: Path):
     with pytest.raises(TypeError, match="the metadata 'x'"):
@@ -198,23 +307,34 @@ def types(path: Path) -> dict[str, str]:
 def test_types_by_default(tmp_path: Path):
     ones = jnp.ones((4, 256), jnp.int8)
     tree = {
-        "int8": quantize(normal((4, 64)), dtype="int8"),
-        "nf4": quantize(normal((4, 64)), dtype="nf4"),
-        "ragged": quantize(normal((6, 10)), dtype="int8"),
         "ternary": Array1B.quantize(ones, scale=jnp.full((4, 1), 0.5), dtype=jnp.float32),
-        "by column": Array1B.quantize(ones, scale=jnp.full((1, 256), 0.5), dtype=jnp.float32),
         "bias": jnp.ones(64, jnp.bfloat16),
     }
     path = save_gguf(tmp_path / "a.gguf", tree)
-    assert types(path) == {
-        "int8": "Q8_0",
-        "nf4": "Q8_0",
-        "ragged": "float32",
-        "ternary": "TQ2_0",
-        "by column": "Q8_0",
-        "bias": "bfloat16",
-    }
+    assert types(path) == {"ternary": "TQ2_0", "bias": "bfloat16"}
     assert np.all(dense(load(path)["ternary"]) == 0.5)
+
+
+ONES = jnp.ones((4, 256), jnp.int8)
+ROUNDED: dict[str, tuple[QuantizedArray, str | None, str]] = {
+    "int8": (quantize(normal((4, 64)), dtype="int8"), None, "`type='Q8_0'` rounds them.*`type='F32'`"),
+    "nf4": (quantize(normal((4, 64)), dtype="nf4"), None, "`type='Q8_0'` rounds them"),
+    "ragged": (quantize(normal((6, 10)), dtype="int8"), None, "rows of 10 are no multiple of the 32 .* F16, F32"),
+    "a scale of more digits": (Array1B.quantize(ONES, scale=jnp.full((4, 1), 0.1), dtype=jnp.float32), None, "'TQ2_0'` rounds"),
+    "rows of another length": (
+        quantize(normal((4, 64)), dtype="int4"),
+        "Q4_K",
+        "rows of 64 are no multiple of the 256 elements of a Q4_K block; `type` may be Q8_0, Q4_0, Q4_1, F16, F32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_nothing_is_rounded_unasked(name: str, tmp_path: Path):
+    q, kind, words = ROUNDED[name]
+    with pytest.raises(ValueError, match=words):
+        save_gguf(tmp_path / "a.gguf", {"w": q}, type=kind)
+    assert not list(tmp_path.iterdir())
 
 
 def test_types_that_are_asked_for(tmp_path: Path):
@@ -228,7 +348,7 @@ def test_types_that_are_asked_for(tmp_path: Path):
     ("tree", "kind", "error", "match"),
     [
         ({"w": np.ones((2, 256))}, "Q3_K", ValueError, "'Q3_K' can't be written"),
-        ({"w": quantize(normal((2, 256)), format="int4")}, None, ValueError, "'w' is a ArrayGrouped.*by `type`.*'nf4'"),
+        ({"w": quantize(normal((2, 256)), format="int4")}, None, ValueError, "'w' is a ArrayGrouped.*say by `type`"),
         ({"w": np.ones((2, 33))}, lambda name, shape: "Q8_0", ValueError, "rows of 33"),
         ({"w": np.ones((2, 2), bool)}, None, TypeError, "'w' is bool"),
         ({"w" * 64: np.ones(1)}, None, ValueError, "names up to 63 bytes"),

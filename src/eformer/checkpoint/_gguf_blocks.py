@@ -35,3 +35,10 @@ IDS: dict[str, int] = {kind.name: number for number, kind in TYPES.items()}
 
 # Types without blocks are named as in safetensors.
 PLAIN: dict[str, np.dtype] = {form.name: DTYPES[form.name] for form in TYPES.values() if form.elements == 1}
+
+# Types that files had once; their numbers are not used again.
+GONE = {
+    **dict(zip((4, 5), ("Q4_2", "Q4_3"), strict=True)),
+    **dict(zip((31, 32, 33), ("Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8"), strict=True)),
+    **dict(zip((36, 37, 38), ("IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8"), strict=True)),
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,15 @@ from ._arrays import ArrayInfo, DenseEntry, Entry, QuantizedEntry
 from ._bitsandbytes import recognise
 from ._describe import KEY, VERSION, rebuild
 from ._file import CheckpointError, MappedFile, StrPath
-from ._gguf import MAGIC, read_gguf
+from ._gguf import MAGIC
+from ._gguf_metadata import with_gguf_metadata
+from ._gguf_split import read_split
 from ._header import Json, Tensor, parse_json, read_header
 from ._paths import check_inside, find_file, is_index, read_index, state_of
 from ._place import ShardingFor, place, sharding_for
-from ._prequantized import Config, find_prequantized
-from ._quantization_config import config_beside
+from ._prequantized import find_prequantized
+from ._quantization_config import Configuration
+from ._refusal import check_said, check_tensors
 from ._tree import rebuilt
 
 ATTEMPTS = 100  # to open a checkpoint that other processes keep replacing
@@ -86,14 +89,15 @@ class Checkpoint(Mapping[str, Any], AbstractContextManager["Checkpoint"]):
         return f"Checkpoint({str(self.path or '<bytes>')!r}, {self.kind}, {len(self)} arrays)"
 
 
-def open_checkpoint(source: StrPath | bytes, *, copy: bool = False) -> Checkpoint:
+def open_checkpoint(source: StrPath | bytes, *, copy: bool = False, raw: bool = False) -> Checkpoint:
     """Open a checkpoint by its file, its index of shards, its folder, or its bytes; only headers are read.
 
     `copy` reads the whole files at once, for files that may be truncated or written to while they are in use.
 
     Safetensors and GGUF files are told apart by their first bytes. Arrays that this package, bitsandbytes or another
     project of a known layout quantized come as quantized arrays, and so do most types of GGUF; the others come as
-    float32, with a warning. A file that contradicts itself raises a CheckpointError.
+    float32, with a warning. A file that contradicts itself raises a CheckpointError, and so does one that is quantized
+    in a way that is not read. `raw` gives the tensors of safetensors as they are, and reads no meaning into them.
 
     >>> import os, tempfile
     >>> import jax.numpy as jnp
@@ -105,12 +109,14 @@ def open_checkpoint(source: StrPath | bytes, *, copy: bool = False) -> Checkpoin
     ['layer.bias'] (8,)
     """
     if isinstance(source, bytes):
-        return _of_file(None, MappedFile(source))
+        return _of_file(None, MappedFile(source), copy, raw)
     for attempts_left in reversed(range(ATTEMPTS)):
         found = state_of(source)
         try:
             path = find_file(source)
-            return _of_index(path, copy) if is_index(path) else _of_file(path, MappedFile(path, copy=copy))
+            if is_index(path):
+                return _of_index(path, copy, raw)
+            return _of_file(path, MappedFile(path, copy=copy), copy, raw)
         except (CheckpointError, FileNotFoundError):
             # If the state changed, another save replaced the checkpoint meanwhile, and removed the files of this one.
             if not attempts_left or state_of(source) == found:
@@ -118,20 +124,33 @@ def open_checkpoint(source: StrPath | bytes, *, copy: bool = False) -> Checkpoin
     raise AssertionError
 
 
-def _of_file(path: Path | None, file: MappedFile) -> Checkpoint:
+def _of_file(path: Path | None, file: MappedFile, copy: bool, raw: bool) -> Checkpoint:
     if file.data[:4].tobytes() == MAGIC:
-        return Checkpoint(path, "gguf", *read_gguf(file), None, [file])
+        if raw:
+            raise file.wrong("`raw` is for safetensors: GGUF says how each of its tensors is read")
+        entries, metadata, files = read_split(path, file, copy)
+        return Checkpoint(path, "gguf", entries, metadata, None, files)
     tensors, metadata = read_header(file)
+    if raw:
+        return _raw(path, tensors, metadata, [file])
     arrays, tree = _ours(metadata.pop(KEY, None), file)
-    found = _entries(tensors, arrays, file.name, tree, config_beside(path))
-    return Checkpoint(path, *found, metadata, tree, [file])
+    found = _entries(tensors, arrays, file.name, tree, Configuration(path), metadata)
+    return Checkpoint(path, *found, with_gguf_metadata(metadata, file.name), tree, [file])
 
 
-def _of_index(path: Path, copy: bool) -> Checkpoint:
+def _raw(
+    path: Path | None, tensors: dict[str, Tensor], metadata: Mapping[str, object], files: list[MappedFile]
+) -> Checkpoint:
+    entries: dict[str, Entry] = {name: DenseEntry(tensor) for name, tensor in tensors.items()}
+    return Checkpoint(path, "safetensors", entries, metadata, None, files)
+
+
+def _of_index(path: Path, copy: bool, raw: bool) -> Checkpoint:
     metadata, weight_map = read_index(path)
     tensors: dict[str, Tensor] = {}
     arrays: dict[str, Json] = {}
     files: list[MappedFile] = []
+    said: dict[str, str] = {}  # the metadata of all shards
     by_shard: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         by_shard.setdefault(shard, []).append(name)
@@ -144,17 +163,20 @@ def _of_index(path: Path, copy: bool) -> Checkpoint:
             what = f"the index says it is in {shard!r}, and it is not"
             raise CheckpointError(what, file=str(path), tensor=missing)
         tensors |= {name: found[name] for name in names}
+        said |= own
         described, _ = _ours(own.get(KEY), files[-1])
         twice = min(arrays.keys() & described.keys(), default=None)
         if twice is not None:
             raise CheckpointError("two shards describe an array of that name", file=str(path), tensor=twice)
         arrays |= described
+    if raw:
+        return _raw(path, {name: tensors[name] for name in weight_map}, metadata, files)
     given = metadata.pop(KEY, None)
     tree = given.get("tree") if isinstance(given, dict) else None
     tensors = {name: tensors[name] for name in weight_map}
     file = files[0].name if files else str(path)
-    found = _entries(tensors, arrays, file, tree, config_beside(path))
-    return Checkpoint(path, *found, metadata, tree, files)
+    found = _entries(tensors, arrays, file, tree, Configuration(path), {**said, **metadata})
+    return Checkpoint(path, *found, with_gguf_metadata(metadata, str(path)), tree, files)
 
 
 def _ours(text: str | None, file: MappedFile) -> tuple[dict[str, Json], Json]:
@@ -172,20 +194,28 @@ def _ours(text: str | None, file: MappedFile) -> tuple[dict[str, Json], Json]:
 
 
 def _entries(
-    tensors: dict[str, Tensor], arrays: dict[str, Json], file: str, tree: Json, config: Callable[[], Config]
+    tensors: dict[str, Tensor],
+    arrays: dict[str, Json],
+    file: str,
+    tree: Json,
+    config: Configuration,
+    metadata: Mapping[str, object],
 ) -> tuple[str, dict[str, Entry]]:
     """The kind of a checkpoint, and its arrays by name."""
+    check_said(config, metadata, file)
     entries: dict[str, Entry] = {name: _quantized(name, each, tensors, file) for name, each in arrays.items()}
     used = {tensor.name for entry in entries.values() for tensor in entry.tensors}
     theirs = recognise({name: t for name, t in tensors.items() if name not in used})
     used |= _owners(theirs).keys()
-    found = find_prequantized({name: t for name, t in tensors.items() if name not in used}, config, _leaves(tree))
+    own = _leaves(tree)
+    found = find_prequantized({name: t for name, t in tensors.items() if name not in used}, config, own)
     used = _owners({**theirs, **found, **entries})
     rest: dict[str, Entry] = {name: DenseEntry(t) for name, t in tensors.items() if name not in used}
     counted = Counter(name for each in (entries, theirs, found, rest) for name in each)
     twice = min((name for name, count in counted.items() if count > 1), default=None)
     if twice is not None:
         raise CheckpointError("there is a tensor and a quantized array of that name", file=file, tensor=twice)
+    check_tensors(tensors, rest, own)
     kind = "bitsandbytes" if theirs else next((each.kind for each in found.values()), "safetensors")
     return kind, {**entries, **theirs, **found, **rest}
 

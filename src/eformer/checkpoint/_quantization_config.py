@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ._file import CheckpointError, open_plain
 from ._header import Json, parse_json
@@ -14,44 +15,118 @@ from ._header import Json, parse_json
 MAX_CONFIG = 1 << 24  # bytes; the largest list every module of a model
 
 CONFIG = "config.json"
-
-# Files, and the key of the part that speaks of quantization; None is the whole file. The first that is there counts.
+KEYS = (
+    "quantization_config",
+    "compression_config",  # of early compressed-tensors
+    "quantization",  # of MLX
+)
+# Other files, and the key of the part that speaks of quantization; None is the whole file. They count, the first that
+# is there, if config.json says nothing.
 FILES: tuple[tuple[str, str | None], ...] = (
-    (CONFIG, "quantization_config"),
-    (CONFIG, "compression_config"),  # of early compressed-tensors
-    (CONFIG, "quantization"),  # of MLX
     ("quantize_config.json", None),  # of early GPTQ
     ("quant_config.json", None),  # of early AWQ
+    ("quantization_config.json", None),  # of auto-round
     ("hf_quant_config.json", "quantization"),  # of ModelOpt
+    ("quanto_qmap.json", None),
 )
 
 
-def config_beside(path: Path | None) -> Callable[[], Mapping[str, Json]]:
-    """A function that reads, once, what is said beside the file `path`; nothing is said beside bytes."""
+class Said(NamedTuple):
+    """What a file says of quantization: the entry `key` of it, or the whole file."""
 
-    @functools.cache
-    def read() -> Mapping[str, Json]:
-        parsed: dict[str, Json] = {}
-        if path is None:
-            return {}
+    file: str
+    key: str | None
+    what: Json
+
+
+class Configuration:
+    """What is said beside the file `path`, read once and when it is asked for; nothing is said beside bytes."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    @functools.cached_property
+    def _read(self) -> tuple[list[Said], CheckpointError | None]:
+        if self._path is None:
+            return [], None
+        try:
+            whole, error = read_json(self._path.with_name(CONFIG)), None
+        except CheckpointError as found:
+            whole, error = None, found
+        parts = sorted(_parts(whole), key=lambda part: part[0])
+        said = [Said(CONFIG, key, what) for _, key, what in parts]
         for name, key in FILES:
-            if name not in parsed:
-                parsed[name] = read_json(path.with_name(name))
-            whole = parsed[name]
+            whole = None if said else read_json(self._path.with_name(name))
             part = whole if key is None or not isinstance(whole, dict) else whole.get(key)
-            if isinstance(part, dict):
-                return part
-        return {}
+            if isinstance(part, dict) and part:
+                said.append(Said(name, key, part))
+        return said, error
 
-    return read
+    @property
+    def said(self) -> list[Said]:
+        """All of it: first of the model, then of its parts (`text_config`). A config.json that is none says nothing."""
+        said, error = self._read
+        if error is not None and self._path is not None and _speaks_of_quantization(self._path.with_name(CONFIG)):
+            raise error
+        return said
+
+    def __call__(self) -> Mapping[str, Json]:
+        """The first that is an object; empty if there is none."""
+        said, error = self._read
+        if error is not None:
+            raise error
+        return next((each.what for each in said if isinstance(each.what, dict)), {})
+
+
+def _speaks_of_quantization(path: Path) -> bool:
+    """Whether a file that can't be parsed has the word; one that can't be read, or is elsewhere, may have it."""
+    try:
+        with open_plain(path) as file:
+            text = file.read(MAX_CONFIG + 1)
+    except (OSError, CheckpointError):
+        return True
+    return len(text) > MAX_CONFIG or any(word in text for word in (b"git-lfs", *(key.encode() for key in KEYS)))
+
+
+def _parts(value: Json, depth: int = 0) -> Iterator[tuple[int, str, Json]]:
+    """What the entries of a config.json say, with their depth. A part's `quantization` may mean another thing."""
+    inner = value.items() if isinstance(value, dict) else ()
+    for key in KEYS:
+        what = value.get(key) if isinstance(value, dict) else None
+        if what and (depth == 0 or key != KEYS[2] or _is_of_mlx(what)):
+            yield depth, key, what
+    for key, each in inner:
+        if key not in KEYS:
+            yield from _parts(each, depth + 1)
+
+
+def _is_of_mlx(what: Json) -> bool:
+    return isinstance(what, dict) and bool(what.keys() & {"bits", "group_size", "quant_method"})
+
+
+def entries_of(value: Json) -> Iterator[tuple[str, Json]]:
+    """The entries of objects and of all objects inside."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            yield from value.items()
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def config_with(path: Path | None, said: Mapping[str, Json]) -> bytes:
     """The config.json beside the file `path`, with `said` in place of what it says of quantization."""
     given = None if path is None else read_json(path.with_name(CONFIG))
-    kept = given if isinstance(given, dict) else {}
-    keys = {key for name, key in FILES if name == CONFIG}
-    return json.dumps({**{key: kept[key] for key in kept if key not in keys}, **said}, indent=2).encode()
+    kept = without_quantization(given)
+    return json.dumps({**(kept if isinstance(kept, dict) else {}), **said}, indent=2).encode()
+
+
+def without_quantization(value: Json, depth: int = 0) -> Json:
+    """A config.json without what it says of quantization, of the model and of its parts."""
+    if not isinstance(value, dict):
+        return value
+    gone = {key for key in KEYS if key in value and (depth == 0 or key != KEYS[2] or _is_of_mlx(value[key]))}
+    return {key: without_quantization(each, depth + 1) for key, each in value.items() if key not in gone}
 
 
 def read_json(path: Path) -> Json:

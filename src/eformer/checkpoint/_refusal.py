@@ -1,0 +1,197 @@
+"""The one place that decides whether a checkpoint is quantized in a way that is not read here.
+
+Every opening of safetensors asks `check_said` and `check_tensors`. They raise
+
+1. where a configuration names a method that `METHODS` does not have, or has as not read;
+2. where a module has the tensors of a method that is not read;
+3. where a tensor may be the codes of a method that nobody knows: integers or FP8 beside scales, and the like.
+
+So a new loader or layout can't go around it: what no layout reads, and nothing explains, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Container, Iterator, Mapping
+
+import ml_dtypes
+import numpy as np
+
+from ._file import CheckpointError
+from ._header import Tensor
+from ._methods import METHODS, Method
+from ._quantization_config import KEYS, Configuration, Said, entries_of
+
+
+def _plain(text: object) -> str:
+    return str(text).lower().replace("_", "-")
+
+
+BY_NAME = {_plain(name): method for method in METHODS for name in method.says}
+RAW = "`raw=True` loads the tensors as they are, `eformer inspect --raw` lists them"
+FLOAT8 = tuple(
+    np.dtype(getattr(ml_dtypes, f"float8_{kind}")) for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
+)
+E8M0 = FLOAT8[-1]
+# Names of tensors that give codes their meaning: scales, zeros, tables, and orders of columns.
+MEANING = re.compile(
+    r"scale|zero|absmax|amax|codebook|centroid|lut|lookup|table|quant|hadamard|nbits|num_bits|group_size|perm|outlier"
+    r"|biases|(^|[._])(q_\w+|s|z|su|sv|suh|svh|scb|minmax|tables2?)$",
+    re.IGNORECASE,
+)
+# Names of integers that every model may have: positions, counts, ids of tokens, masks.
+INDICES = re.compile(
+    r"(^|_)(ids?|idx|index|indexes|indices|positions?|buckets|mask|lengths?|counts?|counter|steps?|epoch|seed|shape|sizes?"
+    r"|tracked|tokens?|labels?|targets?|offsets?|bins?)$|^(step|count|rng|key|age|t)\d*$",
+    re.IGNORECASE,
+)
+WEIGHTS = re.compile(r"(^|_)(weights?|kernel|qweight|q?data|packed|codes|embedding|w)$", re.IGNORECASE)
+MAX_PARTS = 6  # of a name, from its end, that may be what is beside another one
+BY_TENSORS = [(method, ends) for method in METHODS for ends in method.tensors]
+METADATA_KEYS = (*KEYS, "_quantization_metadata")  # of the header of a file
+
+
+def check_said(config: Configuration, metadata: Mapping[str, object], file: str) -> None:
+    """Raise a CheckpointError if what is said beside a file, or in its header, names a method that is not read."""
+    for said in (*config.said, *_in_metadata(metadata)):
+        _check_said(said, file)
+
+
+def check_tensors(tensors: Mapping[str, Tensor], dense: Collection[str], own: Container[str]) -> None:
+    """Raise a CheckpointError if tensors are, or may be, codes of a method that is not read.
+
+    `dense` are the `tensors` that no layout took, and `own` those of them that the file says were saved as arrays.
+    """
+    left = {name: tensors[name] for name in dense if name not in own}
+    _check_methods(left, tensors)
+    beside = Neighbours(tensors)
+    for name, tensor in left.items():
+        why = _unexplained(name, tensor, beside)
+        if why:
+            raise tensor.file.wrong(
+                f"it is {tensor.dtype.name}{list(tensor.shape)}{why}: most likely codes of a quantization that is not "
+                f"read here. {RAW}",
+                name,
+            )
+
+
+# --- configurations ---
+
+
+def _in_metadata(metadata: Mapping[str, object]) -> Iterator[Said]:
+    for key in METADATA_KEYS:
+        what = metadata.get(key)
+        if not isinstance(what, str) or not what:
+            continue
+        try:
+            parsed = json.loads(what)
+        except (ValueError, RecursionError):
+            parsed = what
+        if parsed:
+            yield Said("the header", key, parsed)
+
+
+def _check_said(said: Said, file: str) -> None:
+    given = name_of(said)
+    if given is None:
+        return
+    place = f"{said.file} says" + ("" if said.key is None else f" by `{said.key}`")
+    method = given if isinstance(given, Method) else BY_NAME.get(_plain(given))
+    if method is None:
+        what = (
+            f"by {given[:50]!r}, a method that is unknown here" if given else f"and names no method: {said.what}"[:90]
+        )
+        raise CheckpointError(f"{place} that it is quantized {what}. {RAW}", file=file)
+    if not method.reads:
+        raise CheckpointError(f"{place} that it is quantized by {method.name}. {_not_read(method)}", file=file)
+    for key, value in entries_of(said.what):
+        allowed, text = method.only.get(key), _plain(value)
+        if key in method.never and value:
+            what = f"`{key}`, for {method.name}: {method.never[key]}"
+            raise CheckpointError(f"{place} {what}. {_not_read(method)}", file=file)
+        if allowed is not None and isinstance(value, str) and value and text not in map(_plain, allowed):
+            what = f"`{key}` {value[:50]!r}, which is not read for {method.name}: it reads {method.reads}"
+            raise CheckpointError(f"{place} {what}. What works: {method.instead}. {RAW}", file=file)
+
+
+def name_of(said: Said) -> Method | str | None:
+    """The method that is named, or the one that has such entries; "" if it is none of any, None if nothing is said."""
+    what = said.what
+    if not isinstance(what, dict):
+        return what if isinstance(what, str) else ""
+    for key in ("quant_method", "quantization_method", "method"):
+        if isinstance(value := what.get(key), str) and value:
+            return value
+    if said.file == "quanto_qmap.json":
+        return "quanto"
+    found = next((method for method in METHODS if what.keys() & set(method.keys)), None)
+    if found is None and (said.key is None or any(isinstance(each, dict) and "bits" in each for each in what.values())):
+        return None  # a file of another purpose, or MLX with entries for modules alone
+    return found or ""
+
+
+def _not_read(method: Method) -> str:
+    return f"It is not read here; what works: {method.instead}. {RAW}"
+
+
+# --- tensors ---
+
+FIRST_ENDS = re.compile("|".join(sorted({re.escape(ends[0]) for m in METHODS for ends in m.tensors})) + "$")
+
+
+def _check_methods(left: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Raise if a module has the tensors of a method, and no layout took all of them."""
+    for name in left:
+        dotted = f".{name}"
+        if not FIRST_ENDS.search(dotted):
+            continue
+        for method, ends in BY_TENSORS:
+            prefix = dotted.removesuffix(ends[0])
+            parts = [(prefix + end)[1:] for end in ends]
+            if dotted.endswith(ends[0]) and all(part in tensors for part in parts):
+                shown = ", ".join(repr(part[-60:]) for part in parts)
+                what = f"its tensors are those of {method.name} ({shown})"
+                raise left[name].file.wrong(f"{what}. {_not_read(method)}", prefix[1:] or name)
+
+
+class Neighbours:
+    """For each tensor, others of its module, or of its own name and more: found once, as files may have many."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.of_module: dict[str, str] = {}  # a tensor that gives codes their meaning, by its module
+        self.of_name: dict[str, str] = {}  # and by the beginnings of its name
+        self.floats: dict[str, str] = {}
+        for name, tensor in tensors.items():
+            module, _, last = name.rpartition(".")
+            if tensor.dtype.kind == "f" or tensor.dtype.name == "bfloat16":
+                self.floats.setdefault(module, name)
+            if MEANING.search(last):
+                self.of_module.setdefault(module, name)
+                beginnings = [name[: found.start()] for found in re.finditer(r"[._]", name)]
+                self.of_name |= dict.fromkeys(beginnings[-MAX_PARTS:], name)
+
+
+def _unexplained(name: str, tensor: Tensor, beside: Neighbours) -> str | None:
+    """Why a tensor may be codes; None if it is an array as any other."""
+    module, _, last = name.rpartition(".")
+    integer, wide = tensor.dtype.kind in "iu", tensor.dtype.itemsize == 8
+    if tensor.dtype == E8M0:
+        return ", powers of two that scale something"
+    if not (integer or tensor.dtype in FLOAT8) or math.prod(tensor.shape) < 2:
+        return None
+    weight = WEIGHTS.search(last)
+    if integer and not weight and INDICES.search(last):
+        return None
+    meaning = beside.of_module.get(module) if module or weight else None
+    meaning = beside.of_name.get(name) or (None if meaning == name else meaning)
+    if meaning is not None and not wide:
+        return f" beside {meaning[-60:]!r}"
+    if not integer or len(tensor.shape) < 2:
+        return None
+    if weight and (module or last.lower() in ("weight", "kernel", "qweight")):
+        return ", a matrix of integers in the place of a weight"
+    if module in beside.floats and module and not wide:
+        return f", a matrix of integers beside {beside.floats[module][-60:]!r}"
+    return None
