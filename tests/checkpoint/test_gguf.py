@@ -315,12 +315,12 @@ def test_types_by_default(tmp_path: Path):
     assert np.all(dense(load(path)["ternary"]) == 0.5)
 
 
-ONES = jnp.ones((4, 256), jnp.int8)
+TENTHS = Array1B.quantize(jnp.ones((4, 256), jnp.int8), scale=jnp.full((4, 1), 0.1), dtype=jnp.float32)
 ROUNDED: dict[str, tuple[QuantizedArray, str | None, str]] = {
     "int8": (quantize(normal((4, 64)), dtype="int8"), None, "`type='Q8_0'` rounds them.*`type='F32'`"),
     "nf4": (quantize(normal((4, 64)), dtype="nf4"), None, "`type='Q8_0'` rounds them"),
     "ragged": (quantize(normal((6, 10)), dtype="int8"), None, "rows of 10 are no multiple of the 32 .* F16, F32"),
-    "a scale of more digits": (Array1B.quantize(ONES, scale=jnp.full((4, 1), 0.1), dtype=jnp.float32), None, "'TQ2_0'` rounds"),
+    "a scale of more digits": (TENTHS, None, "'TQ2_0'` rounds"),
     "rows of another length": (
         quantize(normal((4, 64)), dtype="int4"),
         "Q4_K",

@@ -166,7 +166,7 @@ def test_tensors_of_nobody_are_refused(name: str):
 
 
 INTS = np.arange(32).reshape(4, 8)
-LEGITIMATE: dict[str, Tensors] = {
+LEGITIMATE: dict[str, dict[str, Any]] = {
     "positions": {"embeddings.position_ids": INTS, "embeddings.weight": SCALE},
     "32-bit positions": {"embeddings.position_ids": INTS.astype(np.int32), "embeddings.scale": SCALE},
     "batch norm": {"bn.num_batches_tracked": np.int64(3), "bn.weight": SCALE[0], "bn.running_mean": SCALE[0]},

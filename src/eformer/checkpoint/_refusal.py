@@ -100,9 +100,8 @@ def _check_said(said: Said, file: str) -> None:
     place = f"{said.file} says" + ("" if said.key is None else f" by `{said.key}`")
     method = given if isinstance(given, Method) else BY_NAME.get(_plain(given))
     if method is None:
-        what = (
-            f"by {given[:50]!r}, a method that is unknown here" if given else f"and names no method: {said.what}"[:90]
-        )
+        unnamed = f"and names no method: {str(said.what)[:50]}"
+        what = f"by {str(given)[:50]!r}, a method that is unknown here" if given else unnamed
         raise CheckpointError(f"{place} that it is quantized {what}. {RAW}", file=file)
     if not method.reads:
         raise CheckpointError(f"{place} that it is quantized by {method.name}. {_not_read(method)}", file=file)
