@@ -72,7 +72,7 @@ def test_a_format_of_it_that_is_not_read_is_refused(method: Method, key: str, tm
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"config": says("foo")}, "'foo', a method that is unknown here"),
     "unknown, with known keys": ({"config": says("foo", bits=4, group_size=32)}, "'foo'"),
-    "of the text model": ({"config": {"text_config": says("hqq")}}, "HQQ"),
+    "of the text model": ({"config": {"text_config": says("aqlm")}}, "AQLM"),
     "of a part of a part": ({"config": {"a": {"b": says("foo")}}}, "'foo'"),
     "as text": ({"config": {"quantization": "q4"}}, "'q4'"),
     "as a number": ({"config": {"quantization_config": 3}}, "names no method: 3"),
@@ -94,7 +94,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         "'INT4'",
     ),
     "bitsandbytes": ({"config": says("bitsandbytes", bnb_4bit_quant_type="af4")}, "'af4'"),
-    "quanto's own": ({"quanto_qmap": {"m": {"weights": "qint4"}}}, "quanto"),
     "auto-round's own": ({"quantization_config": {"quant_method": "foo"}}, "quantization_config.json says"),
 }
 
@@ -198,7 +197,7 @@ def test_what_was_saved_as_arrays_comes_back_as_arrays(name: str, tmp_path: Path
 
 
 def in_shards(folder: Path) -> Path:
-    shards = {"a.safetensors": {"m.W_q": CODES}, "b.safetensors": {"m.meta": SCALE}}
+    shards = {"a.safetensors": {"m.codes": CODES}, "b.safetensors": {"m.codebooks": SCALE}}
     for name, tensors in shards.items():
         (folder / name).write_bytes(safetensors_file(tensors))
     weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
@@ -209,7 +208,7 @@ def in_shards(folder: Path) -> Path:
 WAYS: dict[str, Callable[[Path, Path], object]] = {
     "open": lambda source, to: open_checkpoint(source),
     "load": lambda source, to: load(source),
-    "load like": lambda source, to: load(source, like={"m": {"W_q": jnp.asarray(CODES)}}),
+    "load like": lambda source, to: load(source, like={"m": {"codes": jnp.asarray(CODES)}}),
     "load a copy": lambda source, to: load(source, copy=True),
     "quantize": lambda source, to: quantize_checkpoint(source, to, default_rules("nf4")),
     "convert": lambda source, to: convert(source, to, "safetensors"),
@@ -222,8 +221,8 @@ WAYS: dict[str, Callable[[Path, Path], object]] = {
 def test_no_way_goes_around(way: str, source: Callable[[Path], Path], tmp_path: Path):
     (tmp_path / "a").mkdir()
     folder = source(tmp_path / "a")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **says("hqq")}))
-    with pytest.raises(CheckpointError, match="HQQ"):
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **says("aqlm")}))
+    with pytest.raises(CheckpointError, match="AQLM"):
         WAYS[way](folder, tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
@@ -237,13 +236,13 @@ def test_nor_does_a_command(command: list[str], tmp_path: Path, monkeypatch: Any
     folder = str(in_shards(tmp_path))
     name, *rest = command
     assert main([name, folder, *(each.format(folder) for each in rest)]) == 1
-    assert "HQQ" in capsys.readouterr().err
+    assert "AQLM" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
 
 
 def test_inspect_lists_what_is_there(tmp_path: Path, capsys: Any):
     assert main(["inspect", str(in_shards(tmp_path)), "--raw"]) == 0
-    assert "m.W_q" in capsys.readouterr().out
+    assert "m.codes" in capsys.readouterr().out
 
 
 # --- other kinds of files ---

@@ -120,20 +120,22 @@ METHODS: tuple[Method, ...] = (
         reads="affine, mxfp4, nvfp4 and mxfp8",
         only={"mode": ("affine", "mxfp4", "nvfp4", "mxfp8")},
     ),
-    # --- not read; of two with such tensors, first the one that has more ---
     Method(
         "torchao",
         says=("torchao",),
         tensors=(("_qdata", "_scale"), ("_qdata", "_scale_and_zero")),
-        instead=DENSE_INSTEAD,
+        reads="Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor and Int4Tensor",
     ),
-    Method("SINQ", says=("sinq",), tensors=((".W_q", ".scale2"),)),
-    Method("HQQ", says=("hqq",), tensors=((".W_q",),)),
     Method(
         "quanto",
         says=("quanto", "optimum-quanto"),
         tensors=(("._data", "._scale"), ("._data._data", "._scale"), ("._packed", "._scale")),
+        reads="int8 and FP8",
+        instead="weights of 8 bits, or the dense weights of the model, quantized here",
     ),
+    Method("SINQ", says=("sinq",), tensors=((".W_q", ".scale2"),)),
+    Method("HQQ", says=("hqq",), tensors=((".W_q",),), reads="groups along axis 1, of 1 to 4 and of 8 bits"),
+    # --- not read; of two with such tensors, first the one that has more ---
     Method("EETQ", says=("eetq",), tensors=((".weight_scales", ".weight"), (".qweight", ".weight_scales"))),
     Method("AQLM", says=("aqlm",), tensors=((".codes", ".codebooks"),), instead=GGUF_INSTEAD),
     Method("VPTQ", says=("vptq",), tensors=((".indices", ".centroids.weight"),), instead=GGUF_INSTEAD),

@@ -208,7 +208,7 @@ def _entries(
     theirs = recognise({name: t for name, t in tensors.items() if name not in used})
     used |= _owners(theirs).keys()
     own = _leaves(tree)
-    found = find_prequantized({name: t for name, t in tensors.items() if name not in used}, config, own)
+    found = find_prequantized({name: t for name, t in tensors.items() if name not in used}, config, own, metadata)
     used = _owners({**theirs, **found, **entries})
     rest: dict[str, Entry] = {name: DenseEntry(t) for name, t in tensors.items() if name not in used}
     counted = Counter(name for each in (entries, theirs, found, rest) for name in each)
