@@ -19,6 +19,7 @@ from eformer.cli import main
 from eformer.model import default_rules
 
 from .files import safetensors_file
+from .refused_page import PAGE, written
 
 Tensors = Mapping[str, np.ndarray]
 DENSE = {"m.weight": np.ones((4, 8), np.float32)}
@@ -298,3 +299,9 @@ def test_the_name_of_a_model_on_a_hub(name: str, tmp_path: Path, monkeypatch: An
         load(name)
     assert main(["inspect", name]) == 1
     assert f"hf download {own}" in capsys.readouterr().err
+
+
+def test_the_page_is_made_from_the_registry():
+    text = PAGE.read_text()
+    assert text == written(text), "run `python -m tests.checkpoint.refused_page`"
+    assert all(f"| {method.name} |" in text for method in METHODS)

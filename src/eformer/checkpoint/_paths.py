@@ -75,7 +75,10 @@ def _is_shard(path: Path) -> bool:
 
 
 def _is_first_of_gguf(path: Path) -> bool:
-    return path.suffix == GGUF_SUFFIX and re.search(r"-0*1-of-\d{5,}$", path.stem) is not None
+    """Whether a file is named like the first part of a GGUF model, and the last is beside it."""
+    found = re.search(r"-00001-of-(\d{5})$", path.stem)
+    last = path.with_name(f"{path.stem[:-14]}{found[1]}-of-{found[1]}{path.suffix}") if found else path
+    return path.suffix == GGUF_SUFFIX and found is not None and last.is_file()
 
 
 def _near(path: Path) -> str:
