@@ -36,6 +36,7 @@ from eformer.examples.llm.quantize import quantizing
 from small_llm import TOKENIZER, TOKENS, hugging_face_tokenizer, write_folder, write_gguf
 
 from eformer import cli, explain, fuse, implicit, materialize, stored_bytes
+from eformer.checkpoint import open_checkpoint, save_gguf
 from eformer.kernels import cpu
 from eformer.ops.quantization import QuantizedArray
 
@@ -345,6 +346,14 @@ SCALED: dict[str, tuple[dict[str, Any], float, list[float]]] = {
         [1, 0.2979839, 0.07115384, 0.01520326, 0.0025, 0.0007905695, 0.00025, 7.905695e-05],
     ),
 }
+
+
+def test_an_array_that_the_model_does_not_use_is_refused(tmp_path: Path):
+    source, path = open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", "F32")), tmp_path / "more.gguf"
+    arrays = {**{name: source[name] for name in source}, "blk.0.ffn_up.scale": jnp.ones(1)}
+    save_gguf(path, arrays, metadata=source.metadata)
+    with pytest.raises(ValueError, match=r"the array 'blk\.0\.ffn_up\.scale' has no place in this model"):
+        load_model(path)
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])

@@ -54,6 +54,7 @@ class ModelFile:
         metadata = checkpoint.metadata
         if "general.architecture" in metadata:  # GGUF, or safetensors that were made of it
             self.config, self._names = read_config(metadata), {name: name for name in checkpoint}
+            _check_names(self._names)
             self.tokenizer = functools.partial(Tokenizer.from_gguf, metadata)
         else:
             folder = path if path.is_dir() else path.parent
@@ -169,6 +170,15 @@ def folder_config(given: Mapping[str, Any]) -> Config:
         rope_neighbours=False,
         context=context,
     )
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise a ValueError for an array of a GGUF file that `model.py` would not use."""
+    parts = [*(rf"blk\.\d+\.{part}" for part in LAYER.values()), *REST.values()]
+    known = re.compile(rf"({'|'.join(parts)})\.(weight|bias)|rope_freqs\.weight")
+    other = next((name for name in names if not known.fullmatch(name)), None)
+    if other is not None:
+        raise ValueError(f"the array {other!r} has no place in this model")
 
 
 def _gguf_names(names: Any) -> dict[str, str]:

@@ -29,6 +29,7 @@ from eformer.checkpoint import (
 from eformer.checkpoint._gguf_blocks import IDS, TYPES
 from eformer.checkpoint._gguf_codecs import CODECS
 from eformer.checkpoint._gguf_encode import ENCODERS
+from eformer.checkpoint._gguf_grids import GRIDS
 from eformer.checkpoint._gguf_grouped import GROUPED
 from eformer.kernels import cpu
 from eformer.ops.quantization import Array1B, ArrayGrouped, QuantizedArray, quantize
@@ -48,7 +49,7 @@ def dense(x: Any) -> np.ndarray:
     return np.asarray(x.materialize() if isinstance(x, QuantizedArray) else x)
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", [name for name in GROUPED if name not in ("NVFP4", "Q1_0", "Q2_0")] + ["IQ2_XXS"])
 def test_blocks_stay_quantized_bit_for_bit(name: str):
     with open_checkpoint(GOLDEN) as golden:
         assert golden.info(name).format == name
@@ -57,7 +58,8 @@ def test_blocks_stay_quantized_bit_for_bit(name: str):
     assert np.array_equal(bits(found.materialize()), bits(expected))
 
 
-def test_other_blocks_decode_with_the_package_and_say_so_once():
+def test_other_blocks_decode_with_the_package_and_say_so_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(CODECS, ("IQ2_XXS", ArrayGrouped))
     pytest.importorskip("gguf", reason="decodes what is not kept quantized")
     with open_checkpoint(GOLDEN) as golden:
         with pytest.warns(DecodedWarning, match=r"blocks\.gguf.*IQ2_XXS.*float32"):
@@ -396,13 +398,70 @@ def random_file(kind: str, shape: tuple[int, ...]) -> tuple[bytes, np.ndarray]:
     """A file with a tensor "x" of random bytes, many of whose scales are huge or no numbers; and its blocks."""
     form = TYPES[IDS[kind]]
     blocks = np.random.default_rng(0).integers(0, 256, (math.prod(shape), form.bytes), np.uint8)
+    if kind == "NVFP4":
+        blocks[:, :4] %= 127  # others are tested below
     if kind == "MXFP4":
         blocks[:, 0] = np.clip(blocks[:, 0], 2, 254)  # less is below the smallest float32 that XLA has; 255 is refused
     axes = (shape[-1] * form.elements, *shape[-2::-1])
     return gguf_bytes(("x", axes, IDS[kind], 0), data=0) + blocks.tobytes(), blocks
 
 
-@pytest.mark.parametrize(("kind", "shape"), RANDOM, ids=str)
+def ones(blocks: np.ndarray) -> np.ndarray:
+    """Q1_0: a bit for each element, the lowest first, of d or -d."""
+    d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    return np.where(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") == 1, d, -d)
+
+
+def twos(blocks: np.ndarray) -> np.ndarray:
+    """Q2_0: two bits for each element, the lowest first, less one, times d."""
+    d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    codes = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
+    return (codes.reshape(len(blocks), -1).astype(np.float32) - 1) * d
+
+
+BY_HAND = {"Q1_0": ones, "Q2_0": twos}  # that the package does not decode
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_types_that_the_package_does_not_know(kind: str):
+    file, blocks = random_file(kind, (3, 2))
+    with np.errstate(all="ignore"):
+        expected = BY_HAND[kind](blocks)
+    found = load(file)["x"]
+    assert isinstance(found, ArrayGrouped)
+    assert np.array_equal(bits(dense(found)).reshape(-1), bits(expected).reshape(-1))
+
+
+def test_scales_of_nvfp4_have_no_sign_and_no_nan():
+    blocks = np.full((1, 36), 0x22, np.uint8)  # every element is 1
+    blocks[0, :4] = 0x38, 0xB8, 0x7F, 0x80
+    header = gguf_bytes(("x", (64,), IDS["NVFP4"], 0), data=0)
+    assert np.array_equal(dense(load(header + blocks.tobytes())["x"]), np.repeat([1.0, 1, 0, 0], 16))
+    blocks[0, 0] = 0xFF
+    with pytest.raises(CheckpointError, match="480 in ggml"):
+        load(header + blocks.tobytes())
+
+
+def test_codes_that_q1_0_has_not_are_not_written(tmp_path: Path):
+    q = load(random_file("Q1_0", (3, 2))[0])["x"]
+    q = dataclasses.replace(q, packed=q.packed | 1)
+    with pytest.raises(ValueError, match="Q1_0 has the codes 0 and 2 alone"):
+        save_gguf(tmp_path / "a.gguf", {"x": q})
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids_are_not_written_unasked(name: str, tmp_path: Path):
+    pytest.importorskip("gguf", reason="has the grids")
+    q = load(random_file(name, (3, 2))[0])["x"]
+    assert isinstance(q, ArrayGrouped)
+    with pytest.raises(ValueError, match="does not hold this layout of it"):
+        save_gguf(tmp_path / "a.gguf", {"x": q})
+
+
+PACKAGED = [(kind, shape) for kind, shape in RANDOM if kind not in BY_HAND]
+
+
+@pytest.mark.parametrize(("kind", "shape"), PACKAGED, ids=str)
 @pytest.mark.filterwarnings("ignore::eformer.checkpoint.DecodedWarning")
 def test_random_blocks(kind: str, shape: tuple[int, ...]):
     """Whatever the bytes are: what the package makes of them, or an error of ours where it makes nothing."""
@@ -493,8 +552,8 @@ def test_a_scale_that_is_no_number_in_one_standard_is_refused():
         load(bad, sharding=device)
 
 
-# TQ1_0 becomes TQ2_0; and of MXFP4 the negative zeros, which ggml does not have, become zeros.
-@pytest.mark.parametrize("kind", [kind for kind in GROUPED if kind not in ("TQ1_0", "MXFP4")])
+# TQ1_0 becomes TQ2_0; and of MXFP4 and NVFP4 the negative zeros, which ggml does not have, become zeros.
+@pytest.mark.parametrize("kind", [kind for kind in GROUPED if kind not in ("TQ1_0", "MXFP4", "NVFP4")])
 def test_what_was_read_is_written_byte_for_byte(kind: str, tmp_path: Path):
     file, blocks = random_file(kind, (2, 3))
     path = save_gguf(tmp_path / "a.gguf", {"x": load(file)["x"]})

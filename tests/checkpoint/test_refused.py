@@ -151,6 +151,8 @@ UNKNOWN: dict[str, Tensors] = {
     "experts": {"gate_up_proj": CODES[None], "gate_up_proj_scales": SCALE},
     "names of nobody": {"m.alpha": CODES.view(np.int32), "m.beta": SCALE},
     "a weight of integers": {"m.weight": CODES.astype(np.int64)},
+    "an index of codes": {"attn.key": CODES, "attn.key_scale": SCALE},
+    "a vector of bytes": {"m.blob": np.zeros(256, np.uint8), "m.beta": SCALE},
     "a weight of integers alone": {"weight": CODES},
     "inside a weight": {"m.weight.data": CODES, "m.weight.step": SCALE},
     "powers of two": {"m.weight": np.ones((4, 8), np.float16), "m.e": SCALE.astype(ml_dtypes.float8_e8m0fnu)},
@@ -165,6 +167,13 @@ def test_tensors_of_nobody_are_refused(name: str):
     assert load(source, raw=True).keys() == UNKNOWN[name].keys()
 
 
+def test_a_layout_with_one_more_scale_is_another_layout():
+    tensors = {"m.weight": FP8, "m.weight_scale": SCALE, "m.input_scale": np.float32(1), "m.k_scale": np.float32(1)}
+    assert load(safetensors_file(tensors)).keys() == {"m.weight", "m.input_scale", "m.k_scale"}
+    with pytest.raises(CheckpointError, match=r"'m\.weight_scale_3': it is beside 'm\.weight', of the layout f"):
+        load(safetensors_file({**tensors, "m.weight_scale_3": SCALE}))
+
+
 INTS = np.arange(32).reshape(4, 8)
 LEGITIMATE: dict[str, dict[str, Any]] = {
     "positions": {"embeddings.position_ids": INTS, "embeddings.weight": SCALE},
@@ -172,6 +181,9 @@ LEGITIMATE: dict[str, dict[str, Any]] = {
     "batch norm": {"bn.num_batches_tracked": np.int64(3), "bn.weight": SCALE[0], "bn.running_mean": SCALE[0]},
     "Swin": {"attn.relative_position_index": INTS, "attn.relative_position_bias_table": np.ones((4, 2), np.float32)},
     "masks": {"attn.bias": np.ones((1, 1, 4, 4), bool), "attn.masked_bias": np.float32(-1e4)},
+    "masks of bytes": {"attn.bias": np.ones((1, 1, 4, 4), np.uint8), "attn.masked_bias": np.float32(-1e4)},
+    "random keys": {"state.rng_keys": INTS.astype(np.uint32), "state.loss": SCALE},
+    "flags": {"m.enabled": np.ones(8, np.uint8), "m.beta": SCALE},
     "tokens": {"input_ids": INTS.astype(np.int32), "labels": INTS, "loss_scale": np.float32(3)},
     "images": {"images": CODES.view(np.uint8), "mean": SCALE},
     "a graph": {"edge_index": INTS, "x": np.ones((8, 4), np.float32)},

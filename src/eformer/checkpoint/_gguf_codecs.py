@@ -21,6 +21,7 @@ from eformer.ops.quantization import (
 from ._arrays import Item, Like, Q
 from ._gguf_blocks import TYPES
 from ._gguf_encode import ENCODERS
+from ._gguf_grids import GRIDS
 from ._gguf_grouped import GROUPED
 
 
@@ -127,6 +128,10 @@ for _codec in (
             separate=form.separate,
         )
         for name, form in GROUPED.items()
+    ),
+    *(
+        GgufCodec(name, ArrayGrouped, like=form.like, decode=form.decode, fits=lambda q: False)
+        for name, form in GRIDS.items()
     ),
 ):
     register_gguf_codec(_codec)

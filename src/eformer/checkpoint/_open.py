@@ -215,7 +215,7 @@ def _entries(
     twice = min((name for name, count in counted.items() if count > 1), default=None)
     if twice is not None:
         raise CheckpointError("there is a tensor and a quantized array of that name", file=file, tensor=twice)
-    check_tensors(tensors, rest, own)
+    check_tensors(tensors, rest, own, {**theirs, **found})
     kind = "bitsandbytes" if theirs else next((each.kind for each in found.values()), "safetensors")
     return kind, {**entries, **theirs, **found, **rest}
 

@@ -19,6 +19,7 @@ from collections.abc import Collection, Container, Iterator, Mapping
 import ml_dtypes
 import numpy as np
 
+from ._arrays import Entry
 from ._file import CheckpointError
 from ._header import Tensor
 from ._methods import METHODS, Method
@@ -44,9 +45,15 @@ MEANING = re.compile(
 # Names of integers that every model may have: positions, counts, ids of tokens, masks.
 INDICES = re.compile(
     r"(^|_)(ids?|idx|index|indexes|indices|positions?|buckets|mask|lengths?|counts?|counter|steps?|epoch|seed|shape|sizes?"
-    r"|tracked|tokens?|labels?|targets?|offsets?|bins?)$|^(step|count|rng|key|age|t)\d*$",
+    r"|tracked|tokens?|labels?|targets?|offsets?|bins?|bias|rngs?|keys?)$|^(step|age|t)\d*$",
     re.IGNORECASE,
 )
+# Names of tensors that say how activations are rounded, beside weights that stand for themselves.
+ACTIVATIONS = re.compile(
+    r"(^|_)(in|input|out|output|act|acts|activation|activations|q|k|v|kv|qk|prob|softmax|cache|logits?)(_|$)",
+    re.IGNORECASE,
+)
+FEW = 256  # bytes of a vector that may be flags
 WEIGHTS = re.compile(r"(^|_)(weights?|kernel|qweight|q?data|packed|codes|embedding|w)$", re.IGNORECASE)
 MAX_PARTS = 6  # of a name, from its end, that may be what is beside another one
 BY_TENSORS = [(method, ends) for method in METHODS for ends in method.tensors]
@@ -59,13 +66,17 @@ def check_said(config: Configuration, metadata: Mapping[str, object], file: str)
         _check_said(said, file)
 
 
-def check_tensors(tensors: Mapping[str, Tensor], dense: Collection[str], own: Container[str]) -> None:
+def check_tensors(
+    tensors: Mapping[str, Tensor], dense: Collection[str], own: Container[str], read: Mapping[str, Entry]
+) -> None:
     """Raise a CheckpointError if tensors are, or may be, codes of a method that is not read.
 
     `dense` are the `tensors` that no layout took, and `own` those of them that the file says were saved as arrays.
+    `read` are the arrays of the layouts.
     """
     left = {name: tensors[name] for name in dense if name not in own}
     _check_methods(left, tensors)
+    _check_parts(left, read)
     beside = Neighbours(tensors)
     for name, tensor in left.items():
         why = _unexplained(name, tensor, beside)
@@ -118,6 +129,8 @@ def _check_said(said: Said, file: str) -> None:
 def name_of(said: Said) -> Method | str | None:
     """The method that is named, or the one that has such entries; "" if it is none of any, None if nothing is said."""
     what = said.what
+    if isinstance(what, dict) and not any(what.values()):
+        return None
     if not isinstance(what, dict):
         return what if isinstance(what, str) else ""
     for key in ("quant_method", "quantization_method", "method"):
@@ -155,6 +168,17 @@ def _check_methods(left: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) ->
                 raise left[name].file.wrong(f"{what}. {_not_read(method)}", prefix[1:] or name)
 
 
+def _check_parts(left: Mapping[str, Tensor], read: Mapping[str, Entry]) -> None:
+    """Raise if an array of a layout has one more scale, table or order, which the layout does not know."""
+    arrays = {part.name.rpartition(".")[0]: entry for entry in read.values() for part in entry.tensors}
+    for name, tensor in left.items():
+        module, _, last = name.rpartition(".")
+        if module in arrays and MEANING.search(last) and not ACTIVATIONS.search(last):
+            entry = arrays[module]
+            what = f"it is beside {entry.name[-60:]!r}, of the layout {entry.format}, and no part of that"
+            raise tensor.file.wrong(f"{what}: this is another layout, which is not read. {RAW}", name)
+
+
 class Neighbours:
     """For each tensor, others of its module, or of its own name and more: found once, as files may have many."""
 
@@ -181,13 +205,15 @@ def _unexplained(name: str, tensor: Tensor, beside: Neighbours) -> str | None:
     if not (integer or tensor.dtype in FLOAT8) or math.prod(tensor.shape) < 2:
         return None
     weight = WEIGHTS.search(last)
+    if name in beside.of_name and not wide:
+        return f" beside {beside.of_name[name][-60:]!r}"
     if integer and not weight and INDICES.search(last):
         return None
     meaning = beside.of_module.get(module) if module or weight else None
-    meaning = beside.of_name.get(name) or (None if meaning == name else meaning)
-    if meaning is not None and not wide:
+    if meaning not in (None, name) and not wide:
         return f" beside {meaning[-60:]!r}"
-    if not integer or len(tensor.shape) < 2:
+    is_matrix = len(tensor.shape) > 1 or (tensor.dtype.itemsize == 1 and tensor.nbytes >= FEW)
+    if not integer or not is_matrix:
         return None
     if weight and (module or last.lower() in ("weight", "kernel", "qweight")):
         return ", a matrix of integers in the place of a weight"
