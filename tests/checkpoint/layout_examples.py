@@ -118,7 +118,7 @@ def examples() -> dict[str, Example]:
         "gptq, desc_act": {"g_idx": order // 32},
         "bitnet": {"weight": np.full((2, 10), 0b10010010, u8)},
         "hqq": {
-            **{name: np.int32(number) for name, number in {"nbits": 4, "group_size": 32, "axis": 1}.items()},
+            **{name: np.array(number, i32) for name, number in {"nbits": 4, "group_size": 32, "axis": 1}.items()},
             "shape": np.array([4, 64]),
         },
         "pack-quantized": shape,

@@ -26,7 +26,7 @@ def parts_of(case: str) -> dict[str, np.ndarray]:
     return {name.removeprefix(f"{case}."): t.view() for name, t in TENSORS.items() if name.startswith(f"{case}.")}
 
 
-def file_of(case: str, metadata: dict[str, str] | None = None, **changes: Any) -> bytes:
+def file_of(case: str, metadata: Any = None, **changes: Any) -> bytes:
     """The file of a case; tensors by the ends of their names are changed, or left out if they are None."""
     tensors = {name: each for name, each in parts_of(case).items() if name != "expected"}
     ends = {next(name for name in tensors if name.endswith(end)): change for end, change in changes.items()}

@@ -144,6 +144,7 @@ def _read(group: Group, like: Array8B | ArrayFloat8 | ArrayGrouped) -> dict[str,
     kind, data = _described(group)
     qdata, scale = group[QDATA], group[SCALE].view()
     if kind == "Int4Tensor":
+        assert isinstance(like, ArrayGrouped)
         packed, scale = qdata.raw().reshape(like.packed.shape) ^ np.uint8(0x88), np.swapaxes(scale, -1, -2)
         if like.offset is None:
             return {"packed": packed, "scale": scale}
