@@ -24,7 +24,7 @@ from ._paths import check_inside, find_file, is_index, read_index, state_of
 from ._place import ShardingFor, place, sharding_for
 from ._prequantized import find_prequantized
 from ._quantization_config import Configuration
-from ._refusal import check_said, check_tensors
+from ._refusal import check_methods, check_said, check_tensors
 from ._tree import rebuilt
 
 ATTEMPTS = 100  # to open a checkpoint that other processes keep replacing
@@ -202,12 +202,13 @@ def _entries(
     metadata: Mapping[str, object],
 ) -> tuple[str, dict[str, Entry]]:
     """The kind of a checkpoint, and its arrays by name."""
+    own = _leaves(tree)
     check_said(config, metadata, file)
+    check_methods(tensors, tensors, own, before_layouts=True)
     entries: dict[str, Entry] = {name: _quantized(name, each, tensors, file) for name, each in arrays.items()}
     used = {tensor.name for entry in entries.values() for tensor in entry.tensors}
     theirs = recognise({name: t for name, t in tensors.items() if name not in used})
     used |= _owners(theirs).keys()
-    own = _leaves(tree)
     found = find_prequantized({name: t for name, t in tensors.items() if name not in used}, config, own, metadata)
     used = _owners({**theirs, **found, **entries})
     rest: dict[str, Entry] = {name: DenseEntry(t) for name, t in tensors.items() if name not in used}
@@ -215,6 +216,7 @@ def _entries(
     twice = min((name for name, count in counted.items() if count > 1), default=None)
     if twice is not None:
         raise CheckpointError("there is a tensor and a quantized array of that name", file=file, tensor=twice)
+    check_methods(rest, tensors, own, before_layouts=False)
     check_tensors(tensors, rest, own, {**theirs, **found})
     kind = "bitsandbytes" if theirs else next((each.kind for each in found.values()), "safetensors")
     return kind, {**entries, **theirs, **found, **rest}

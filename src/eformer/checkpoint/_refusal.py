@@ -1,9 +1,9 @@
 """The one place that decides whether a checkpoint is quantized in a way that is not read here.
 
-Every opening of safetensors asks `check_said` and `check_tensors`. They raise
+Every opening of safetensors asks `check_said`, `check_methods` and `check_tensors`. They raise
 
 1. where a configuration names a method that `METHODS` does not have, or has as not read;
-2. where a module has the tensors of a method that is not read;
+2. where a module has the tensors of a method that is not read, or not all of them were read;
 3. where a tensor may be the codes of a method that nobody knows: integers or FP8 beside scales, and the like.
 
 So a new loader or layout can't go around it: what no layout reads, and nothing explains, is refused.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
@@ -44,7 +44,7 @@ MEANING = re.compile(
 )
 # Names of integers that every model may have: positions, counts, ids of tokens, masks.
 INDICES = re.compile(
-    r"(^|_)(ids?|idx|index|indexes|indices|positions?|buckets|mask|lengths?|counts?|counter|steps?|epoch|seed|shape|sizes?"
+    r"(^|_)(ids?|idxs?|index|indexes|indices|positions?|buckets|mask|lengths?|counts?|counter|steps?|epoch|seed|shape|sizes?"
     r"|tracked|tokens?|labels?|targets?|offsets?|bins?|bias|rngs?|keys?)$|^(step|age|t)\d*$",
     re.IGNORECASE,
 )
@@ -66,6 +66,29 @@ def check_said(config: Configuration, metadata: Mapping[str, object], file: str)
         _check_said(said, file)
 
 
+def check_methods(
+    names: Iterable[str], tensors: Mapping[str, Tensor], own: Container[str], *, before_layouts: bool
+) -> None:
+    """Raise a CheckpointError if a module has the tensors of a method, of which one is among `names`.
+
+    `own` are tensors that the file says were saved as arrays. Before layouts are tried, methods count that none reads.
+    """
+    for name in names:
+        if not FIRST_ENDS.search(f".{name}") or name in own:
+            continue
+        for method, ends in BY_TENSORS:
+            prefix = f".{name}".removesuffix(ends[0])
+            parts = [(prefix + end)[1:] for end in ends]
+            if not f".{name}".endswith(ends[0]) or not all(part in tensors for part in parts):
+                continue
+            floats = not any(_is_narrow(tensors[part]) for part in parts)  # which some write codes as
+            common = floats and len(ends) > 1 and ends[0] != ".W_q"
+            if not common and not (before_layouts and method.reads):
+                shown = ", ".join(repr(part[-60:]) for part in parts)
+                what = f"its tensors are those of {method.name} ({shown})"
+                raise tensors[name].file.wrong(f"{what}. {_not_read(method)}", prefix[1:] or name)
+
+
 def check_tensors(
     tensors: Mapping[str, Tensor], dense: Collection[str], own: Container[str], read: Mapping[str, Entry]
 ) -> None:
@@ -75,7 +98,6 @@ def check_tensors(
     `read` are the arrays of the layouts.
     """
     left = {name: tensors[name] for name in dense if name not in own}
-    _check_methods(left, tensors)
     _check_parts(left, read)
     beside = Neighbours(tensors)
     for name, tensor in left.items():
@@ -118,7 +140,7 @@ def _check_said(said: Said, file: str) -> None:
         raise CheckpointError(f"{place} that it is quantized by {method.name}. {_not_read(method)}", file=file)
     for key, value in entries_of(said.what):
         allowed, text = method.only.get(key), _plain(value)
-        if key in method.never and value:
+        if key in method.never and value and not (isinstance(value, dict) and not any(value.values())):
             what = f"`{key}`, for {method.name}: {method.never[key]}"
             raise CheckpointError(f"{place} {what}. {_not_read(method)}", file=file)
         if allowed is not None and isinstance(value, str) and value and text not in map(_plain, allowed):
@@ -153,19 +175,8 @@ def _not_read(method: Method) -> str:
 FIRST_ENDS = re.compile("|".join(sorted({re.escape(ends[0]) for m in METHODS for ends in m.tensors})) + "$")
 
 
-def _check_methods(left: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Raise if a module has the tensors of a method, and no layout took all of them."""
-    for name in left:
-        dotted = f".{name}"
-        if not FIRST_ENDS.search(dotted):
-            continue
-        for method, ends in BY_TENSORS:
-            prefix = dotted.removesuffix(ends[0])
-            parts = [(prefix + end)[1:] for end in ends]
-            if dotted.endswith(ends[0]) and all(part in tensors for part in parts):
-                shown = ", ".join(repr(part[-60:]) for part in parts)
-                what = f"its tensors are those of {method.name} ({shown})"
-                raise left[name].file.wrong(f"{what}. {_not_read(method)}", prefix[1:] or name)
+def _is_narrow(tensor: Tensor) -> bool:
+    return tensor.dtype.kind in "iu" or tensor.dtype in FLOAT8
 
 
 def _check_parts(left: Mapping[str, Tensor], read: Mapping[str, Entry]) -> None:
@@ -202,7 +213,7 @@ def _unexplained(name: str, tensor: Tensor, beside: Neighbours) -> str | None:
     integer, wide = tensor.dtype.kind in "iu", tensor.dtype.itemsize == 8
     if tensor.dtype == E8M0:
         return ", powers of two that scale something"
-    if not (integer or tensor.dtype in FLOAT8) or math.prod(tensor.shape) < 2:
+    if not _is_narrow(tensor) or math.prod(tensor.shape) < 2:
         return None
     weight = WEIGHTS.search(last)
     if name in beside.of_name and not wide:
