@@ -259,6 +259,16 @@ def test_convert(name: str, options: list[str], kind: str, file: str, form: str,
         assert checkpoint.info("layer.weight").shape == (4, 64)
 
 
+def test_convert_says_what_does_not_run(run, tmp_path: Path):
+    save(tmp_path / "a", {"w": np.ones((4, 32), np.float32)})
+    (tmp_path / "a" / "config.json").write_text('{"model_type": "llama"}')
+    ran = run("convert", tmp_path / "a", tmp_path / "a.gguf")
+    assert (ran.code, ran.err.count("Warning")) == (0, 0)
+    assert "it has no metadata of a model, such as `general.architecture`" in ran.out
+    run("convert", tmp_path / "a", tmp_path / "b.safetensors")
+    assert "general.architecture" not in run("inspect", tmp_path / "b.safetensors").out
+
+
 # --- bench ---
 
 

@@ -62,6 +62,7 @@ class GgufCodec(Generic[Q]):
         return self.decode is not None or self.leaf is not None
 
 
+MANY = 4  # types that a message does not list
 CODECS: dict[tuple[str, type[QuantizedArray]], GgufCodec] = {}
 
 
@@ -96,7 +97,8 @@ def writer_of(item: Item, instead: str | None = None) -> GgufCodec:
     if found is not None:
         return found
     kinds = " or ".join(codec.block_type for codec in codecs)
-    why = f"{kinds} does not hold this layout of it" if codecs else "GGUF has no codec for it"
+    some = f"{kinds} does not hold" if len(codecs) < MANY else "no type of GGUF holds"
+    why = f"{some} this layout of it" if codecs else "GGUF has no codec for it"
     instead = instead or "`dequantize()` it first, or say by `type` which type it is to be rounded to"
     raise ValueError(f"{item.name!r} is a {cls.__name__}, and {why}: {instead}")
 
