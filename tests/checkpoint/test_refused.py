@@ -161,6 +161,7 @@ UNKNOWN: dict[str, Tensors] = {
     "names of nobody": {"m.alpha": CODES.view(np.int32), "m.beta": SCALE},
     "a weight of integers": {"m.weight": CODES.astype(np.int64)},
     "an index of codes": {"attn.key": CODES, "attn.key_scale": SCALE},
+    "codes that are named like scales": {"m.q_blob": CODES[0], "m.step": SCALE, "m.zeros": SCALE},
     "a vector of bytes": {"m.blob": np.zeros(256, np.uint8), "m.beta": SCALE},
     "a weight of integers alone": {"weight": CODES},
     "inside a weight": {"m.weight.data": CODES, "m.weight.step": SCALE},

@@ -172,7 +172,7 @@ def _not_read(method: Method) -> str:
 
 # --- tensors ---
 
-FIRST_ENDS = re.compile("|".join(sorted({re.escape(ends[0]) for m in METHODS for ends in m.tensors})) + "$")
+FIRST_ENDS = re.compile(f"({'|'.join(sorted({re.escape(ends[0]) for _, ends in BY_TENSORS}))})$")
 
 
 def _is_narrow(tensor: Tensor) -> bool:
@@ -194,7 +194,7 @@ class Neighbours:
     """For each tensor, others of its module, or of its own name and more: found once, as files may have many."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.of_module: dict[str, str] = {}  # a tensor that gives codes their meaning, by its module
+        self.of_module: dict[str, list[str]] = {}  # tensors that give codes their meaning, by their module
         self.of_name: dict[str, str] = {}  # and by the beginnings of its name
         self.floats: dict[str, str] = {}
         for name, tensor in tensors.items():
@@ -202,7 +202,7 @@ class Neighbours:
             if tensor.dtype.kind == "f" or tensor.dtype.name == "bfloat16":
                 self.floats.setdefault(module, name)
             if MEANING.search(last):
-                self.of_module.setdefault(module, name)
+                self.of_module.setdefault(module, []).append(name)
                 beginnings = [name[: found.start()] for found in re.finditer(r"[._]", name)]
                 self.of_name |= dict.fromkeys(beginnings[-MAX_PARTS:], name)
 
@@ -220,9 +220,10 @@ def _unexplained(name: str, tensor: Tensor, beside: Neighbours) -> str | None:
         return f" beside {beside.of_name[name][-60:]!r}"
     if integer and not weight and INDICES.search(last):
         return None
-    meaning = beside.of_module.get(module) if module or weight else None
-    if meaning not in (None, name) and not wide:
-        return f" beside {meaning[-60:]!r}"
+    meanings = beside.of_module.get(module, []) if module or weight else []
+    other = next((each for each in meanings[:2] if each != name), None)
+    if other is not None and not wide:
+        return f" beside {other[-60:]!r}"
     is_matrix = len(tensor.shape) > 1 or (tensor.dtype.itemsize == 1 and tensor.nbytes >= FEW)
     if not integer or not is_matrix:
         return None
