@@ -36,6 +36,13 @@ def test_values_are_those_of_the_file(name: str, tmp_path: Path):
     assert bits(found.with_dtype(np.float32).materialize()) == bits(case.expected)
 
 
+def test_what_is_said_of_a_part_of_the_model_is_read(tmp_path: Path):
+    case = CASES["mlx 4 bits"]()
+    folder = folder_of(case, tmp_path)
+    (folder / "config.json").write_text(json.dumps({"text_config": {"quantization": dict(case.config)}}))
+    assert bits(load(folder)[case.name].with_dtype(np.float32).materialize()) == bits(case.expected)
+
+
 # --- a folder as a whole ---
 
 

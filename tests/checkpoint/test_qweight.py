@@ -120,6 +120,8 @@ AGREE: list[tuple[int, dict[str, Any] | None]] = [
     (V2, {"quant_method": "gptq", "checkpoint_format": "gptq_p"}),
     (V1, {"quant_method": "auto-round"}),
     (V2, {"quant_method": "auto-round", "packing_format": "auto_round"}),
+    (V1, {"quant_method": "gptq", "bits": 8, "dynamic": {"+:layer": {"bits": 4}}}),  # of a module
+    (V1, {"quant_method": "gptq", "bits": 4, "group_size": 32}),
 ]
 
 
