@@ -43,11 +43,12 @@ def _said(config: Callable[[], Config]) -> list[frozenset[int]]:
 def _block_shape(group: Group, shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, ...]:
     """The lengths of blocks along the last two axes, without a leading 1."""
     lengths, stated = [], group.config().get("weight_block_size")
-    if isinstance(stated, list) and len(stated) == 2 and all(type(size) is int and size > 0 for size in stated):
-        wanted = tuple(-(-length // size) for length, size in zip(shape[-2:], stated, strict=True))
+    sizes = [size for size in stated if type(size) is int and size > 0] if isinstance(stated, list) else []
+    if len(sizes) == 2:
+        wanted = tuple(-(-length // size) for length, size in zip(shape[-2:], sizes, strict=True))
         if scale[-2:] != wanted:
             what = f"scales {list(scale[-2:])} of a weight {list(shape[-2:])}"
-            raise group.wrong(f"{what} are not those of blocks {stated}, which the configuration says")
+            raise group.wrong(f"{what} are not those of blocks {sizes}, which the configuration says")
     for length, entries, said in zip(shape[-2:], scale[-2:], _said(group.config), strict=True):
         lengths.append(1 if entries in (1, length) else block_of(group, length, entries, said, USUAL))
     return tuple(lengths) if lengths[0] > 1 else tuple(lengths[1:]) if lengths[1] > 1 else ()
