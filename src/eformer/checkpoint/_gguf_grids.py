@@ -36,10 +36,9 @@ class GridType:
     def like(self, shape: tuple[int, ...]) -> ArrayGrouped:
         """The array of this shape, without values."""
         *rows, row = shape
-        leaves = {name: (plane, np.uint8) for name, plane in plane_shapes(shape, self.bits).items()}
-        leaves["scale"] = (*rows, row // self.block_size), np.uint8
-        leaves["scale_scale"] = (*rows, row // ELEMENTS), np.float32
-        structs = {name: jax.ShapeDtypeStruct(tuple(size), dtype) for name, (size, dtype) in leaves.items()}
+        leaves = {**plane_shapes(shape, self.bits), "scale": (*rows, row // self.block_size)}
+        structs = {name: jax.ShapeDtypeStruct(tuple(size), np.uint8) for name, size in leaves.items()}
+        structs["scale_scale"] = jax.ShapeDtypeStruct((*rows, row // ELEMENTS), np.float32)
         statics = {"bits": self.bits, "block_size": self.block_size, "superblock_size": ELEMENTS}
         return array_from_fields(ArrayGrouped, {**structs, **statics, "dtype": np.dtype(np.float32)})
 
