@@ -1,53 +1,34 @@
 // The kernels of one instruction set. The build compiles this file once for each, with EFORMER_ISA its name.
-#include "kernels.h"
-
-#include "bfloats.h"
-#include "few_rows.h"
 #include "format_list.h"  // made by CMake: includes formats/*.h and defines EFORMER_FORMATS(use) as use(Int8, "int8") ...
-#include "int8_dots.h"
-#include "int8_matmul.h"
-#include "int8_round.h"
-#include "matmul.h"
-#include "split_matmul.h"
-#include "word_dots.h"
+#include "loops/dots_bytes.h"
+#include "loops/dots_floats.h"
+#include "loops/gemm_bfloat.h"
+#include "loops/gemm_bytes.h"
+#include "loops/gemm_floats.h"
+#include "loops/gemv_floats.h"
+#include "loops/x_bytes.h"
+#include "matrix/matrix.h"
 
 namespace eformer::EFORMER_ISA {
 
 #define EFORMER_STRING_(name) #name
 #define EFORMER_STRING(name) EFORMER_STRING_(name)
 
-// Calls a format's loop with sums that have room for a strip behind the last column, as y does not.
-template <auto kLoop>
-static void RowMatmul(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
-  alignas(64) float sums[kSliceColumns + kStripSize] = {};
-  kLoop(m, x, k0, k1, n0, n1, sums);
-  std::memcpy(y, sums, (n1 - n0) * sizeof(float));
-}
-
-template <auto kLoop>
-constexpr decltype(Kernels::row_matmul) RowMatmulOrNull() {
-  if constexpr (std::is_null_pointer_v<decltype(kLoop)>) {
-    return nullptr;
-  } else {
-    return RowMatmul<kLoop>;
-  }
-}
-
 template <class Format>
 constexpr Kernels KernelsOf() {
-  return {DescribeFormat<Format>(),
-          RowMatmulOrNull<Format::RowMatmul>(),
-          RowMatmulTransposedOf<Format>(),
+  FormatInfo info = DescribeFormat<Format>();
+  info.reorders = kReorders<Format>;
+  return {info,
+          Gemv<Format>,
+          GemvAny<Format>,
+          FloatDots<Format>,
+          DotsAny<Format>,
           Matmul<Format>,
-          DotOrderOf<Format>,
-          DotMatmul<Format>,
           kBfloatMatmul<Format>,
-          Int8OrderOf<Format>,
-          Int8DotsOrNull<Format>(),
-          Int8FewMatmulOrNull<Format>(),
-          SplitOrderOf<Format>,
-          SplitMatmulOrNull<Format>(),
-          Decode<Format>};
+          ByteOrderOf<Format>,
+          ByteDotsOrNull<Format>(),
+          ByteMatmulOrNull<Format>(),
+          DecodeRows<Format>};
 }
 
 #define EFORMER_CHECK_FORMAT(Format, file_name) \
@@ -63,13 +44,14 @@ extern const InstructionSet kInstructionSet;
 template <class Format>
 static void Replace(Kernels& kernels) {
   kernels.bfloat_matmul = kBfloatMatmul<Format>;
-  kernels.int8_matmul = Int8MatmulOrNull<Format>();
+  kernels.byte_order = ByteOrderOf<Format>;
+  kernels.byte_matmul = ByteMatmulOrNull<Format>();
 }
 #else
 template <class Format>
 static void Replace(Kernels& kernels) {
-  kernels.int8_dots = Int8DotsOrNull<Format>();
-  kernels.int8_matmul = Int8MatmulOrNull<Format>();
+  kernels.byte_dots = ByteDotsOrNull<Format>();
+  kernels.byte_matmul = ByteMatmulOrNull<Format>();
 }
 #endif
 
@@ -90,7 +72,6 @@ struct Extended {
 static InstructionSet WithKernels(const Extended& kernels) {
   InstructionSet set = EFORMER_EXTENDS::kInstructionSet;
   set.name = EFORMER_STRING(EFORMER_ISA);
-  set.int8_tile_rows = kInt8TileRows;
   set.begin = kernels.all;
   set.end = kernels.all + sizeof kernels.all / sizeof *kernels.all;
   return set;
@@ -105,7 +86,7 @@ const InstructionSet kInstructionSet = WithKernels(kExtended);
 static constexpr Kernels kAll[] = {EFORMER_FORMATS(EFORMER_KERNELS_OF)};
 
 const InstructionSet kInstructionSet = {
-    EFORMER_STRING(EFORMER_ISA),      kInt8TileRows, kSplitTileRows, kWordTileRows, OrderX, RoundRow, SplitRow, kAll,
+    EFORMER_STRING(EFORMER_ISA), kLanes, PutInLanes, ToBytes, kAll,
     kAll + sizeof kAll / sizeof *kAll};
 
 #endif

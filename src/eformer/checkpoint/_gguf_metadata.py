@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from ._file import CheckpointError, MappedFile
 from ._gguf import Metadata, Reader, read_pairs
-from ._gguf_write import pairs_of
+from ._gguf_pairs import pairs_of
 
 KEY = "eformer.gguf"  # its value: the pairs as in a GGUF file, in base64
 COUNT = "total_size"  # of an index of shards, which says it of its own files

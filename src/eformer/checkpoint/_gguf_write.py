@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +14,21 @@ import numpy as np
 from jax import tree_util as jtu
 
 from eformer._progress import Meter, Progress
+from eformer._saving import Target, filling
 from eformer.jaximus import materialize
 from eformer.ops.quantization import QuantizedArray
 
 from ._arrays import Item, Like, Part, contiguous_bytes, items_of
 from ._file import MappedFile, StrPath
-from ._gguf import ARRAY, MAGIC, MAX_AXES, SCALARS, STRING, Kind, Metadata
+from ._gguf import MAGIC, MAX_AXES, Metadata
 from ._gguf_blocks import IDS, PLAIN, TYPES
 from ._gguf_codecs import encoder_of, writer_of
 from ._gguf_encode import ENCODERS
 from ._gguf_entry import GgufEntry
+from ._gguf_pairs import pairs_of, text_of
 from ._header import Tensor, narrowed
 from ._paths import GGUF_SUFFIX, target_file
-from ._saving import Saving, Target, filling
+from ._saving import CheckpointSaving
 from ._tree import flattened
 from ._write import CHUNK
 
@@ -36,9 +37,6 @@ MAX_NAME = 63  # bytes; ggml keeps 64 with the closing zero
 AT_ONCE = 1 << 18  # elements encoded at a time
 TypeFor = str | Callable[[str, tuple[int, ...]], str | None] | None
 _PLAIN_NAMES = {dtype: name for name, dtype in PLAIN.items()}
-_U32, _I32, _U64, _I64 = 4, 5, 10, 11
-_NUMBERS = {np.dtype(scalar.format[1:]): kind for kind, scalar in SCALARS.items()}
-_RANGES = {_U32: (0, 2**32), _I32: (-(2**31), 0), _U64: (0, 2**64), _I64: (-(2**63), 0)}
 
 
 def save_gguf(
@@ -88,12 +86,12 @@ def write_gguf(target: Target, items: Sequence[Item], type: TypeFor, metadata: M
     offset = 0
     for item, kind, _, _, nbytes in planned:
         shape = item.like.shape
-        header += _text(item.name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        header += text_of(item.name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         header += struct.pack("<IQ", IDS[kind], offset)
         offset += nbytes + -nbytes % ALIGNMENT
     meter = Meter(target.progress, sum(plan.nbytes for plan in planned))
     header += bytes(-len(header) % ALIGNMENT)
-    with filling(Saving(target, path, [len(header) + offset])) as file:
+    with filling(CheckpointSaving(target, path, [len(header) + offset])) as file:
         file.write(header)
         for plan in planned:
             for start in range(0, len(data := _data(plan)), CHUNK):
@@ -197,60 +195,3 @@ def _cast(name: str, array: np.ndarray, kind: str) -> np.ndarray:
     if not (jnp.issubdtype(array.dtype, jnp.floating) and kind in ("F16", "BF16", "F32", "F64")):
         raise TypeError(f"{name!r} is {array.dtype}: it can't be written as {kind}")
     return narrowed(name, array, PLAIN[kind])
-
-
-# --- metadata ---
-
-
-def pairs_of(metadata: Mapping[str, object], kinds: Mapping[str, Kind]) -> bytes:
-    """The entries of the metadata as in a file, their number first; `kinds` are the types that they had in another."""
-    made = bytearray(struct.pack("<Q", len(metadata)))
-    for name, value in metadata.items():
-        kind = _kind(name, value, kinds.get(name))
-        made += _text(name) + struct.pack("<I", kind) + _content(name, value, kind, kinds.get(name))
-    return bytes(made)
-
-
-def _text(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogateescape")
-    return struct.pack("<Q", len(data)) + data
-
-
-def _kind(name: str, value: object, known: Kind | None = None) -> int:
-    """The number of the type of a value: the one it had in a file, NumPy's, or the smallest for integers.
-
-    That has 32 or 64 bits. Python's floats have 64 bits; programs that run models want `numpy.float32`.
-    """
-    if isinstance(known, int) and known in SCALARS and isinstance(value, (bool, int, float)):
-        with contextlib.suppress(struct.error, OverflowError):  # it has another value now
-            SCALARS[known].pack(value)
-            return known
-    if isinstance(value, (bool, float, np.generic)) and (dtype := np.asarray(value).dtype) in _NUMBERS:
-        return _NUMBERS[dtype]
-    if isinstance(value, str):
-        return STRING
-    if isinstance(value, int):
-        for kind, (low, high) in _RANGES.items():
-            if low <= value < high:
-                return kind
-    if isinstance(value, (list, tuple)):
-        return ARRAY
-    raise TypeError(f"the metadata {name!r} is {value!r}; GGUF holds text, numbers, booleans and lists of these")
-
-
-def _content(name: str, value: object, kind: int, known: Kind | None = None) -> bytes:
-    if isinstance(value, str):
-        return _text(value)
-    if not isinstance(value, (list, tuple)):
-        return SCALARS[kind].pack(value)
-    if isinstance(known, list):  # a list of lists, each with a type of its own
-        own = known if len(known) == len(value) else [None] * len(value)
-        parts = [_content(name, each, ARRAY, kind) for each, kind in zip(value, own, strict=True)]
-        return struct.pack("<IQ", ARRAY, len(value)) + b"".join(parts)
-    kinds = {_kind(name, each, known) for each in value}
-    if kinds <= _RANGES.keys() and len(kinds) > 1:  # integers of several sizes and signs
-        kinds = {_I64}
-    if len(kinds) > 1:
-        raise TypeError(f"the metadata {name!r} is a list of several types; GGUF has lists of one")
-    inner = kinds.pop() if kinds else _U32 if known is None else known
-    return struct.pack("<IQ", inner, len(value)) + b"".join(_content(name, each, inner) for each in value)

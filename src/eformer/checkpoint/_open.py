@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from ._gguf_split import read_split
 from ._header import Json, Tensor, parse_json, read_header
 from ._paths import check_inside, find_file, is_index, read_index, state_of
 from ._place import ShardingFor, place, sharding_for
-from ._prequantized import find_prequantized
-from ._quantization_config import Configuration
+from ._prequantized import PrequantizedEntry, find_prequantized
+from ._quantization_config import Configuration, Own, own_config
 from ._refusal import check_methods, check_said, check_tensors
 from ._tree import rebuilt
 
@@ -45,6 +45,7 @@ class Checkpoint(Mapping[str, Any], AbstractContextManager["Checkpoint"]):
     metadata: Mapping[str, object]
     tree: Json
     _files: list[MappedFile]
+    _own: Own = field(default_factory=dict)  # what the weights themselves say of the files beside them
     _closed: bool = False
 
     def __getitem__(self, name: str) -> Any:  # the class depends on the file
@@ -76,6 +77,16 @@ class Checkpoint(Mapping[str, Any], AbstractContextManager["Checkpoint"]):
         if self._closed:
             raise ValueError(f"{name!r} can't be read any more: the checkpoint is closed")
         return self._entries[name]
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that it is read from; none for bytes."""
+        return sorted({path for path in (self.path, *(file.path for file in self._files)) if path is not None})
+
+    def _needs_config(self) -> bool:
+        """Whether a file beside says how arrays are read, or that they are not: their own file does not say it."""
+        theirs = any(isinstance(entry, PrequantizedEntry) for entry in self._entries.values())
+        return (theirs or (self.tree is None and self.kind != "gguf")) and not self._own
 
     def close(self) -> None:
         self._closed = True
@@ -114,14 +125,17 @@ def open_checkpoint(source: StrPath | bytes, *, copy: bool = False, raw: bool = 
         found = state_of(source)
         try:
             path = find_file(source)
-            if is_index(path):
-                return _of_index(path, copy, raw)
-            return _of_file(path, MappedFile(path, copy=copy), copy, raw)
+            mapped = None if is_index(path) else MappedFile(path, copy=copy)
+            opened = _of_index(path, copy, raw) if mapped is None else _of_file(path, mapped, copy, raw)
         except (CheckpointError, FileNotFoundError):
             # If the state changed, another save replaced the checkpoint meanwhile, and removed the files of this one.
             if not attempts_left or state_of(source) == found:
                 raise
-    raise AssertionError
+            continue
+        if not opened._needs_config() or state_of(source) == found:
+            return opened
+        opened.close()  # the configuration that was read may be that of the checkpoint which took its place
+    raise CheckpointError(f"it was replaced {ATTEMPTS} times while it was opened", file=str(source))
 
 
 def _of_file(path: Path | None, file: MappedFile, copy: bool, raw: bool) -> Checkpoint:
@@ -133,9 +147,10 @@ def _of_file(path: Path | None, file: MappedFile, copy: bool, raw: bool) -> Chec
     tensors, metadata = read_header(file)
     if raw:
         return _raw(path, tensors, metadata, [file])
-    arrays, tree = _ours(metadata.pop(KEY, None), file)
-    found = _entries(tensors, arrays, file.name, tree, Configuration(path), metadata)
-    return Checkpoint(path, *found, with_gguf_metadata(metadata, file.name), tree, [file])
+    arrays, tree, config = _ours(metadata.pop(KEY, None), file)
+    own = own_config(config, path)
+    found = _entries(tensors, arrays, file.name, tree, Configuration(path, own), metadata)
+    return Checkpoint(path, *found, with_gguf_metadata(metadata, file.name), tree, [file], own)
 
 
 def _raw(
@@ -157,14 +172,14 @@ def _of_index(path: Path, copy: bool, raw: bool) -> Checkpoint:
     for shard, names in by_shard.items():
         check_inside(path, path.with_name(shard))
         files.append(MappedFile(path.with_name(shard), copy=copy))
-        found, own = read_header(files[-1])
+        found, header = read_header(files[-1])
         missing = next((name for name in names if name not in found), None)
         if missing is not None:
             what = f"the index says it is in {shard!r}, and it is not"
             raise CheckpointError(what, file=str(path), tensor=missing)
         tensors |= {name: found[name] for name in names}
-        said |= own
-        described, _ = _ours(own.get(KEY), files[-1])
+        said |= header
+        described, _, _ = _ours(header.get(KEY), files[-1])
         twice = min(arrays.keys() & described.keys(), default=None)
         if twice is not None:
             raise CheckpointError("two shards describe an array of that name", file=str(path), tensor=twice)
@@ -172,17 +187,18 @@ def _of_index(path: Path, copy: bool, raw: bool) -> Checkpoint:
     if raw:
         return _raw(path, {name: tensors[name] for name in weight_map}, metadata, files)
     given = metadata.pop(KEY, None)
-    tree = given.get("tree") if isinstance(given, dict) else None
+    tree, config = (given.get("tree"), given.get("config")) if isinstance(given, dict) else (None, None)
+    own = own_config(config, path)
     tensors = {name: tensors[name] for name in weight_map}
     file = files[0].name if files else str(path)
-    found = _entries(tensors, arrays, file, tree, Configuration(path), {**said, **metadata})
-    return Checkpoint(path, *found, with_gguf_metadata(metadata, str(path)), tree, files)
+    found = _entries(tensors, arrays, file, tree, Configuration(path, own), {**said, **metadata})
+    return Checkpoint(path, *found, with_gguf_metadata(metadata, str(path)), tree, files, own)
 
 
-def _ours(text: str | None, file: MappedFile) -> tuple[dict[str, Json], Json]:
-    """The descriptions of quantized arrays, and the tree, from our part of the metadata."""
+def _ours(text: str | None, file: MappedFile) -> tuple[dict[str, Json], Json, Json]:
+    """The descriptions of quantized arrays, the tree, and the configuration, from our part of the metadata."""
     if text is None:
-        return {}, None
+        return {}, None, None
     given = parse_json(text.encode("utf-8", "surrogatepass"), file.name, f"the metadata `{KEY}`")
     version = given.get("version") if isinstance(given, dict) else None
     if not isinstance(given, dict) or type(version) is not int or not 1 <= version <= VERSION:
@@ -190,7 +206,7 @@ def _ours(text: str | None, file: MappedFile) -> tuple[dict[str, Json], Json]:
     arrays = given.get("arrays", {})
     if not isinstance(arrays, dict):
         raise file.wrong("`arrays` must map names to descriptions")
-    return arrays, given.get("tree")
+    return arrays, given.get("tree"), given.get("config")
 
 
 def _entries(

@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from eformer._saving import is_sealed, unsealed
 
 from ._file import CheckpointError, open_plain
 from ._header import Json, parse_json
 
 MAX_CONFIG = 1 << 24  # bytes; the largest list every module of a model
 
-CONFIG = "config.json"
+Own = Mapping[str, dict[str, Json]]  # keys of files beside the weights, by the names of the files
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 KEYS = (
     "quantization_config",
     "compression_config",  # of early compressed-tensors
@@ -29,6 +33,7 @@ FILES: tuple[tuple[str, str | None], ...] = (
     ("hf_quant_config.json", "quantization"),  # of ModelOpt
     ("quanto_qmap.json", None),
 )
+BESIDE = {CONFIG, ADAPTER_CONFIG, *(name for name, _ in FILES)}
 
 
 class Said(NamedTuple):
@@ -40,27 +45,19 @@ class Said(NamedTuple):
 
 
 class Configuration:
-    """What is said beside the file `path`, read once and when it is asked for; nothing is said beside bytes."""
+    """What is said of the weights in the file `path`, read once and when it is asked for.
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    It is what they say themselves, `own`; if that is nothing, what the files beside say. Nothing is beside bytes.
+    """
+
+    def __init__(self, path: Path | None, own: Own) -> None:
+        self._path, self._own = path, own
 
     @functools.cached_property
     def _read(self) -> tuple[list[Said], CheckpointError | None]:
-        if self._path is None:
-            return [], None
-        try:
-            whole, error = read_json(self._path.with_name(CONFIG)), None
-        except CheckpointError as found:
-            whole, error = None, found
-        parts = sorted(_parts(whole), key=lambda part: part[0])
-        said = [Said(CONFIG, key, what) for _, key, what in parts]
-        for name, key in FILES:
-            whole = None if said else read_json(self._path.with_name(name))
-            part = whole if key is None or not isinstance(whole, dict) else whole.get(key)
-            if isinstance(part, dict) and part:
-                said.append(Said(name, key, part))
-        return said, error
+        if self._own or self._path is None:
+            return _said(self._own.get)
+        return _said(functools.partial(_read_beside, self._path))
 
     @property
     def said(self) -> list[Said]:
@@ -82,7 +79,7 @@ def _speaks_of_quantization(path: Path) -> bool:
     """Whether a file that can't be parsed has the word; one that can't be read, or is elsewhere, may have it."""
     try:
         with open_plain(path) as file:
-            text = file.read(MAX_CONFIG + 1)
+            text = unsealed(file.read(MAX_CONFIG + 1)) or b""
     except (OSError, CheckpointError):
         return True
     return len(text) > MAX_CONFIG or any(word in text for word in (b"git-lfs", *(key.encode() for key in KEYS)))
@@ -114,6 +111,57 @@ def entries_of(value: Json) -> Iterator[tuple[str, Json]]:
         waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
+def _read_beside(path: Path, name: str) -> Json:
+    return read_json(path.with_name(name))
+
+
+def _said(read: Callable[[str], Json]) -> tuple[list[Said], CheckpointError | None]:
+    """All that is said in files that `read` gives by name, and why config.json can't be read."""
+    try:
+        whole, error = read(CONFIG), None
+    except CheckpointError as found:
+        whole, error = None, found
+    parts = sorted(_parts(whole), key=lambda part: part[0])
+    said = [Said(CONFIG, key, what) for _, key, what in parts]
+    for name, key in FILES:
+        whole = None if said else read(name)
+        part = whole if key is None or not isinstance(whole, dict) else whole.get(key)
+        if isinstance(part, dict) and part:
+            said.append(Said(name, key, part))
+    return said, error
+
+
+def own_config(given: Json, path: Path | None) -> Own:
+    """What a file itself says of those beside it; a CheckpointError if these say otherwise.
+
+    A file that is missing, or under the seal of a save that was interrupted, says nothing.
+    """
+    files = given.items() if isinstance(given, dict) else ()
+    own = {name: keys for name, keys in files if name in BESIDE and isinstance(keys, dict)}
+    for name, keys in own.items():
+        if path is not None:
+            _check_same(path, path.with_name(name), keys)
+    return own
+
+
+def _check_same(path: Path, beside: Path, keys: Mapping[str, Json]) -> None:
+    said = None if is_sealed(beside) else read_json(beside)
+    other = [key for key in keys if not isinstance(said, dict) or said.get(key) != keys[key]]
+    if said is not None and other:
+        what = f"`{other[0]}` is not what it was when {path.name} was written: it was changed, or is of other weights"
+        raise CheckpointError(f"{what}; write both again", file=str(beside))
+
+
+def quantization_in(text: bytes | None, path: Path) -> list[Said]:
+    """What the text of a config.json says of quantization; nothing if it can't be read."""
+    text = None if text is None else unsealed(text)
+    try:
+        whole = {} if text is None else parse_json(text, str(path), "the configuration")
+    except CheckpointError:
+        return []
+    return _said({CONFIG: whole}.get)[0]
+
+
 def config_with(path: Path | None, said: Mapping[str, Json]) -> bytes:
     """The config.json beside the file `path`, with `said` in place of what it says of quantization."""
     given = None if path is None else read_json(path.with_name(CONFIG))
@@ -141,4 +189,5 @@ def read_json(path: Path) -> Json:
         raise CheckpointError(f"it can't be read: {error.strerror}", file=str(path)) from error
     if len(text) > MAX_CONFIG:
         raise CheckpointError(f"a configuration of more than {MAX_CONFIG} bytes", file=str(path))
-    return parse_json(text, str(path), "the configuration")
+    text = unsealed(text)
+    return None if text is None else parse_json(text, str(path), "the configuration")

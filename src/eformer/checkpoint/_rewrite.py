@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._progress import Progress
+from eformer._saving import Target, is_sealed, reading
 from eformer._warnings import warn
 from eformer.model import Rule, apply_rule, find_rule, warn_unused_rules
 from eformer.ops.quantization import QuantizedArray
@@ -26,7 +27,6 @@ from ._memory import aligned_copy
 from ._open import Checkpoint, open_checkpoint
 from ._paths import INDEX_SUFFIX, SUFFIXES
 from ._quantization_config import CONFIG, FILES, read_json, without_quantization
-from ._saving import Target
 from ._write import KINDS, check_kind, with_config, write_safetensors
 
 # Endings of weights, which are not copied along, and the size of the largest file that is.
@@ -69,14 +69,14 @@ def quantize_checkpoint(
     """
     if isinstance(rules, (Rule, str)) or not all(isinstance(rule, Rule) for rule in rules):
         raise TypeError(f"`rules` must be a sequence of `Rule`s, got {rules!r}; `parse_rule` reads strings")
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source) as checkpoint, reading(checkpoint.files):
         entries = {name: checkpoint.entry(name) for name in checkpoint}
         # Integers are counts and indices, which have to stay exact.
         weights = {name: e.like for name, e in entries.items() if jnp.issubdtype(e.like.dtype, jnp.floating)}
         chosen = {name: find_rule(rules, name, like) for name, like in weights.items()}
         warn_unused_rules(rules, chosen)
         written = KINDS["safetensors"](_quantized(name, entry, chosen.get(name)) for name, entry in entries.items())
-        to = Target(target, overwrite, progress, _files_of(checkpoint), *_beside(source, target))
+        to = Target(target, overwrite, progress, *_beside(source, target))
         return write_safetensors(to, written, checkpoint.tree, text_metadata(checkpoint.metadata), max_shard_bytes)
 
 
@@ -101,8 +101,8 @@ def convert(
         raise ValueError("`max_shard_bytes` is for safetensors; a GGUF file is written whole")
     if kind != GGUF and type is not None:
         raise ValueError(f"`type={type!r}` is for GGUF; `quantize_checkpoint` changes the format of arrays")
-    with open_checkpoint(source) as checkpoint:
-        to = Target(target, overwrite, progress, _files_of(checkpoint), *_beside(source, target))
+    with open_checkpoint(source) as checkpoint, reading(checkpoint.files):
+        to = Target(target, overwrite, progress, *_beside(source, target))
         entries = [checkpoint.entry(name) for name in checkpoint]
         items = [Item(entry.name, entry.like, entry.host, entry.drop) for entry in entries]
         if kind == GGUF:
@@ -140,12 +140,6 @@ def _warn_if_not_runnable(checkpoint: Checkpoint) -> None:
         )
 
 
-def _files_of(checkpoint: Checkpoint) -> list[Path]:
-    """The files that a checkpoint is read from."""
-    parts = {tensor.file.path for name in checkpoint for tensor in checkpoint.entry(name).tensors}
-    return sorted({each for each in (checkpoint.path, *parts) if each is not None})
-
-
 def _beside(source: StrPath, target: StrPath) -> tuple[list[Path], dict[str, bytes]]:
     """The files to copy along, and a config.json that does not say how the arrays were quantized before."""
     gone = {name for name, _ in FILES}
@@ -154,8 +148,9 @@ def _beside(source: StrPath, target: StrPath) -> tuple[list[Path], dict[str, byt
     with contextlib.suppress(CheckpointError):  # it is no JSON, and copied as it is
         given = None if config is None else read_json(config)
         kept = without_quantization(given)
-        if kept != given:
-            return [file for file in files if file != config], {CONFIG: json.dumps(kept, indent=2).encode()}
+        if kept != given or (config is not None and is_sealed(config)):
+            texts = {} if kept is None else {CONFIG: json.dumps(kept, indent=2).encode()}
+            return [file for file in files if file != config], texts
     return files, {}
 
 

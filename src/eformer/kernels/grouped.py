@@ -5,6 +5,7 @@ A code of 3, 5 or 6 bits has two planes, of its low and of its high bits.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import jax
@@ -18,11 +19,35 @@ from . import fitting, reference
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # bits in each plane of a code, the lowest first
 
-# What the sixteen codes of 4 bits stand for where they are not integers.
-CODEBOOKS = {
+# What the sixteen codes of 4 bits stand for where they are not integers; formats may add tables.
+CODEBOOKS: dict[str, np.ndarray] = {
     "e2m1": np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32),
     "iq4_nl": np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32),
 }
+
+
+TABLE_STARTS = (0.9, 0.8)  # of the scale that spans a block: where the search of a better one begins
+
+
+def checked_table(name: str, values: Sequence[float]) -> np.ndarray:
+    """Up to sixteen values as an entry `name` of CODEBOOKS; codes beyond them stand for the last."""
+    table = np.asarray(values, np.float32)
+    if name == "integer" or name in CODEBOOKS:
+        raise ValueError(f"there is a table {name!r} already")
+    if table.ndim != 1 or not 2 <= table.size <= 16 or not np.all(np.isfinite(table)) or not np.any(table):
+        raise ValueError(f"a table has 2 to 16 finite values that are not all 0; got {values!r} for {name!r}")
+    return np.pad(table, (0, 16 - table.size), mode="edge")
+
+
+def kernel_name(codebook: str) -> str:
+    """The name by which kernels know a table: a checksum in it keeps a core that was built of other values away."""
+    own = ("e2m1", "iq4_nl")  # csrc/formats has these
+    return codebook if codebook in own else f"{codebook}_{zlib.crc32(CODEBOOKS[codebook].tobytes()):08x}"
+
+
+def kernel_tables() -> dict[str, np.ndarray]:
+    """All tables, by the names that kernels know them by."""
+    return {kernel_name(name): table for name, table in CODEBOOKS.items()}
 
 
 def pack_codes(codes: jax.Array, bits: int, axis: int) -> list[jax.Array]:
@@ -157,6 +182,39 @@ def encode(
         named = zip(("scale", "offset"), line, strict=True)
         leaves = {name: level.astype(dtype) for name, level in named if level is not None}
     return nearest_codes(x, *line, bits, block_size, axis), leaves
+
+
+def encode_table(
+    x: jax.Array, table: np.ndarray, block_size: int, axis: int, scale_dtype: DTypeLike, fit: bool
+) -> tuple[jax.Array, jax.Array]:
+    """uint8 codes of the shape of `x`, of the nearest entries of `table` times the scales of their blocks; and these.
+
+    A scale spreads the table over its block, or with `fit` makes the squared error smaller. It is NaN for a block with
+    a NaN or an infinity.
+    """
+    axis = axis % x.ndim
+    low, high = extremes(x, block_size, axis)
+    least, largest = float(min(table.min(), 0)), float(max(table.max(), 0))
+    below, above = (low / least if least else 0 * low), (high / largest if largest else 0 * high)
+    limit = float(jnp.finfo(scale_dtype).max)
+
+    def stored(scale: jax.Array) -> jax.Array:
+        return round_scales(jnp.clip(scale, 0, limit), scale_dtype)
+
+    def nearest(x: jax.Array, scale: jax.Array, _: jax.Array | None = None) -> jax.Array:
+        return reference.nearest_in_table(x / jnp.where(scale == 0, 1, scale), table, as_values=True) * scale
+
+    blocks = reference.split(x.astype(low.dtype), axis, block_size)
+    scale = jnp.expand_dims(stored(jnp.maximum(below, above)), axis + 1)
+    if fit:
+        peak = jnp.expand_dims(jnp.maximum(-low, high), axis + 1)
+        starts = [(stored(scale * part), None) for part in TABLE_STARTS]
+        present = _present(x, block_size, axis)
+        options = {"peak": peak, "stored": stored, "present": present}
+        scale, _ = fitting.fitted(blocks, (axis + 1,), (scale, None), starts, nearest, **options)
+    codes = reference.nearest_in_table(reference.divide(blocks, jnp.where(scale == 0, 1, scale)), table)
+    dtype = low.dtype if low.dtype == jnp.float64 else scale_dtype
+    return reference.merge(codes, axis, x.shape[axis]), jnp.squeeze(scale, axis + 1).astype(dtype)
 
 
 def in_two_levels(

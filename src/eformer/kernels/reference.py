@@ -33,7 +33,6 @@ def _boundaries(codes: np.ndarray) -> np.ndarray:
     return np.where(rounded > middle, np.nextafter(rounded, np.float32(-np.inf)), rounded)
 
 
-NF4_BOUNDARIES = _boundaries(NF4_CODES)
 NF4_STARTS = (1.03, 0.9)  # of the largest magnitude: where the search of a better scale begins, as measured
 FLOAT8_STARTS = (1.4, 1.7)  # of the scale that brings the largest magnitude to the largest code
 
@@ -236,6 +235,19 @@ def encode_nf4(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax
     return nf4_codes(x, absmax, block_size, axis), absmax
 
 
+def nearest_in_table(x: jax.Array, table: np.ndarray, *, as_values: bool = False) -> jax.Array:
+    """The uint8 code of what is nearest to each element of `x` in a `table` of float32, of two as near the lower.
+
+    With `as_values` that entry itself, in the dtype of `x`.
+    """
+    values, codes = np.unique(table, return_index=True)
+    found = values.astype(x.dtype) if as_values else codes.astype(np.uint8)
+    nearest = jnp.full(x.shape, found[0])
+    for boundary, each in zip(_boundaries(values), found[1:], strict=True):
+        nearest = jnp.where(x > float(boundary), each, nearest)
+    return nearest
+
+
 def nf4_scales(x: jax.Array, block_size: int, axis: int, fit: bool = False) -> jax.Array:
     """The largest magnitude of each block, or with `fit` the scale of the smallest squared error.
 
@@ -246,11 +258,7 @@ def nf4_scales(x: jax.Array, block_size: int, axis: int, fit: bool = False) -> j
     peak = _finite(absmax(blocks, (axis + 1,)))
 
     def nearest(x: jax.Array, scale: jax.Array) -> jax.Array:
-        unit = x / jnp.where(scale == 0, 1, scale)
-        values = jnp.full_like(x, NF4_CODES[0])
-        for boundary, code in zip(NF4_BOUNDARIES, NF4_CODES[1:], strict=True):
-            values = jnp.where(unit > boundary, code, values)
-        return values * scale
+        return nearest_in_table(x / jnp.where(scale == 0, 1, scale), NF4_CODES, as_values=True) * scale
 
     if fit:
         starts = [peak * part for part in NF4_STARTS]
@@ -265,8 +273,7 @@ def nf4_codes(x: jax.Array, scale: jax.Array, block_size: int, axis: int) -> jax
     axis, length = axis % x.ndim, x.shape[axis % x.ndim]
     blocks, scale = split(x, axis, block_size), jnp.expand_dims(scale, axis + 1)
     unit = divide(blocks.astype(scale.dtype), jnp.where(scale == 0, 1, scale))
-    codes = functools.reduce(jnp.add, [(unit > boundary).astype(jnp.uint8) for boundary in NF4_BOUNDARIES])
-    return _pack_nibbles(merge(codes, axis, length), axis)
+    return _pack_nibbles(merge(nearest_in_table(unit, NF4_CODES), axis, length), axis)
 
 
 def _pack_nibbles(codes: jax.Array, axis: int) -> jax.Array:

@@ -137,9 +137,10 @@ class QuantizedArray(ImplicitArray):
         blocks of the weights are no multiple of 32: to integers from -127 to 127 times a step, the block's largest
         magnitude / 127. Sums of a block are exact, and blocks are added in float32. So a term is off by at most
         half a step of its activation times the weight; scales along the contracted axis are applied before rounding,
-        and the values of NF4 are rounded too, to multiples of absmax / 127. Activations are not rounded where blocks of
-        the weights run along the other axis or are no multiple of 16, where a scale varies along both axes, where
-        activations are not finite, and without the core. On TPU this holds for INT8.
+        and the values of NF4 are rounded too, to multiples of absmax / 127, as are those of a registered table that no
+        power of two makes small integers. Activations are not rounded where blocks of the weights run along the other
+        axis or are no multiple of 16, where a scale varies along both axes, where activations are not finite, and
+        without the core. On TPU this holds for INT8.
         """
         int8_or_none("activation_dtype", activation_dtype)
         return self._replaced(activation_dtype=activation_dtype)

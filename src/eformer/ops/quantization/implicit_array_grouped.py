@@ -16,11 +16,10 @@ from eformer.kernels import grouped, reference
 from ._base import Grain, Leaves
 from ._leafwise import replaced
 from ._packed import PackedArray
-from ._registry import find_format, register_format
+from ._registry import find_format, formats, register_format
 from ._validation import FLOATS, MAX_LENGTH, Leaf, Rules, a_bool, an_int
 
 SMALL = (jnp.uint8, jnp.int8)  # of scales and offsets that have a scale themselves
-CODEBOOKS = ("integer", *grouped.CODEBOOKS)
 SUPERBLOCK = 1024  # elements, or nearly so, that share the scale of their scales in double quantization
 FLOAT4 = {jnp.dtype(jnp.float8_e8m0fnu): "mxfp4", jnp.dtype(jnp.float8_e4m3fn): "nvfp4"}  # formats by their scales
 
@@ -41,8 +40,9 @@ def _a_length(least: int) -> Callable[[str, Any], None]:
 
 
 def _a_codebook(name: str, value: Any) -> None:
-    if value not in CODEBOOKS:
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, CODEBOOKS))}, got {value!r}")
+    known = ("integer", *grouped.CODEBOOKS)
+    if value not in known:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}, got {value!r}")
 
 
 class ArrayGrouped(PackedArray):
@@ -127,7 +127,8 @@ class ArrayGrouped(PackedArray):
         return cls._quantized(_name(bits), array, axis, encode, **options, use_kernel=use_kernel)
 
     def _names_among(self, names: Sequence[str]) -> Sequence[str]:
-        own = _name(self.bits) if self.codebook == "integer" else FLOAT4.get(self.scale.dtype, self.codebook)
+        own = _name(self.bits) if self.codebook == "integer" else self.codebook
+        own = FLOAT4.get(self.scale.dtype, own) if own == "e2m1" else own
         return [name for name in names if name == own] or [self.codebook]
 
     def _counts(self) -> Mapping[str, int]:
@@ -135,7 +136,7 @@ class ArrayGrouped(PackedArray):
 
     @property
     def _kernel_format(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"uint{self.bits}" if self.codebook == "integer" else self.codebook
+        return f"uint{self.bits}" if self.codebook == "integer" else grouped.kernel_name(self.codebook)
 
     def _check_shapes(self) -> None:
         self._check_levels()
@@ -237,8 +238,9 @@ class ArrayGrouped(PackedArray):
         return (self.superblock_size or self.block_size) if name.endswith("_scale") else self.block_size
 
     def _encoded_again(self, array: jax.Array) -> ArrayGrouped:
-        if self.codebook == "e2m1":
-            made: Any = find_format(FLOAT4.get(self.scale.dtype, "mxfp4")).encode(array, self.block_size)
+        name = FLOAT4.get(self.scale.dtype, "mxfp4") if self.codebook == "e2m1" else self.codebook
+        if name in {form.name for form in formats()}:
+            made: Any = find_format(name).encode(array, self.block_size)
             return made
         symmetric = self.zero is None and self.offset is None
         double = self.scale_scale is not None
