@@ -55,9 +55,17 @@ class Configuration:
 
     @functools.cached_property
     def _read(self) -> tuple[list[Said], CheckpointError | None]:
-        if self._own or self._path is None:
-            return _said(self._own.get)
-        return _said(functools.partial(_read_beside, self._path))
+        if not self._own and self._path is not None:
+            return _said(functools.partial(_read_beside, self._path))
+        said, error = _said(self._own.get)
+        return [*said, *(each for each in self._more() if each not in said)], error
+
+    def _more(self) -> list[Said]:
+        """What config.json says beyond what the weights say of it: nothing is read by that, but it may be refused."""
+        config = None if self._path is None or CONFIG not in self._own else self._path.with_name(CONFIG)
+        if config is None or is_sealed(config):
+            return []
+        return _said({CONFIG: read_json(config)}.get)[0]
 
     @property
     def said(self) -> list[Said]:
