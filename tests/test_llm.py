@@ -18,6 +18,7 @@ from eformer.examples.llm import (
     Request,
     Sampling,
     Tokenizer,
+    chat,
     empty_cache,
     empty_int8_cache,
     forward,
@@ -34,8 +35,10 @@ from eformer.examples.llm.model import PART, Cache
 from eformer.examples.llm.quantize import quantizing
 from small_llm import TOKENIZER, TOKENS, hugging_face_tokenizer, write_folder, write_gguf
 
-from eformer import explain, fuse, implicit, materialize, stored_bytes
+from eformer import cli, explain, fuse, implicit, materialize, stored_bytes
+from eformer.checkpoint import open_checkpoint, save_gguf
 from eformer.kernels import cpu
+from eformer.ops.quantization import QuantizedArray
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +67,19 @@ def test_file_and_folder_give_the_same_logits(family: str, tmp_path: Path):
     text = " the <|im_end|>!"
     assert folder.tokenizer().encode(text) == gguf.tokenizer().encode(text)
     assert folder.tokenizer().ends == gguf.tokenizer().ends
+
+
+@pytest.mark.parametrize("target", ["small.safetensors", "small"])
+def test_a_gguf_file_that_was_quantized_again_runs(target: str, tmp_path: Path):
+    source = write_gguf(tmp_path / "m.gguf", "llama", "F32")
+    assert cli.main(["quantize", str(source), str(tmp_path / target), "--rule", "attn_[qkv]=int8"]) == 0
+    expected, found = load_model(source), load_model(tmp_path / target)
+    assert found.config == expected.config
+    assert found.tokenizer().encode("a b the") == expected.tokenizer().encode("a b the")
+    dense = {name: materialize(array) for name, array in found.params.items()}
+    assert isinstance(found.params["blk.0.attn_q.weight"], QuantizedArray)
+    logits = all_logits(dense, found.config, PROMPT)
+    np.testing.assert_allclose(all_logits(found.params, found.config, PROMPT), logits, atol=1e-4 * np.ptp(logits))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -282,7 +298,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     [
         ("bert", {}, "family 'bert'; this code runs llama, qwen2"),
         ("llama", {"expert_count": 8}, "without experts"),
-        ("llama", {"rope.scaling.type": "yarn"}, "plain RoPE"),
+        ("llama", {"rope.scaling.type": "longrope"}, "RoPE of the kind 'longrope'"),
+        ("llama", {"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 2.0}, "attn_factor"),
         ("llama", {"rope.dimension_count": 8}, "whole heads"),
     ],
 )
@@ -291,9 +308,108 @@ def test_other_models_are_refused(family: str, more: Any, match: str, tmp_path: 
         load_model(write_gguf(tmp_path / "m.gguf", family, **more))
 
 
-def test_other_folders_are_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE .*'dynamic'.*linear, llama3 and yarn"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "on whole heads"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 9}},
+            "a positive number as `low_freq_factor`",
+        ),
+        ({"rope_parameters": {"rope_type": "linear"}}, "a positive number as `factor`, got None"),
+        ({"use_sliding_window": True}, "attention to all tokens"),
+    ],
+)
+def test_other_folders_are_refused(more: dict[str, Any], match: str, tmp_path: Path):
     folder = write_folder(tmp_path / "model", "llama")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": {"type": "yarn"}}))
-    with pytest.raises(ValueError, match="plain RoPE"):
+    (folder / "config.json").write_text(json.dumps({**config, **more}))
+    with pytest.raises(ValueError, match=match):
         load_model(folder)
+
+
+# Angles of the pairs of a head of 64 for one position, and the factor of cosines, by
+# transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS (5.23) with theta 10000 and 2048 positions.
+SCALED: dict[str, tuple[dict[str, Any], float, list[float]]] = {
+    "linear": ({}, 1, [0.25, 0.07905694, 0.025, 0.007905695, 0.0025, 0.0007905695, 0.00025, 7.905695e-05]),
+    "llama3": (
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        1,
+        [1, 0.3162278, 0.1, 0.01849668, 0.00125, 0.0003952847, 0.000125, 3.952847e-05],
+    ),
+    "yarn": (
+        {},
+        1.138629436111989,
+        [1, 0.2979839, 0.07115384, 0.01520326, 0.0025, 0.0007905695, 0.00025, 7.905695e-05],
+    ),
+}
+
+
+def test_an_array_that_the_model_does_not_use_is_refused(tmp_path: Path):
+    source, path = open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", "F32")), tmp_path / "more.gguf"
+    arrays = {**{name: source[name] for name in source}, "blk.0.ffn_up.scale": jnp.ones(1)}
+    save_gguf(path, arrays, metadata=source.metadata)
+    with pytest.raises(ValueError, match=r"the array 'blk\.0\.ffn_up\.scale' has no place in this model"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_rope_is_that_of_transformers(kind: str, key: str, tmp_path: Path):
+    more, amplitude, expected = SCALED[kind]
+    folder = write_folder(tmp_path / "model", "llama")
+    said = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 512, **more}
+    config = json.loads((folder / "config.json").read_text()) | {key: said, "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with open_model(folder) as opened:
+        rope = opened.config.rope
+    np.testing.assert_allclose(rope.frequencies(64)[::4], expected, rtol=1e-6)
+    assert rope.amplitude == pytest.approx(amplitude, rel=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "last"), [("linear", 0.25), ("yarn", 1.0)])
+def test_scaled_rope_of_gguf(kind: str, last: float, tmp_path: Path):
+    scaling = {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 512}
+    with open_model(write_gguf(tmp_path / "m.gguf", "llama", **scaling)) as opened:
+        assert opened.config.rope.frequencies(64)[0] == last
+
+
+def test_the_amplitude_of_yarn_is_of_queries_and_keys(tmp_path: Path):
+    params, config, _ = load_model(write_gguf(tmp_path / "m.gguf", "llama", "F32"))
+    scaled = config._replace(rope=config.rope._replace(amplitude=1.5))
+    louder = {n: 1.5 * a if n.endswith(("attn_q.weight", "attn_k.weight")) else a for n, a in params.items()}
+    expected = all_logits(louder, config, PROMPT)
+    np.testing.assert_allclose(all_logits(params, scaled, PROMPT), expected, atol=1e-5 * np.ptp(expected))
+
+
+# --- chat templates of strangers ---
+
+ENDLESS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a power": "{{ 9 ** 999999999 }}",
+    "a long text": "{{ 'a' * 10 ** 10 }}",
+    "a long list": "{{ ([0] * 10 ** 10) | length }}",
+    "a wide field": "{{ '%1000000000d' | format(1) }}",
+    "a centre": "{{ 'a' | center(10 ** 10) }}",
+    "doubling": "{% set t = namespace(a='aa') %}{% for i in range(60) %}{% set t.a = t.a + t.a %}{% endfor %}{{ t.a }}",
+    "much output": "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "deep brackets": "{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}",
+    "no number": "{{ 1 / 0 }}",
+    "no jinja": "{% if %}",
+    "out of the sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_templates_are_bounded_in_time_and_output(name: str):
+    with pytest.raises(ValueError, match=r"the chat template (takes more than|fails: )"):
+        chat.render(ENDLESS[name], [{"role": "user", "content": "Hi"}])
+
+
+def test_a_long_message_is_no_long_output():
+    text = "word " * 500_000
+    assert chat.render("{{ messages[0].content }}", [{"role": "user", "content": text}]) == text

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from eformer.checkpoint import Checkpoint, open_checkpoint
 
 from .model import Config
+from .rope import Rope, rope_of
 from .tokenizer import Tokenizer, read_json
 
 NEIGHBOURS = {"llama": True, "qwen2": False}  # the families that `model.py` runs, and how GGUF orders heads for RoPE
@@ -50,9 +51,10 @@ class ModelFile:
 
     def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        if checkpoint.kind == "gguf":
-            metadata = checkpoint.metadata
+        metadata = checkpoint.metadata
+        if "general.architecture" in metadata:  # GGUF, or safetensors that were made of it
             self.config, self._names = read_config(metadata), {name: name for name in checkpoint}
+            _check_names(self._names)
             self.tokenizer = functools.partial(Tokenizer.from_gguf, metadata)
         else:
             folder = path if path.is_dir() else path.parent
@@ -121,19 +123,31 @@ def read_config(metadata: Mapping[str, Any]) -> Config:
     given = {name.removeprefix(f"{family}."): value for name, value in metadata.items()}
     heads, width = given["attention.head_count"], given["embedding_length"]
     size = given.get("attention.key_length", width // heads)
-    scaling = given.get("rope.scaling.type", "none")
-    if given.get("rope.dimension_count", size) != size or scaling != "none" or "expert_count" in given:
-        raise ValueError("this code runs models without experts, with plain RoPE over whole heads")
+    if given.get("rope.dimension_count", size) != size or "expert_count" in given:
+        raise ValueError("this code runs models without experts, with RoPE over whole heads")
     return Config(
         layers=given["block_count"],
         heads=heads,
         kv_heads=given.get("attention.head_count_kv", heads),
         head_size=size,
         epsilon=given["attention.layer_norm_rms_epsilon"],
-        rope_base=given.get("rope.freq_base", 10000.0),
+        rope=_gguf_rope(given),
         rope_neighbours=NEIGHBOURS[family],
         context=given.get("context_length"),
     )
+
+
+def _gguf_rope(given: Mapping[str, Any]) -> Rope:
+    """Of the kind "llama3" is the array `rope_freqs`."""
+    said = {name.removeprefix("rope.scaling."): given[name] for name in given if name.startswith("rope.scaling.")}
+    kind, base = said.get("type", "none"), given.get("rope.freq_base", 10000.0)
+    known = {"type", "factor", "original_context_length", "finetuned"}
+    if kind not in ("none", "linear", "yarn") or (kind != "none" and said.keys() - known):
+        raise ValueError(
+            f"the model has RoPE of the kind {kind!r} with {', '.join(said)}, which this code does not run"
+        )
+    more = {"original_max_position_embeddings": said.get("original_context_length"), "factor": said.get("factor")}
+    return rope_of({"rope_type": "default" if kind == "none" else kind, **more}, base, given.get("context_length"))
 
 
 def folder_config(given: Mapping[str, Any]) -> Config:
@@ -141,19 +155,30 @@ def folder_config(given: Mapping[str, Any]) -> Config:
     family = given.get("model_type")
     if family not in NEIGHBOURS:
         raise ValueError(f"the model is of the family {family!r}; this code runs {', '.join(NEIGHBOURS)}")
-    if given.get("rope_scaling") or given.get("use_sliding_window") or given.get("hidden_act", "silu") != "silu":
-        raise ValueError("this code runs models with plain RoPE, SiLU and attention to all tokens")
-    heads = given["num_attention_heads"]
+    if given.get("use_sliding_window") or given.get("hidden_act", "silu") != "silu":
+        raise ValueError("this code runs models with SiLU and attention to all tokens")
+    heads, context = given["num_attention_heads"], given.get("max_position_embeddings")
+    rope = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
+    base = rope.get("rope_theta", given.get("rope_theta", 10000.0))
     return Config(
         layers=given["num_hidden_layers"],
         heads=heads,
         kv_heads=given.get("num_key_value_heads", heads),
         head_size=given.get("head_dim") or given["hidden_size"] // heads,
         epsilon=given["rms_norm_eps"],
-        rope_base=(given.get("rope_parameters") or given).get("rope_theta", 10000.0),
+        rope=rope_of(rope, base, given.get("original_max_position_embeddings", context)),
         rope_neighbours=False,
-        context=given.get("max_position_embeddings"),
+        context=context,
     )
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise a ValueError for an array of a GGUF file that `model.py` would not use."""
+    parts = [*(rf"blk\.\d+\.{part}" for part in LAYER.values()), *REST.values()]
+    known = re.compile(rf"({'|'.join(parts)})\.(weight|bias)|rope_freqs\.weight")
+    other = next((name for name in names if not known.fullmatch(name)), None)
+    if other is not None:
+        raise ValueError(f"the array {other!r} has no place in this model")
 
 
 def _gguf_names(names: Any) -> dict[str, str]:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .rope import Rope
+
 Params = Mapping[str, Any]  # dense or quantized arrays, by their names in a GGUF file
 # Keys (batch * heads, size, length) and values (batch * heads, length, size) of each layer, as matmuls want them: XLA
 # would copy the whole cache for every token to transpose it, or to join axes.
@@ -27,7 +29,7 @@ class Config(NamedTuple):
     kv_heads: int
     head_size: int
     epsilon: float
-    rope_base: float
+    rope: Rope
     rope_neighbours: bool  # RoPE turns neighbouring elements of a head together, else an element of each half
     context: int | None  # the longest text that it was trained on, in tokens, if the file says
 
@@ -147,14 +149,14 @@ def _places(
     """Of tokens that are the `entries` (length,) of the cache."""
     key = jnp.arange(capacity)[None, None, None]
     seen = (key <= entries[None, None, :, None]) & (key >= padding[:, None, None, None])
-    half = config.head_size // 2
-    frequencies = config.rope_base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies = jnp.asarray(config.rope.frequencies(config.head_size))
     if "rope_freqs.weight" in params:
         frequencies = frequencies / params["rope_freqs.weight"]
     angles = jnp.arange(capacity, dtype=jnp.float32)[:, None] * frequencies
     positions = (entries[None] - padding[:, None])[:, None]
     # Looked up: XLA would compute cosines and sines again in each layer, for each head.
-    return Places(start, seen, jnp.cos(angles)[positions], jnp.sin(angles)[positions])
+    cos, sin = (config.rope.amplitude * each(angles) for each in (jnp.cos, jnp.sin))
+    return Places(start, seen, cos[positions], sin[positions])
 
 
 def _rotated(x: jax.Array, places: Places, config: Config) -> jax.Array:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from .chat import render
+
 SPECIAL = 3, 4  # GGUF's types of tokens: control, and defined by the user; no text is split into them
 # How text is cut before pairs are merged: the expressions that these models were trained with.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -81,14 +83,7 @@ class Tokenizer:
         """The prompt after which the model answers the last of `messages`, each a role and its content."""
         if not self._template:
             raise ValueError("the model has no chat template: it continues texts, and answers no questions")
-        sandbox = _package("jinja2.sandbox", "jinja2")  # the template is a program of a stranger
-
-        def refuse(message: str) -> None:
-            raise ValueError(f"the chat template refuses the messages: {message}")
-
-        environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = refuse
-        return environment.from_string(self._template).render(messages=list(messages), add_generation_prompt=True)
+        return render(self._template, messages)
 
 
 class BytePairs:
@@ -174,10 +169,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _package(name: str, package: str | None = None) -> Any:
+def _package(name: str) -> Any:
     import importlib
 
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ImportError(f'text needs the package {package or name}: pip install "eformer[llm]"') from None
+        raise ImportError(f'text needs the package {name}: pip install "eformer[llm]"') from None

@@ -26,7 +26,11 @@ class Example(NamedTuple):
 
     tensors: Tensors
     config: Mapping[str, Any] = {}
+    metadata: Mapping[str, str] = {}  # of the file, by the name of the array without the prefix
     refused: bool = False  # a layout that is only told from others to say that it is not read
+
+    def said(self, prefix: str) -> dict[str, str]:
+        return {prefix + name: text for name, text in self.metadata.items()}
 
 
 def example_of(rng: np.random.Generator, shapes: Mapping[str, tuple[Any, tuple[int, ...]]], **config: Any) -> Example:
@@ -83,6 +87,7 @@ def examples() -> dict[str, Example]:
         "nvfp4 of ModelOpt": make(
             {"weight": (u8, (4, 16)), "weight_scale": (E4M3, (4, 2)), "weight_scale_2": (f32, ())}
         ),
+        "mxfp6-pack-quantized": make({"weight_packed": (u8, (4, 24)), "weight_scale": (u8, (4, 1))}),
         "mxfp4-pack-quantized": make({"weight_packed": (u8, (4, 16)), "weight_scale": (u8, (4, 1))}),
         "mxfp4 of DeepSeek": make({"weight": (i8, (4, 16)), "weight_scale_inv": (u8, (4, 1))}),
         "mxfp4 of DeepSeek, its names": make({"weight": (i8, (4, 16)), "scale": (u8, (4, 1))}),
@@ -99,21 +104,36 @@ def examples() -> dict[str, Example]:
         "float-quantized": make({"weight": (E4M3, (4, 8)), "weight_scale": (BFLOAT16, (4, 1))}, **ours),
         "mxfp8-quantized": make({"weight": (E4M3, (4, 64)), "weight_scale": (u8, (4, 2))}, **ours),
     }
+    said = {"_type": "IntxUnpackedToInt8Tensor", "_data": {"block_size": [1, 32], "target_dtype": {"_data": "int8"}}}
+    found |= {
+        "torchao": make(
+            {"_weight_qdata": (i8, (4, 64)), "_weight_scale": (f32, (4, 2)), "_weight_zero_point": (i8, (4, 2))}
+        )._replace(metadata={"weight": json.dumps(said)}),
+        "hqq": make({"W_q": (u8, (4, 32)), "scale": (f16, (8, 1)), "zero": (f16, (8, 1))}, quant_method="hqq"),
+        "quanto": make({"weight._data": (i8, (4, 8)), "weight._scale": (f32, (4, 1))}, quant_method="quanto"),
+        "quanto, in groups": make({"weight._data._data": (u8, (4, 8)), "weight._scale": (f32, (8, 1))}),
+    }
     more: dict[str, Tensors] = {
         "gptq": {"g_idx": (np.arange(64) // 32).astype(i32)},
         "gptq, desc_act": {"g_idx": order // 32},
         "bitnet": {"weight": np.full((2, 10), 0b10010010, u8)},
+        "hqq": {
+            **{name: np.array(number, i32) for name, number in {"nbits": 4, "group_size": 32, "axis": 1}.items()},
+            "shape": np.array([4, 64]),
+        },
         "pack-quantized": shape,
         "pack-quantized, permuted": {**shape, "weight_g_idx": order // 32},
     }
     found = {name: each._replace(tensors={**each.tensors, **more.get(name, {})}) for name, each in found.items()}
-    return found | {name: found[name]._replace(refused=True) for name in ("marlin-24", "sparse")}
+    return found | {name: found[name]._replace(refused=True) for name in ("marlin-24", "sparse", "quanto, in groups")}
 
 
-def write_folder(folder: Path, tensors: Tensors, config: Mapping[str, Any] | None) -> Path:
+def write_folder(
+    folder: Path, tensors: Tensors, config: Mapping[str, Any] | None, metadata: Mapping[str, str] | None = None
+) -> Path:
     """A folder with these tensors and this `quantization_config`."""
     folder.mkdir(exist_ok=True)
-    write_anew(folder / "model.safetensors", safetensors_file(tensors))
+    write_anew(folder / "model.safetensors", safetensors_file(tensors, metadata))
     (folder / "config.json").unlink(missing_ok=True)
     if config is not None:
         (folder / "config.json").write_text(json.dumps({"quantization_config": config}))

@@ -139,6 +139,18 @@ def mxfp4(codes: str, scale: str, kind: str, format: str, dtype: Any = np.uint8)
     return Case(tensors, values * spread(powers(exponents), (OUT, IN), 32), kind, format)
 
 
+def mxfp6() -> Case:
+    """E2M3 of 6 bits: a sign, two bits of exponent, three of fraction."""
+    codes = numbers(9).integers(0, 64, (OUT, IN), np.uint8)
+    steps = [(c & 7) / 8 if c & 31 < 8 else (1 + (c & 7) / 8) * 2.0 ** ((c >> 3 & 3) - 1) for c in range(64)]
+    values = np.array([-step if code & 32 else step for code, step in enumerate(steps)], np.float32)[codes]
+    exponents = some_exponents((OUT, IN // 32))
+    tensors = {"m.weight_packed": words_of(codes, 6).view(np.uint8), "m.weight_scale": exponents}
+    config = {"quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized"}
+    expected = values * spread(powers(exponents), (OUT, IN), 32)
+    return Case(tensors, expected, "compressed-tensors", "mxfp6-pack-quantized", config)
+
+
 def nvfp4(codes: str, whole: str, kind: str, format: str) -> Case:
     bytes, values = fp4_codes()
     scale = np.abs(some_floats((OUT, IN // 16), E4M3))
@@ -230,6 +242,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "mxfp4 ct": lambda: mxfp4("m.weight_packed", "m.weight_scale", "compressed-tensors", "mxfp4-pack-quantized"),
     "mxfp4 deepseek": lambda: mxfp4("m.weight", "m.weight_scale_inv", "fp8", "mxfp4", np.int8),
     "mxfp4 deepseek native": lambda: mxfp4("m.weight", "m.scale", "fp8", "mxfp4", np.int8),
+    "mxfp6 ct": lambda: mxfp6(),
     "nvfp4 ct": lambda: nvfp4(
         "m.weight_packed", "m.weight_global_scale", "compressed-tensors", "nvfp4-pack-quantized"
     ),
@@ -247,6 +260,6 @@ CASES: dict[str, Callable[[], Case]] = {
     **{f"mlx {bits} bits": lambda bits=bits: mlx(bits, 64) for bits in (2, 3, 4, 5, 6, 8)},
     "mlx experts": lambda: mlx(4, 32, (2, OUT, 64), np.float16),
     "mlx override": lambda: mlx(6, 64, config={"m": {"bits": 6, "group_size": 64}, "bits": 4, "group_size": 32}),
-    "mlx only one": lambda: mlx(5, 64, config={"bits": 4, "group_size": 64}),
+    "mlx only one": lambda: mlx(5, 64, config={"group_size": 64}),
     **{f"mlx {mode}": lambda mode=mode: mlx_mode(mode) for mode in ("mxfp4", "nvfp4", "mxfp8")},
 }  # fmt: skip

@@ -312,10 +312,12 @@ def layouts(rng: random.Random, folder: Path) -> Path:
     """Arrays of other projects whose tensors, or what the configuration says of them, are changed."""
     tensors: dict[str, np.ndarray] = {}
     config: dict[str, Any] = {}
+    metadata: dict[str, str] = {}
     for prefix in ("v.", "w.")[: rng.choice([1, 1, 2])]:
         example = rng.choice([each for each in examples().values() if not each.refused])
         tensors |= {prefix + name: each for name, each in example.tensors.items()}
         config |= copy.deepcopy(dict(example.config))
+        metadata |= example.said(prefix)
     for _ in range(rng.randrange(1, 4)):
         name, choice = rng.choice(list(tensors)), rng.randrange(8)
         if choice < 4:
@@ -329,7 +331,7 @@ def layouts(rng: random.Random, folder: Path) -> Path:
             inner = rng.choice([node for node in nodes(config) if node] or [config])
             keys = [*inner, "bits", "group_size", "sym", "checkpoint_format", "quant_method", "linear_class", "version"]
             inner[rng.choice(keys)] = rng.choice([*VALUES, *SAID])
-    return write_folder(folder / "layouts", tensors, rng.choice([config] * 9 + [None]))
+    return write_folder(folder / "layouts", tensors, rng.choice([config] * 9 + [None]), metadata)
 
 
 LIES: dict[str, Lie] = {f.__name__: f for f in (metadata, header, bitsandbytes, gguf, index, layouts)}

@@ -211,6 +211,40 @@ def as_theirs(folder: Path) -> Path:
     return folder
 
 
+def adapter_of(folder: Path, r: int = 4, alpha: float = 8.0, **tensors: Any) -> Path:
+    """An adapter with these tensors, by the names of the module "one"."""
+    save(folder / "adapter_model.safetensors", {name.replace("__", "."): each for name, each in tensors.items()})
+    config = {"peft_type": "LORA", "r": r, "lora_alpha": alpha}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+A, B = "one__lora_A__weight", "one__lora_B__weight"
+PEFT = "base_model__model__"
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "no rank": ({"r": 0, A: normal(0, 80), B: normal(64, 0)}, "rank 0, and an update has at least 1"),
+    "an infinite factor": ({"alpha": 1e300, A: normal(4, 80), B: normal(64, 4)}, "lora_alpha = 1e.300, and float32"),
+    "complex": ({A: np.ones((4, 80), np.complex64), B: normal(64, 4)}, "must be floating point"),
+    "integers": ({A: np.ones((4, 80), np.int32), B: normal(64, 4)}, "must be floating point"),
+    "both prefixes": (
+        {A: normal(4, 80), B: normal(64, 4), PEFT + A: normal(4, 80), PEFT + B: normal(64, 4)},
+        "the module 'one' has another update",
+    ),
+    "halves of both": ({A: normal(4, 80), PEFT + B: normal(64, 4)}, "the module 'one' has another update"),
+    "also an embedding": (
+        {A: normal(4, 80), B: normal(64, 4), "one__lora_embedding_A": normal(4, 80)},
+        "the module 'one' has another update",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_updates_that_are_none(name: str, tmp_path: Path):
+    tensors, words = HOSTILE[name]
+    with pytest.raises(CheckpointError, match=words):
+        load_adapter(adapter_of(tmp_path, **tensors), model())
+
+
 def test_an_adapter_for_another_model(tmp_path: Path):
     folder = save_adapter(tmp_path, adapted())
     with pytest.raises(CheckpointError, match="'one': the model has no such module"):

@@ -214,8 +214,8 @@ def layouts(path: Path, rng: random.Random) -> Sources:
     path.mkdir(exist_ok=True)
     seeds = []
     for example in examples().values():
-        header, data = split(safetensors_file({f"w.{name}": each for name, each in example.tensors.items()}))
-        del header["__metadata__"]
+        tensors = {f"w.{name}": each for name, each in example.tensors.items()}
+        header, data = split(safetensors_file(tensors, example.said("w.")))
         whole, config = with_header(json.dumps(header).encode(), data), {"quantization_config": dict(example.config)}
         changed = with_values_changed(header, rng), with_bytes_changed(whole, len(whole), rng)
         seeds.append((changed, data, whole, config, with_values_changed(config, rng)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ from eformer.checkpoint import (
 from eformer.checkpoint._gguf_blocks import IDS, TYPES
 from eformer.checkpoint._gguf_codecs import CODECS
 from eformer.checkpoint._gguf_encode import ENCODERS
+from eformer.checkpoint._gguf_grids import GRIDS
 from eformer.checkpoint._gguf_grouped import GROUPED
 from eformer.kernels import cpu
 from eformer.ops.quantization import Array1B, ArrayGrouped, QuantizedArray, quantize
 
-from .files import gguf_bytes, text
+from .files import gguf_bytes, safetensors_file, text
 
 GOLDEN = Path(__file__).with_name("blocks.gguf")
 
@@ -47,7 +49,7 @@ def dense(x: Any) -> np.ndarray:
     return np.asarray(x.materialize() if isinstance(x, QuantizedArray) else x)
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", [name for name in GROUPED if name not in ("NVFP4", "Q1_0", "Q2_0")] + ["IQ2_XXS"])
 def test_blocks_stay_quantized_bit_for_bit(name: str):
     with open_checkpoint(GOLDEN) as golden:
         assert golden.info(name).format == name
@@ -56,7 +58,8 @@ def test_blocks_stay_quantized_bit_for_bit(name: str):
     assert np.array_equal(bits(found.materialize()), bits(expected))
 
 
-def test_other_blocks_decode_with_the_package_and_say_so_once():
+def test_other_blocks_decode_with_the_package_and_say_so_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(CODECS, ("IQ2_XXS", ArrayGrouped))
     pytest.importorskip("gguf", reason="decodes what is not kept quantized")
     with open_checkpoint(GOLDEN) as golden:
         with pytest.warns(DecodedWarning, match=r"blocks\.gguf.*IQ2_XXS.*float32"):
@@ -126,6 +129,114 @@ def test_metadata_keeps_its_types_from_file_to_file(tmp_path: Path):
         checkpoint.metadata["c"] = -5  # pyright: ignore[reportIndexIssue]  # it is a dict
         third = save_gguf(tmp_path / "c.gguf", {}, metadata=checkpoint.metadata)
     assert open_checkpoint(third).metadata["c"] == -5
+
+
+TYPED = {
+    "u8": np.uint8(3),
+    "i64": np.int64(-7),
+    "u64": np.uint64(2**64 - 1),
+    "f32": np.float32(0.1),
+    "f64": 0.1,
+    "inf": np.float32("inf"),
+    "yes": True,
+    "text": "bad \udcff utf-8",
+    "empty": [],
+    "bytes": list(np.arange(4, dtype=np.int8)),
+    "floats": list(np.array([0.1, 0.2], np.float32)),
+    "texts": ["a", "", "\u00e9"],
+    "total_size": 5,
+}
+
+
+def header_of(path: Path) -> bytes:
+    data = path.read_bytes()
+    return data[: data.index(text("w"))]
+
+
+@pytest.mark.parametrize("shards", [None, 100], ids=["one file", "shards"])
+def test_metadata_keeps_its_types_through_safetensors(shards: int | None, tmp_path: Path):
+    w, typed = {"w": np.ones((4, 32), np.float32), "v": np.ones(32, np.float32)}, {**TYPED, "nested": [[1], ["a"]]}
+    source = save_gguf(tmp_path / "a.gguf", w, metadata=typed)
+    between = convert(source, tmp_path / "b", "safetensors", max_shard_bytes=shards)
+    assert open_checkpoint(between).metadata == open_checkpoint(source).metadata
+    again = convert(between, tmp_path / "c.gguf", "gguf")
+    assert header_of(again) == header_of(source)
+
+
+def test_lists_of_lists_keep_their_types(tmp_path: Path):
+    inner = b"".join(struct.pack("<IQ", kind, 1) + data for kind, data in ((0, b"\x07"), (6, struct.pack("<f", 0.5))))
+    pairs = text("n") + struct.pack("<IIQ", 9, 9, 2) + inner
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes(("w", (32,), 0, 0), pairs=pairs, count=1, data=128))
+    between = convert(tmp_path / "a.gguf", tmp_path / "b.safetensors", "safetensors")
+    assert open_checkpoint(between).metadata == {"n": [[7], [0.5]]}
+    assert header_of(convert(between, tmp_path / "c.gguf", "gguf")) == header_of(tmp_path / "a.gguf")
+
+
+LYING = {"base64": "!", "cut": "AQAAAAAAAAA=", "too many": "//////////8=", "empty": "AA=="}
+
+
+@pytest.mark.parametrize("value", LYING.values(), ids=LYING)
+def test_metadata_inside_safetensors_that_lies(value: str):
+    with pytest.raises(CheckpointError, match=r"the metadata `eformer\.gguf` can't be read"):
+        open_checkpoint(safetensors_file({"w": np.ones(3, np.float32)}, {"eformer.gguf": value}))
+
+
+# --- a model in parts ---
+
+
+def parts_of_model(folder: Path, changes: dict[int, dict[str, Any]] | None = None, count: int = 3) -> list[Path]:
+    """A model in parts, as llama-gguf-split names and describes them."""
+    paths = []
+    for i in range(count):
+        said = {"split.no": np.uint16(i), "split.count": np.uint16(count), "split.tensors.count": np.int32(count)}
+        more = {"general.architecture": "x", "split.tensors.count": np.int32(count)} if i == 0 else {}
+        metadata = {**said, **more, **(changes or {}).get(i, {})}
+        paths.append(folder / f"m-{i + 1:05}-of-{count:05}.gguf")
+        save_gguf(paths[-1], {f"w{i}": np.full((2, 32), i, np.float32)}, metadata=metadata)
+    return paths
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, None], ids=["first", "second", "last", "folder"])
+def test_a_model_in_parts_is_read_whole(which: int | None, tmp_path: Path):
+    paths = parts_of_model(tmp_path)
+    with open_checkpoint(tmp_path if which is None else paths[which]) as checkpoint:
+        assert list(checkpoint) == ["w0", "w1", "w2"]
+        assert all(np.all(checkpoint[f"w{i}"] == i) for i in range(3))
+        assert checkpoint.metadata == {"general.architecture": "x"}
+    whole = convert(paths[0], tmp_path / "to" / "whole.gguf", "gguf")
+    assert open_checkpoint(whole).metadata == {"general.architecture": "x"}
+
+
+def missing(paths: list[Path]) -> Path:
+    paths[1].unlink()
+    return paths[0]
+
+
+def renamed(paths: list[Path]) -> Path:
+    return paths[0].rename(paths[0].with_name("model.gguf"))
+
+
+def swapped(paths: list[Path]) -> Path:
+    paths[2].write_bytes(paths[1].read_bytes())
+    return paths[0]
+
+
+PARTS: dict[str, tuple[dict[int, dict[str, Any]], Callable[[list[Path]], Any], str]] = {
+    "missing": ({}, missing, r"one of 3 parts of a model, and 'm-00002-of-00003\.gguf' is not beside it"),
+    "another name": ({}, renamed, r"is not named as they are: NAME-00001-of-00003\.gguf"),
+    "bytes": ({}, lambda paths: paths[0].read_bytes(), "is not named as they are"),
+    "the same twice": ({}, swapped, "says that it is part 1 .*its name that it is part 2 of 3"),
+    "another count": ({1: {"split.count": np.uint16(2)}}, lambda paths: paths[0], "part 1 .* of 2"),
+    "too many": ({0: {"split.tensors.count": np.int32(4)}}, lambda paths: paths[0], "have 3 tensors, .* says 4"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_are_not_a_whole_are_refused(name: str, tmp_path: Path):
+    changes, change, words = PARTS[name]
+    source = change(parts_of_model(tmp_path, changes))
+    with pytest.raises(CheckpointError, match=words):
+        load(source)
 
 
 @pytest.mark.parametrize("value", [None, {"a": 1}, [1, "a"], 2**70, 1j], ids=repr)
@@ -198,23 +309,34 @@ def types(path: Path) -> dict[str, str]:
 def test_types_by_default(tmp_path: Path):
     ones = jnp.ones((4, 256), jnp.int8)
     tree = {
-        "int8": quantize(normal((4, 64)), dtype="int8"),
-        "nf4": quantize(normal((4, 64)), dtype="nf4"),
-        "ragged": quantize(normal((6, 10)), dtype="int8"),
         "ternary": Array1B.quantize(ones, scale=jnp.full((4, 1), 0.5), dtype=jnp.float32),
-        "by column": Array1B.quantize(ones, scale=jnp.full((1, 256), 0.5), dtype=jnp.float32),
         "bias": jnp.ones(64, jnp.bfloat16),
     }
     path = save_gguf(tmp_path / "a.gguf", tree)
-    assert types(path) == {
-        "int8": "Q8_0",
-        "nf4": "Q8_0",
-        "ragged": "float32",
-        "ternary": "TQ2_0",
-        "by column": "Q8_0",
-        "bias": "bfloat16",
-    }
+    assert types(path) == {"ternary": "TQ2_0", "bias": "bfloat16"}
     assert np.all(dense(load(path)["ternary"]) == 0.5)
+
+
+TENTHS = Array1B.quantize(jnp.ones((4, 256), jnp.int8), scale=jnp.full((4, 1), 0.1), dtype=jnp.float32)
+ROUNDED: dict[str, tuple[QuantizedArray, str | None, str]] = {
+    "int8": (quantize(normal((4, 64)), dtype="int8"), None, "`type='Q8_0'` rounds them.*`type='F32'`"),
+    "nf4": (quantize(normal((4, 64)), dtype="nf4"), None, "`type='Q8_0'` rounds them"),
+    "ragged": (quantize(normal((6, 10)), dtype="int8"), None, "rows of 10 are no multiple of the 32 .* F16, F32"),
+    "a scale of more digits": (TENTHS, None, "'TQ2_0'` rounds"),
+    "rows of another length": (
+        quantize(normal((4, 64)), dtype="int4"),
+        "Q4_K",
+        "rows of 64 are no multiple of the 256 elements of a Q4_K block; `type` may be Q8_0, Q4_0, Q4_1, F16, F32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_nothing_is_rounded_unasked(name: str, tmp_path: Path):
+    q, kind, words = ROUNDED[name]
+    with pytest.raises(ValueError, match=words):
+        save_gguf(tmp_path / "a.gguf", {"w": q}, type=kind)
+    assert not list(tmp_path.iterdir())
 
 
 def test_types_that_are_asked_for(tmp_path: Path):
@@ -228,7 +350,7 @@ def test_types_that_are_asked_for(tmp_path: Path):
     ("tree", "kind", "error", "match"),
     [
         ({"w": np.ones((2, 256))}, "Q3_K", ValueError, "'Q3_K' can't be written"),
-        ({"w": quantize(normal((2, 256)), format="int4")}, None, ValueError, "'w' is a ArrayGrouped.*by `type`.*'nf4'"),
+        ({"w": quantize(normal((2, 256)), format="int4")}, None, ValueError, "'w' is a ArrayGrouped.*say by `type`"),
         ({"w": np.ones((2, 33))}, lambda name, shape: "Q8_0", ValueError, "rows of 33"),
         ({"w": np.ones((2, 2), bool)}, None, TypeError, "'w' is bool"),
         ({"w" * 64: np.ones(1)}, None, ValueError, "names up to 63 bytes"),
@@ -276,13 +398,70 @@ def random_file(kind: str, shape: tuple[int, ...]) -> tuple[bytes, np.ndarray]:
     """A file with a tensor "x" of random bytes, many of whose scales are huge or no numbers; and its blocks."""
     form = TYPES[IDS[kind]]
     blocks = np.random.default_rng(0).integers(0, 256, (math.prod(shape), form.bytes), np.uint8)
+    if kind == "NVFP4":
+        blocks[:, :4] %= 127  # others are tested below
     if kind == "MXFP4":
         blocks[:, 0] = np.clip(blocks[:, 0], 2, 254)  # less is below the smallest float32 that XLA has; 255 is refused
     axes = (shape[-1] * form.elements, *shape[-2::-1])
     return gguf_bytes(("x", axes, IDS[kind], 0), data=0) + blocks.tobytes(), blocks
 
 
-@pytest.mark.parametrize(("kind", "shape"), RANDOM, ids=str)
+def ones(blocks: np.ndarray) -> np.ndarray:
+    """Q1_0: a bit for each element, the lowest first, of d or -d."""
+    d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    return np.where(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") == 1, d, -d)
+
+
+def twos(blocks: np.ndarray) -> np.ndarray:
+    """Q2_0: two bits for each element, the lowest first, less one, times d."""
+    d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    codes = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
+    return (codes.reshape(len(blocks), -1).astype(np.float32) - 1) * d
+
+
+BY_HAND = {"Q1_0": ones, "Q2_0": twos}  # that the package does not decode
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_types_that_the_package_does_not_know(kind: str):
+    file, blocks = random_file(kind, (3, 2))
+    with np.errstate(all="ignore"):
+        expected = BY_HAND[kind](blocks)
+    found = load(file)["x"]
+    assert isinstance(found, ArrayGrouped)
+    assert np.array_equal(bits(dense(found)).reshape(-1), bits(expected).reshape(-1))
+
+
+def test_scales_of_nvfp4_have_no_sign_and_no_nan():
+    blocks = np.full((1, 36), 0x22, np.uint8)  # every element is 1
+    blocks[0, :4] = 0x38, 0xB8, 0x7F, 0x80
+    header = gguf_bytes(("x", (64,), IDS["NVFP4"], 0), data=0)
+    assert np.array_equal(dense(load(header + blocks.tobytes())["x"]), np.repeat([1.0, 1, 0, 0], 16))
+    blocks[0, 0] = 0xFF
+    with pytest.raises(CheckpointError, match="480 in ggml"):
+        load(header + blocks.tobytes())
+
+
+def test_codes_that_q1_0_has_not_are_not_written(tmp_path: Path):
+    q = load(random_file("Q1_0", (3, 2))[0])["x"]
+    q = dataclasses.replace(q, packed=q.packed | 1)
+    with pytest.raises(ValueError, match="Q1_0 has the codes 0 and 2 alone"):
+        save_gguf(tmp_path / "a.gguf", {"x": q})
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids_are_not_written_unasked(name: str, tmp_path: Path):
+    pytest.importorskip("gguf", reason="has the grids")
+    q = load(random_file(name, (3, 2))[0])["x"]
+    assert isinstance(q, ArrayGrouped)
+    with pytest.raises(ValueError, match="no type of GGUF holds this layout of it"):
+        save_gguf(tmp_path / "a.gguf", {"x": q})
+
+
+PACKAGED = [(kind, shape) for kind, shape in RANDOM if kind not in BY_HAND]
+
+
+@pytest.mark.parametrize(("kind", "shape"), PACKAGED, ids=str)
 @pytest.mark.filterwarnings("ignore::eformer.checkpoint.DecodedWarning")
 def test_random_blocks(kind: str, shape: tuple[int, ...]):
     """Whatever the bytes are: what the package makes of them, or an error of ours where it makes nothing."""
@@ -373,8 +552,8 @@ def test_a_scale_that_is_no_number_in_one_standard_is_refused():
         load(bad, sharding=device)
 
 
-# TQ1_0 becomes TQ2_0; and of MXFP4 the negative zeros, which ggml does not have, become zeros.
-@pytest.mark.parametrize("kind", [kind for kind in GROUPED if kind not in ("TQ1_0", "MXFP4")])
+# TQ1_0 becomes TQ2_0; and of MXFP4 and NVFP4 the negative zeros, which ggml does not have, become zeros.
+@pytest.mark.parametrize("kind", [kind for kind in GROUPED if kind not in ("TQ1_0", "MXFP4", "NVFP4")])
 def test_what_was_read_is_written_byte_for_byte(kind: str, tmp_path: Path):
     file, blocks = random_file(kind, (2, 3))
     path = save_gguf(tmp_path / "a.gguf", {"x": load(file)["x"]})

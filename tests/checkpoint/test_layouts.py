@@ -15,7 +15,7 @@ from eformer.checkpoint import CheckpointError, convert, load, open_checkpoint
 from eformer.cli import main
 
 from .files import bits, safetensors_file
-from .layouts import BF16, CASES, Case
+from .layouts import BF16, CASES, E4M3, Case
 
 
 def folder_of(case: Case, folder: Path) -> Path:
@@ -34,6 +34,13 @@ def test_values_are_those_of_the_file(name: str, tmp_path: Path):
         found = checkpoint[case.name]
     assert found.shape == case.expected.shape
     assert bits(found.with_dtype(np.float32).materialize()) == bits(case.expected)
+
+
+def test_what_is_said_of_a_part_of_the_model_is_read(tmp_path: Path):
+    case = CASES["mlx 4 bits"]()
+    folder = folder_of(case, tmp_path)
+    (folder / "config.json").write_text(json.dumps({"text_config": {"quantization": dict(case.config)}}))
+    assert bits(load(folder)[case.name].with_dtype(np.float32).materialize()) == bits(case.expected)
 
 
 # --- a folder as a whole ---
@@ -120,8 +127,8 @@ def without(*names: str) -> Callable[[], Case]:
     return lambda: CASES["pack 4 bits"]()._replace(tensors={name: np.ones(3, np.int32) for name in names})
 
 
-def said(bits: int) -> dict[str, Any]:
-    return {"config_groups": {"a": {"weights": {"num_bits": bits}}}}
+def said(bits: int, size: int | None = None) -> dict[str, Any]:
+    return {"config_groups": {"a": {"weights": {"num_bits": bits, "group_size": size}}}}
 
 
 HUGE = np.array([2**62, 2**62])
@@ -148,13 +155,18 @@ LIES: dict[str, tuple[Callable[[], Case], str]] = {
     "fp8 scales": (lie("fp8 blocks", weight_scale_inv=np.ones((7, 7, 7), np.float32)), "are not those of a weight"),
     "fp8 blocks": (lie("fp8 blocks", weight_scale_inv=np.ones((7, 3), np.float32)), "7 blocks do not divide 200"),
     "fp8 no scales": (lie("fp8 blocks", weight_scale_inv=np.ones((0, 3), np.float32)), "0 blocks"),
-    "mxfp4 scales": (lie("mxfp4 ct", weight_scale=np.ones((6, 3), np.uint8)), "3 blocks do not divide 64"),
-    "mxfp4 one scale": (lie("mxfp4 ct", weight_scale=np.array(3, np.uint8)), "0 blocks"),
+    "mxfp4 scales": (lie("mxfp4 ct", weight_scale=np.ones((6, 3), np.uint8)), "64 codes .* not 3 blocks of 32"),
+    "mxfp4 one scale": (lie("mxfp4 ct", weight_scale=np.array(3, np.uint8)), "not 0 blocks of 32"),
     "nvfp4 scales": (lie("nvfp4 modelopt", weight_scale_2=np.ones(3, np.float32)), "`weight_scale_2` must have one"),
     "mlx": (lie("mlx 4 bits", config={}), "4 bits in blocks of 64 or 8 bits in blocks of 32; `quantization`"),
-    "mlx bits": (lie("mlx 4 bits", config={"bits": 5, "group_size": 77}), "config.json must say which"),
-    "mlx words": (lie("mlx 4 bits", weight=np.ones((6, 7), np.uint32)), "none that there is"),
+    "mlx bits": (lie("mlx 4 bits", config={"bits": 5, "group_size": 77}), "says 5 bits in blocks of 77"),
+    "mlx words": (lie("mlx 4 bits", weight=np.ones((6, 7), np.uint32)), "of 112 bits a block, and .* says 4 bits in"),
     "mlx scales": (lie("mlx 4 bits", scales=np.ones((6, 0)).astype(BF16), biases=np.ones((6, 0)).astype(BF16)), "by 0"),
+    "pack groups, denied": (lie("pack 4 bits", config=said(4, 32)), "64 columns have 16, and .* says 32"),
+    "fp8 blocks, denied": (lie("fp8 blocks", config={"weight_block_size": [64, 64]}), r"blocks \[64, 64\], which"),
+    "fp8 one block, denied": (lie("fp8 tensor", config={"weight_block_size": [4, 64]}), r"blocks \[4, 64\], which"),
+    "nvfp4 blocks": (lie("nvfp4 modelopt", weight_scale=np.ones((6, 2), E4M3)), "are not 2 blocks of 16"),
+    "mlx, denied": (lie("mlx 4 bits", config={"bits": 3, "group_size": 64}), "says 3 bits in blocks of 64"),
     "sparse": (without("m.compressed", "m.bitmask"), "let compressed-tensors decompress"),
     "marlin": (without("m.weight_packed", "m.scale_packed", "m.meta"), "let compressed-tensors decompress"),
 }  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from quantization.cases import assert_same_leaves, normal
 
-from eformer.checkpoint import convert, load, open_checkpoint, quantize_checkpoint, save, save_gguf
+from eformer.checkpoint import NotRunnableWarning, convert, load, open_checkpoint, quantize_checkpoint, save, save_gguf
 from eformer.model import Rule, UnusedRuleWarning, default_rules, quantize_model
 from eformer.ops.quantization import quantize
 
@@ -181,7 +181,7 @@ def test_from_gguf(tmp_path: Path):
     assert_same_leaves(load(target)["v"], quantize(x, dtype="nf4"))
     assert_same_leaves(load(target)["w"], load(tmp_path / "a.gguf")["w"])
     with open_checkpoint(target) as checkpoint:
-        assert checkpoint.metadata == {"general.architecture": "x", "general.quantization_version": "2"}
+        assert checkpoint.metadata == {"general.architecture": "x", "list": [1], "general.quantization_version": 2}
 
 
 # --- from kind to kind ---
@@ -198,7 +198,7 @@ def test_convert_keeps_codes(tmp_path: Path):
 
 def test_convert_to_gguf_and_back(tmp_path: Path):
     tree = {"w": quantize(normal((4, 64)), dtype="int8"), "b": np.ones(3, np.float32)}
-    path = convert(save(tmp_path / "ours", tree, metadata={"who": "me"}), tmp_path / "a.gguf", "gguf")
+    path = convert(save(tmp_path / "ours", tree, metadata={"who": "me"}), tmp_path / "a.gguf", "gguf", type="Q8_0")
     with open_checkpoint(path) as checkpoint:
         assert (checkpoint.info("w").format, checkpoint.info("b").format) == ("Q8_0", None)
         assert checkpoint.metadata == {"who": "me", "general.quantization_version": 2}
@@ -226,3 +226,25 @@ def test_convert_checks_what_it_is_asked(kind: str, more: dict[str, Any], match:
     path = save(tmp_path / "a", {"x": np.ones(3)})
     with pytest.raises(ValueError, match=match):
         convert(path, tmp_path / "b", kind, **more)
+
+
+STALE = {"quantization_config": {"quant_method": "gptq"}, "text_config": {"quantization_config": {"bits": 4}, "a": 1}}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bitsandbytes", "mlx"])
+def test_nothing_stale_is_said_of_quantization(kind: str, tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    save(tmp_path / "a", {"w": {"weight": np.ones((4, 32), np.float32)}})
+    (tmp_path / "a" / "config.json").write_text(json.dumps({"hidden_size": 64, **STALE}))
+    (tmp_path / "a" / "quantization_config.json").write_text("{}")
+    (tmp_path / "a" / "tokenizer.json").write_text("{}")
+    convert(tmp_path / "a", tmp_path / "b", kind)
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == {"hidden_size": 64, "text_config": {"a": 1}}
+    assert {each.name for each in (tmp_path / "b").iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+
+
+def test_a_model_that_becomes_gguf_without_its_metadata(tmp_path: Path):
+    save(tmp_path / "a", {"w": np.ones((4, 32), np.float32)})
+    (tmp_path / "a" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.warns(NotRunnableWarning, match="no program runs it; llama.cpp's convert_hf_to_gguf.py"):
+        convert(tmp_path / "a", tmp_path / "a.gguf", "gguf")

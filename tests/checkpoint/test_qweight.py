@@ -120,6 +120,8 @@ AGREE: list[tuple[int, dict[str, Any] | None]] = [
     (V2, {"quant_method": "gptq", "checkpoint_format": "gptq_p"}),
     (V1, {"quant_method": "auto-round"}),
     (V2, {"quant_method": "auto-round", "packing_format": "auto_round"}),
+    (V1, {"quant_method": "gptq", "bits": 8, "dynamic": {"+:layer": {"bits": 4}}}),  # of a module
+    (V1, {"quant_method": "gptq", "bits": 4, "group_size": 32}),
 ]
 
 
@@ -173,6 +175,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any], str]] = {
         "`checkpoint_format` of the configuration must be text, got '1e\\+308'",
     ),
     "groups of any size": ("awq-gemv", {"quant_method": "awq", "version": "gemv"}, {}, "it says nothing"),
+    **{
+        f"{bits} bits": ("gptq-4-sym", {"quant_method": "gptq", "bits": bits}, {}, f"4 bits, and .* says {bits}")
+        for bits in (0, 3, 8, 33)
+    },
+    "bits of AWQ": ("awq-4", {"quant_method": "awq", "w_bit": 8}, {}, "4 bits, and .* says 8"),
+    "groups of GPTQ": (
+        "gptq-4-sym",
+        {"quant_method": "gptq", "group_size": 16},
+        {},
+        "2 groups of 32 inputs, and .* 16",
+    ),
     "groups of another size": ("awq-gemv", {"quant_method": "awq", "q_group_size": 64}, {}, "do not have 32 scales"),
 }
 
@@ -195,5 +208,7 @@ def test_shapes_of_two_layouts(tmp_path: Path):
 
 
 def test_bytes_of_two_values_are_not_bitnet_without_its_configuration(tmp_path: Path):
-    found = load(folder_with(tmp_path, parts_of("bitnet-bitlinear"), None))
-    assert found.keys() == {"layer.weight", "layer.weight_scale"}
+    folder = folder_with(tmp_path, parts_of("bitnet-bitlinear"), None)
+    with pytest.raises(CheckpointError, match=r"'layer\.weight': it is uint8.* beside 'layer\.weight_scale'"):
+        load(folder)
+    assert load(folder, raw=True).keys() == {"layer.weight", "layer.weight_scale"}

@@ -186,3 +186,38 @@ def test_a_dense_checkpoint_needs_no_configuration(tmp_path: Path):
     save(tmp_path / "dense.safetensors", {"w": jnp.ones(3)})
     save(tmp_path, quantized(0), kind="mlx")
     assert content_in(tmp_path) == 0
+
+
+UNKNOWN = {"quantization_config": {"quant_method": "unheard-of"}}
+
+
+@pytest.mark.parametrize("most", [None, 600], ids=["file", "shards"])
+def test_what_a_configuration_adds_is_refused_by_name(most: int | None, tmp_path: Path):
+    """Weights that say how they are quantized do not hide that a part of the model is quantized in another way."""
+    save(tmp_path, quantized(0), kind="mlx", max_shard_bytes=most)
+    change(tmp_path, lambda config: {**config, "text_config": UNKNOWN})
+    with pytest.raises(CheckpointError, match=r"config.json says.*'unheard-of', a method that is unknown"):
+        open_checkpoint(tmp_path)
+    assert open_checkpoint(tmp_path, raw=True).kind == "safetensors"
+
+
+def test_what_a_seal_holds_is_refused_by_name(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(safetensors_file({"w": np.ones((2, 2), np.float32)}))
+    config = tmp_path / "config.json"
+    config.write_bytes(seal.sealed("0", json.dumps(UNKNOWN).encode()))
+    with pytest.raises(CheckpointError, match=r"config.json says.*'unheard-of', a method that is unknown"):
+        open_checkpoint(tmp_path)
+    config.write_bytes(seal.sealed("0", None))
+    assert list(open_checkpoint(tmp_path)) == ["w"]
+
+
+def test_a_seal_is_not_copied_along(tmp_path: Path):
+    said = {"model_type": "x", "quantization_config": {"quant_method": "gptq"}}
+    (source := tmp_path / "source").mkdir()
+    (source / "model.safetensors").write_bytes(safetensors_file({"w": np.ones((2, 2), np.float32)}))
+    (source / "config.json").write_bytes(seal.sealed("0", json.dumps(said).encode()))
+    convert(source, tmp_path / "copy", "safetensors")
+    assert json.loads((tmp_path / "copy" / "config.json").read_text()) == {"model_type": "x"}
+    (source / "config.json").write_bytes(seal.sealed("0", None))
+    convert(source, tmp_path / "none", "safetensors")
+    assert [path.name for path in (tmp_path / "none").iterdir()] == ["model.safetensors"]

@@ -222,7 +222,9 @@ WRITERS: dict[str, Writer] = {
         BESIDE,
     ),
     "convert, gguf": Writer(
-        lambda folder, content, sources: convert(sources / f"nf4{content}", folder, "gguf", overwrite=True),
+        lambda folder, content, sources: convert(
+            sources / f"nf4{content}", folder, "gguf", type="Q8_0", overwrite=True
+        ),
         read_quantized,
     ),
     "eformer quantize": Writer(

@@ -157,7 +157,7 @@ def test_a_layout_that_lies(run, gptq: Path):
     (gptq / "config.json").write_text('{"quantization_config": {"quant_method": "gptq", "format": "marlin"}}')
     ran = run("inspect", gptq)
     assert ran.code == 1
-    assert "tensor 'layers.0.weight': the configuration says that its format is 'marlin'" in ran.err
+    assert "config.json says by `quantization_config` `format` 'marlin', which is not read for GPTQ" in ran.err
 
 
 # --- inspect ---
@@ -235,11 +235,11 @@ def test_compare_of_dense_arrays(run, tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "options", "kind", "file", "form"),
     [
-        ("b.gguf", [], "gguf", "b.gguf", "Q8_0"),
+        ("b.gguf", ["--type", "Q8_0"], "gguf", "b.gguf", "Q8_0"),
         ("b.gguf", ["--type", "F16"], "gguf", "b.gguf", "float16"),
         ("b.safetensors", [], "safetensors", "b.safetensors", "nf4"),
         ("b", [], "safetensors", "b/model.safetensors", "nf4"),
-        ("b", ["--to", "gguf", "--type", "TQ2_0"], "gguf", "b/model.gguf", "Q8_0"),  # rows of 64 fill no TQ2_0 block
+        ("b", ["--to", "gguf", "--type", "Q4_0"], "gguf", "b/model.gguf", "Q4_0"),
         ("b", ["--to", "bitsandbytes"], "bitsandbytes", "b/model.safetensors", "nf4"),
     ],
 )
@@ -257,6 +257,16 @@ def test_convert(name: str, options: list[str], kind: str, file: str, form: str,
     with open_checkpoint(data["path"]) as checkpoint:
         assert checkpoint.kind == kind
         assert checkpoint.info("layer.weight").shape == (4, 64)
+
+
+def test_convert_says_what_does_not_run(run, tmp_path: Path):
+    save(tmp_path / "a", {"w": np.ones((4, 32), np.float32)})
+    (tmp_path / "a" / "config.json").write_text('{"model_type": "llama"}')
+    ran = run("convert", tmp_path / "a", tmp_path / "a.gguf")
+    assert (ran.code, ran.err.count("Warning")) == (0, 0)
+    assert "it has no metadata of a model, such as `general.architecture`" in ran.out
+    run("convert", tmp_path / "a", tmp_path / "b.safetensors")
+    assert "general.architecture" not in run("inspect", tmp_path / "b.safetensors").out
 
 
 # --- bench ---

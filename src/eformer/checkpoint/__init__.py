@@ -21,6 +21,7 @@ from ._open import Checkpoint as Checkpoint
 from ._open import open_checkpoint as open_checkpoint
 from ._paths import SUFFIXES as SUFFIXES
 from ._paths import check_suffix as check_suffix
+from ._rewrite import NotRunnableWarning as NotRunnableWarning
 from ._rewrite import convert as convert
 from ._rewrite import quantize_checkpoint as quantize_checkpoint
 from ._write import save as save

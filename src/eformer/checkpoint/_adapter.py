@@ -133,15 +133,20 @@ def _opened(folder: Path) -> tuple[Checkpoint, Mapping[str, Json]]:
 
 
 def _modules(checkpoint: Checkpoint) -> dict[str, _Names]:
-    """The modules that the tensors belong to, in order."""
+    """The modules that the tensors belong to, in order; an error if a module has two updates."""
     found: dict[str, _Names] = {}
+    prefixes: dict[str, bool] = {}
     for name in checkpoint:
         names = next((each for each in (LINEAR, EMBEDDING) if name.endswith((each.first, each.second))), None)
         if names is None:
             what = "it is neither `lora_A` nor `lora_B` of a module"
             raise CheckpointError(what, file=str(checkpoint.path), tensor=name)
         end = names.first if name.endswith(names.first) else names.second
-        found[name.removesuffix(end).removesuffix(".").removeprefix(PREFIX)] = names
+        module = name.removesuffix(end).removesuffix(".").removeprefix(PREFIX)
+        has_prefix = name.startswith(PREFIX)
+        if (found.setdefault(module, names), prefixes.setdefault(module, has_prefix)) != (names, has_prefix):
+            what = f"the module {module[:100]!r} has another update, with the prefix {PREFIX!r} or of an embedding"
+            raise CheckpointError(what, file=str(checkpoint.path), tensor=name)
     return found
 
 
@@ -166,6 +171,8 @@ def _read(
     rank = first.shape[0] if first.ndim == 2 else 0
     if first.ndim != 2 or second.ndim != 2 or (a.shape, b.shape) != ((*shape[:1], rank), (rank, *shape[1:])):
         raise wrong(f"{first.shape} and {second.shape} do not fit the weight {shape}: it is an adapter for another one")
+    if not all(jnp.issubdtype(part.dtype, jnp.floating) for part in (a, b)):
+        raise wrong(f"its matrices are {a.dtype} and {b.dtype}, and must be floating point")
     return _Update(jnp.asarray(a), jnp.asarray(b), factor_of(config, rank, wrong))
 
 

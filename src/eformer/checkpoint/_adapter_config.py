@@ -92,8 +92,13 @@ def factor_of(config: Mapping[str, Json], rank: int, wrong: Wrong) -> float:
     expected = _number(_of_module(config, "rank_pattern", wrong), config.get("r"), "r", wrong)
     if expected != rank:
         raise wrong(f"its matrices have rank {rank}, and the configuration says {expected:g}")
+    if rank < 1:
+        raise wrong("its matrices have rank 0, and an update has at least 1")
     alpha = _number(_of_module(config, "alpha_pattern", wrong), config.get("lora_alpha"), "lora_alpha", wrong)
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    factor = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    if abs(factor) > float(np.finfo(np.float32).max):
+        raise wrong(f"the configuration has lora_alpha = {alpha:g}, and float32 can't hold {factor:g}")
+    return factor
 
 
 def _of_module(config: Mapping[str, Json], key: str, wrong: Wrong) -> Json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from eformer.kernels import cpu
 
 from ._arrays import Entry
 from ._file import CheckpointError, MappedFile
-from ._gguf_blocks import IDS, PLAIN, TYPES
+from ._gguf_blocks import GONE, IDS, PLAIN, TYPES
 from ._gguf_entry import GgufEntry
 from ._header import Tensor, checked_shape
 
@@ -31,15 +31,19 @@ SCALARS: dict[int, struct.Struct] = {number: struct.Struct("<" + code) for numbe
 _U32, _U64 = SCALARS[4], SCALARS[10]
 
 
+Kind: TypeAlias = "int | list[Kind]"
+
+
 class Metadata(dict[str, object]):
-    """The metadata of a file. `kinds` has the number of the type of each value or, for a list, of its elements.
+    """The metadata of a file. `kinds` has the number of the type of each value or, for a list, of its elements; for a
+    list of lists it has a list of these.
 
     Programs that run models want the types that they know: a number of 32 bits, not the same number of 64.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.kinds: dict[str, int] = {}
+        self.kinds: dict[str, Kind] = {}
 
 
 class Reader:
@@ -98,23 +102,29 @@ class Reader:
             raise self.wrong(f"{number} {what}, with all that came before, are more than a model has")
         return number
 
-    def value(self, kind: int, depth: int = 0) -> object:
+    def pairs(self) -> int:
+        """Read the count of entries of the metadata."""
+        return self.count(13, "metadata entries", STEPS_OF_PAIR)
+
+    def value(self, kind: int, depth: int = 0) -> tuple[object, Kind]:
+        """A value of the metadata, and its kind."""
         if kind in SCALARS:
-            return self.scalar(SCALARS[kind])
+            return self.scalar(SCALARS[kind]), kind
         if kind == STRING:
-            return self.text()
+            return self.text(), kind
         if kind != ARRAY or depth == MAX_DEPTH:
             raise self.wrong(f"the metadata has a value of type {kind}, {depth} levels deep, which GGUF has not")
         inner = self.scalar(_U32)
         if inner in SCALARS:
             number = self.count(SCALARS[inner].size, "numbers")
-            return np.frombuffer(self.take(number * SCALARS[inner].size), SCALARS[inner].format).tolist()
+            return np.frombuffer(self.take(number * SCALARS[inner].size), SCALARS[inner].format).tolist(), inner
         if inner == STRING:
-            return self.texts(self.count(8, "texts", 1))
+            return self.texts(self.count(8, "texts", 1)), inner
         number = self.count(12, "arrays in an array", STEPS_OF_ARRAY)
         if inner != ARRAY:
             raise self.wrong(f"the metadata has an array of type {inner}, which GGUF has not")
-        return [self.value(inner, depth + 1) for _ in range(number)]
+        found = [self.value(inner, depth + 1) for _ in range(number)]
+        return [value for value, _ in found], [kind for _, kind in found]
 
 
 def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], Metadata]:
@@ -125,16 +135,7 @@ def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], Metadata]:
     if version not in (2, 3):
         raise reader.wrong(f"GGUF version {version}; versions 2 and 3 can be read, little-endian")
     tensors = reader.count(24, "tensors", STEPS_OF_TENSOR)
-    pairs = reader.count(13, "metadata entries", STEPS_OF_PAIR)
-    metadata = Metadata()
-    for _ in range(pairs):
-        name = reader.name()
-        if name in metadata:
-            raise reader.wrong(f"the metadata has {name[:100]!r} twice")
-        kind = reader.scalar(_U32)
-        metadata.kinds[name] = kind if kind != ARRAY else _U32.unpack(reader.take(4))[0]
-        reader.at -= 4 if kind == ARRAY else 0  # `value` reads it again
-        metadata[name] = reader.value(kind)
+    metadata = read_pairs(reader, reader.pairs())
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= 2**16 or alignment & (alignment - 1):
         raise reader.wrong(f"`general.alignment` must be a power of two, got {str(alignment)[:50]}")
@@ -154,6 +155,16 @@ def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], Metadata]:
     return entries, metadata
 
 
+def read_pairs(reader: Reader, count: int) -> Metadata:
+    metadata = Metadata()
+    for _ in range(count):
+        name = reader.name()
+        if name in metadata:
+            raise reader.wrong(f"the metadata has {name[:100]!r} twice")
+        metadata[name], metadata.kinds[name] = reader.value(reader.scalar(_U32))
+    return metadata
+
+
 def _described(reader: Reader) -> tuple[str, tuple[int, ...], int, int]:
     """Name, shape, number of the type, and offset of a tensor."""
     name = reader.name()
@@ -168,7 +179,9 @@ def _described(reader: Reader) -> tuple[str, tuple[int, ...], int, int]:
 
 def _entry(reader: Reader, name: str, shape: tuple[int, ...], kind: int, start: int) -> Entry:
     if kind not in TYPES:
-        raise reader.wrong(f"its type {kind} is unknown; known are {', '.join(IDS)}", name)
+        known = f"known are {', '.join(IDS)}"
+        gone = f"; that was {GONE[kind]}, which llama.cpp does not read any more either" if kind in GONE else ""
+        raise reader.wrong(f"its type {kind} is unknown{gone}; {known}", name)
     form = TYPES[kind]
     row = shape[-1] if shape else 1
     if row % form.elements:

@@ -19,9 +19,9 @@ from eformer.ops.quantization import (
 )
 
 from ._arrays import Item, Like, Q
-from ._describe import names_of
 from ._gguf_blocks import TYPES
 from ._gguf_encode import ENCODERS
+from ._gguf_grids import GRIDS
 from ._gguf_grouped import GROUPED
 
 
@@ -62,6 +62,7 @@ class GgufCodec(Generic[Q]):
         return self.decode is not None or self.leaf is not None
 
 
+MANY = 4  # types that a message does not list
 CODECS: dict[tuple[str, type[QuantizedArray]], GgufCodec] = {}
 
 
@@ -88,20 +89,18 @@ def reader_of(kind: str) -> GgufCodec:
     return next(readers, GgufCodec(kind, QuantizedArray))
 
 
-def writer_of(item: Item) -> GgufCodec:
-    """The codec that writes a quantized array; a ValueError if there is none."""
+def writer_of(item: Item, instead: str | None = None) -> GgufCodec:
+    """The codec that writes a quantized array; a ValueError if there is none, which may say what would do `instead`."""
     cls = type(item.like)
     codecs = [codec for codec in CODECS.values() if codec.array_type is cls]
     found = next((codec for codec in codecs if codec.fits(item.like)), None)
     if found is not None:
         return found
     kinds = " or ".join(codec.block_type for codec in codecs)
-    why = f"{kinds} does not hold this layout of it" if codecs else "GGUF has no codec for it"
-    rounded = names_of(codec.array_type for codec in CODECS.values() if codec.encode is None)
-    raise ValueError(
-        f"{item.name!r} is a {cls.__name__}, and {why}: `dequantize()` it first, say by `type` which type it is to be "
-        f"rounded to, or quantize it to {rounded}"
-    )
+    some = f"{kinds} does not hold" if len(codecs) < MANY else "no type of GGUF holds"
+    why = f"{some} this layout of it" if codecs else "GGUF has no codec for it"
+    instead = instead or "`dequantize()` it first, or say by `type` which type it is to be rounded to"
+    raise ValueError(f"{item.name!r} is a {cls.__name__}, and {why}: {instead}")
 
 
 def encoder_of(kind: str, like: Like) -> Callable[[QuantizedArray], np.ndarray] | None:
@@ -114,8 +113,8 @@ def _has_scale_per_row(q: Array1B) -> bool:
     return q.scale is None or q.scale.shape[-1:] == (1,)
 
 
-# GGUF has no type with one scale per row, nor one with NF4's values. Q8_0 is the nearest: it moves each element by at
-# most 1/254 of the largest of its 32. TQ2_0 holds ternary values as they are.
+# GGUF has no type with one scale per row, nor one with NF4's values. Q8_0 is the nearest, if someone asks for it: it
+# moves each element by at most 1/254 of the largest of its 32. TQ2_0 holds ternary values as they are.
 for _codec in (
     GgufCodec("TQ2_0", Array1B, fits=_has_scale_per_row),
     GgufCodec("Q8_0", Array1B, fits=lambda q: not _has_scale_per_row(q)),
@@ -131,6 +130,10 @@ for _codec in (
             separate=form.separate,
         )
         for name, form in GROUPED.items()
+    ),
+    *(
+        GgufCodec(name, ArrayGrouped, like=form.like, decode=form.decode, fits=lambda q: False)
+        for name, form in GRIDS.items()
     ),
 ):
     register_gguf_codec(_codec)

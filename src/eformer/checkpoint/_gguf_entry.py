@@ -15,7 +15,7 @@ from eformer.ops.quantization import QuantizedArray, array_from_fields
 
 from ._arrays import Entry, Like
 from ._describe import FORMAT_ERRORS
-from ._file import MappedFile
+from ._file import CheckpointError, MappedFile
 from ._gguf_blocks import IDS, PLAIN, TYPES
 from ._gguf_codecs import GgufCodec, reader_of
 from ._header import Tensor
@@ -54,7 +54,10 @@ class GgufEntry(Entry):
             return tensor.view()
         blocks = tensor.raw().reshape(-1, TYPES[IDS[self.kind]].bytes)
         if codec.decode is not None:
-            return self.checked(functools.partial(codec.decode, blocks, tensor.shape))
+            try:
+                return self.checked(functools.partial(codec.decode, blocks, tensor.shape))
+            except ImportError:
+                raise self._without_package() from None
         if codec.leaf is None:
             return self._decoded(blocks)
         assert isinstance(like, QuantizedArray)
@@ -80,10 +83,13 @@ class GgufEntry(Entry):
 
             return gguf.quants.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType[self.kind])
         except ImportError:
-            what = f'its type {self.kind} is decoded by the package gguf: pip install "eformer[gguf]"'
+            raise self._without_package() from None
         except FORMAT_ERRORS as error:  # above all, a type that it does not decode either
             what = f"the package gguf does not decode its type {self.kind}: {error!r}"
         raise self.wrong(what)
+
+    def _without_package(self) -> CheckpointError:
+        return self.wrong(f'its type {self.kind} is decoded by the package gguf: pip install "eformer[gguf]"')
 
 
 class BlockLeaf(Unread):

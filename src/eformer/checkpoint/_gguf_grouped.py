@@ -170,7 +170,10 @@ GROUPED: dict[str, GroupedType] = {
             {"scale_scale": (0, 2, FLOAT16), "scale": (2, 8, planes.IQ4_SCALES), "packed": (8, 136, _FOUR)},
             codebook="iq4_nl",
         ),
-        GroupedType("MXFP4", 4, 32, {"scale": (0, 1, planes.EXPONENTS), "packed": (1, 17, planes.E2M1)}, "e2m1"),
+        GroupedType("MXFP4", 4, 32, {"scale": (0, 1, planes.EXPONENTS), "packed": (1, 17, planes.e2m1(16))}, "e2m1"),
+        GroupedType("NVFP4", 4, 16, {"scale": (0, 4, planes.UNSIGNED_E4M3), "packed": (4, 36, planes.e2m1(8))}, "e2m1"),
+        GroupedType("Q1_0", 2, 128, {"scale": (0, 2, FLOAT16), "packed": (2, 18, planes.SIGNS), **_ZERO}),
+        GroupedType("Q2_0", 2, 64, {"scale": (0, 2, FLOAT16), "packed": (2, 18, planes.BYTES), **_ZERO}),
         GroupedType("TQ2_0", 2, 256, {"packed": (0, 64, QUARTERS), "scale": (64, 66, FLOAT16), **_ZERO}),
         GroupedType("TQ1_0", 2, 256, {"packed": (0, 52, planes.TRITS), "scale": (52, 54, FLOAT16), **_ZERO}),
     )

@@ -141,15 +141,38 @@ def _no_trits(leaf: Bytes) -> Bytes:
 TRITS = Part(np.dtype(np.uint8), _read_trits, _no_trits)
 
 
-def _read_e2m1(data: Bytes) -> Bytes:
-    """E2M1 has a negative zero, code 8; ggml has zero in its place."""
-    codes = data.view(np.uint64)
-    low = codes & np.uint64(0x7777777777777777)
-    nonzero = (low + np.uint64(0x7777777777777777)) & np.uint64(0x8888888888888888)
-    return nibbles(16).read((low | codes & nonzero).view(np.uint8))
+def e2m1(width: int) -> Part:
+    """4-bit codes as `nibbles`. E2M1 has a negative zero, code 8; ggml has zero in its place."""
+    plain = nibbles(width)
+
+    def read(data: Bytes) -> Bytes:
+        codes = data.view(np.uint64)
+        low = codes & np.uint64(0x7777777777777777)
+        nonzero = (low + np.uint64(0x7777777777777777)) & np.uint64(0x8888888888888888)
+        return plain.read((low | codes & nonzero).view(np.uint8))
+
+    return Part(np.dtype(np.uint8), read, plain.write)
 
 
-E2M1 = Part(np.dtype(np.uint8), _read_e2m1, nibbles(16).write)
+def _read_signs(data: Bytes) -> Bytes:
+    """A bit of 0 or 1 is the code 0 or 2, for -1 and 1."""
+    pairs = data.astype(np.uint16)
+    for shift, mask in ((4, 0x0F0F), (2, 0x3333), (1, 0x5555)):
+        pairs = (pairs | pairs << shift) & mask
+    return (pairs << 1).view(np.uint8)
+
+
+def _write_signs(leaf: Bytes) -> Bytes:
+    pairs = np.ascontiguousarray(leaf).view(np.uint16)
+    if np.any(pairs & 0x5555):
+        raise ValueError("Q1_0 has the codes 0 and 2 alone, for -1 and 1")
+    pairs = pairs >> 1
+    for shift, mask in ((1, 0x3333), (2, 0x0F0F), (4, 0x00FF)):
+        pairs = (pairs | pairs >> shift) & mask
+    return pairs.astype(np.uint8)
+
+
+SIGNS = Part(np.dtype(np.uint8), _read_signs, _write_signs)
 
 
 # --- scales ---
@@ -161,6 +184,15 @@ def _read_exponents(data: Bytes) -> np.ndarray:
     return data.view(ml_dtypes.float8_e8m0fnu)
 
 
+def _read_e4m3(data: Bytes) -> np.ndarray:
+    """E4M3 without a sign; ggml has zero in place of NaN."""
+    if np.any(data == 255):
+        raise ValueError("a block has the scale 255, which is NaN in E4M3 and 480 in ggml")
+    low = data & 127
+    return np.where(low == 127, 0, low).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+
+
+UNSIGNED_E4M3 = Part(np.dtype(ml_dtypes.float8_e4m3fn), _read_e4m3, lambda leaf: leaf.view(np.uint8))
 EXPONENTS = Part(np.dtype(ml_dtypes.float8_e8m0fnu), _read_exponents, lambda leaf: leaf.view(np.uint8))
 
 # A zero point that every block has, and that is not in the file.

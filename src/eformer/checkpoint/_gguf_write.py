@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +15,18 @@ from jax import tree_util as jtu
 
 from eformer._progress import Meter, Progress
 from eformer._saving import Target, filling
+from eformer.jaximus import materialize
 from eformer.ops.quantization import QuantizedArray
 
 from ._arrays import Item, Like, Part, contiguous_bytes, items_of
-from ._file import StrPath
-from ._gguf import ARRAY, MAGIC, MAX_AXES, SCALARS, STRING, Metadata
+from ._file import MappedFile, StrPath
+from ._gguf import MAGIC, MAX_AXES, Metadata
 from ._gguf_blocks import IDS, PLAIN, TYPES
 from ._gguf_codecs import encoder_of, writer_of
 from ._gguf_encode import ENCODERS
-from ._header import narrowed
+from ._gguf_entry import GgufEntry
+from ._gguf_pairs import pairs_of, text_of
+from ._header import Tensor, narrowed
 from ._paths import GGUF_SUFFIX, target_file
 from ._saving import CheckpointSaving
 from ._tree import flattened
@@ -35,9 +37,6 @@ MAX_NAME = 63  # bytes; ggml keeps 64 with the closing zero
 AT_ONCE = 1 << 18  # elements encoded at a time
 TypeFor = str | Callable[[str, tuple[int, ...]], str | None] | None
 _PLAIN_NAMES = {dtype: name for name, dtype in PLAIN.items()}
-_U32, _I32, _U64, _I64 = 4, 5, 10, 11
-_NUMBERS = {np.dtype(scalar.format[1:]): kind for kind, scalar in SCALARS.items()}
-_RANGES = {_U32: (0, 2**32), _I32: (-(2**31), 0), _U64: (0, 2**64), _I64: (-(2**63), 0)}
 
 
 def save_gguf(
@@ -52,10 +51,10 @@ def save_gguf(
     """Write a tree as one GGUF file under the names of its leaves; a folder gets a "model.gguf".
 
     Dense arrays keep their type. A quantized array takes the type of its codec: what was read from GGUF as an
-    ArrayGrouped becomes the same bytes again; ternary with one scale or one per row becomes TQ2_0; INT8, NF4 and RSR
-    become Q8_0 (GGUF has no NF4: each element moves by at most 1/254 of the largest in its 32). Where rows are no
-    multiple of the block, it keeps its own dtype. An ArrayGrouped of another layout, such as "int4", and a class
-    without a codec raise a ValueError; `register_gguf_codec` adds one.
+    ArrayGrouped becomes the same bytes again, and ternary with one scale or one per row becomes TQ2_0, if float16 holds
+    the scales. All others raise a ValueError, unless `type` says what their values are rounded to: GGUF has no type
+    with those of INT8 and NF4. (As Q8_0, each element moves by at most 1/254 of the largest in its 32.)
+    `register_gguf_codec` adds a type for a class.
 
     `type`, "F32", "F16", "BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_1", "Q4_0" or "TQ2_0", is for all floating point arrays of
     two axes or more whose rows are a multiple of its block, also for quantized ones, which are decoded and rounded
@@ -72,6 +71,7 @@ class _Planned(NamedTuple):
     item: Item
     kind: str  # name of the GGUF type
     encode: Callable[[QuantizedArray], np.ndarray] | None  # None: dequantize, or write as it is
+    asked: bool  # for this type: values may be rounded to it
     nbytes: int
 
 
@@ -81,15 +81,12 @@ def write_gguf(target: Target, items: Sequence[Item], type: TypeFor, metadata: M
     given = {name: value for name, value in (metadata or {}).items() if name != "general.alignment"}
     if any(plan.kind not in PLAIN for plan in planned):
         given.setdefault("general.quantization_version", 2)
-    header = bytearray(MAGIC + struct.pack("<IQQ", 3, len(planned), len(given)))
     kinds = metadata.kinds if isinstance(metadata, Metadata) else {}
-    for name, value in given.items():
-        kind = _kind(name, value, kinds.get(name))
-        header += _text(name) + struct.pack("<I", kind) + _content(name, value, kind, kinds.get(name))
+    header = bytearray(MAGIC + struct.pack("<IQ", 3, len(planned)) + pairs_of(given, kinds))
     offset = 0
-    for item, kind, _, nbytes in planned:
+    for item, kind, _, _, nbytes in planned:
         shape = item.like.shape
-        header += _text(item.name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        header += text_of(item.name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         header += struct.pack("<IQ", IDS[kind], offset)
         offset += nbytes + -nbytes % ALIGNMENT
     meter = Meter(target.progress, sum(plan.nbytes for plan in planned))
@@ -111,7 +108,8 @@ def _planned(item: Item, type: TypeFor) -> _Planned:
     if len(name.encode()) > MAX_NAME or len(like.shape) > MAX_AXES:
         raise ValueError(f"{name!r}, {list(like.shape)}: GGUF has names up to {MAX_NAME} bytes and {MAX_AXES} axes")
     kind = type(name, tuple(like.shape)) if callable(type) else type if _fits(type, like) else None
-    kind = _default(item) if kind is None else kind
+    asked = kind is not None
+    kind = _default(item, None if callable(type) else type) if kind is None else kind
     encode = encoder_of(kind, like)
     if kind not in PLAIN and kind not in ENCODERS and encode is None:
         raise ValueError(f"{name!r}: the type {kind!r} can't be written; {', '.join([*PLAIN, *ENCODERS])} can")
@@ -119,7 +117,7 @@ def _planned(item: Item, type: TypeFor) -> _Planned:
     row = like.shape[-1] if like.shape else 1
     if row % form.elements:
         raise ValueError(f"{name!r}: rows of {row} are no multiple of the {form.elements} elements of a {kind} block")
-    return _Planned(item, kind, encode, math.prod(like.shape) // form.elements * form.bytes)
+    return _Planned(item, kind, encode, asked, math.prod(like.shape) // form.elements * form.bytes)
 
 
 def _fits(kind: str | None, like: Like) -> bool:
@@ -129,15 +127,30 @@ def _fits(kind: str | None, like: Like) -> bool:
     return kind not in IDS or like.shape[-1] % TYPES[IDS[kind]].elements == 0
 
 
-def _default(item: Item) -> str:
+def _default(item: Item, wanted: str | None) -> str:
+    """The type of an array that is not asked for one, or whose rows do not fit the `wanted` one."""
     like = item.like
-    if isinstance(like, QuantizedArray) and _fits(kind := writer_of(item).block_type, like):
+    if isinstance(like, QuantizedArray) and jnp.issubdtype(like.dtype, jnp.floating):  # integers stay exact
+        kind = writer_of(item, _fitting(like, wanted)).block_type
+        if not _fits(kind, like):
+            raise ValueError(f"{item.name!r} is {like}: {_fitting(like, kind)}")
         return kind
     plain = _PLAIN_NAMES.get(np.dtype(like.dtype))
     if plain is None:
         known = ", ".join(dtype.name for dtype in PLAIN.values())
         raise TypeError(f"{item.name!r} is {like.dtype}, which GGUF can't hold; it has {known}")
     return plain
+
+
+def _fitting(like: Like, kind: str | None) -> str | None:
+    """Why an array does not fit a type, and which it does; None for no type."""
+    if kind is None:
+        return None
+    row = like.shape[-1] if like.shape else 1
+    others = [each for each in (*ENCODERS, "F16", "F32") if _fits(each, like)]
+    size = TYPES[IDS[kind]].elements if kind in IDS else "?"
+    what = f"rows of {row} are no multiple of the {size} elements of a {kind} block"
+    return f"{what}; `type` may be {', '.join(others)}" if others else f"{what}, and it has to be dequantized first"
 
 
 def _data(plan: _Planned) -> memoryview:
@@ -160,7 +173,20 @@ def _data(plan: _Planned) -> memoryview:
             if peak / steps >= 65520:  # the scale, a float16, would be infinite
                 raise ValueError(f"{item.name!r} has values up to {peak:g}, which {kind} can't hold; F32 can")
             out[start : start + count] = encode(piece)
+    if not plan.asked:
+        _check_exact(plan, array, out)
     return out.reshape(-1).data
+
+
+def _check_exact(plan: _Planned, array: np.ndarray, blocks: np.ndarray) -> None:
+    """Raise a ValueError if blocks that nobody asked for do not have the values of the array."""
+    tensor = Tensor(plan.item.name, np.dtype(np.uint8), array.shape, MappedFile(blocks.tobytes()), 0, blocks.nbytes)
+    found = materialize(jax.tree.map(jnp.asarray, GgufEntry(plan.kind, tensor).host()))
+    if not np.array_equal(np.asarray(found), array.astype(np.float32), equal_nan=True):
+        raise ValueError(
+            f"{plan.item.name!r} is {plan.item.like}, and GGUF has no type with its values: `type={plan.kind!r}` "
+            f"rounds them to {plan.kind}, and `type='F32'` writes them dense"
+        )
 
 
 def _cast(name: str, array: np.ndarray, kind: str) -> np.ndarray:
@@ -169,47 +195,3 @@ def _cast(name: str, array: np.ndarray, kind: str) -> np.ndarray:
     if not (jnp.issubdtype(array.dtype, jnp.floating) and kind in ("F16", "BF16", "F32", "F64")):
         raise TypeError(f"{name!r} is {array.dtype}: it can't be written as {kind}")
     return narrowed(name, array, PLAIN[kind])
-
-
-# --- metadata ---
-
-
-def _text(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogateescape")
-    return struct.pack("<Q", len(data)) + data
-
-
-def _kind(name: str, value: object, known: int | None = None) -> int:
-    """The number of the type of a value: the one it had in a file, NumPy's, or the smallest for integers.
-
-    That has 32 or 64 bits. Python's floats have 64 bits; programs that run models want `numpy.float32`.
-    """
-    if known in SCALARS and isinstance(value, (bool, int, float)):
-        with contextlib.suppress(struct.error, OverflowError):  # it has another value now
-            SCALARS[known].pack(value)
-            return known
-    if isinstance(value, (bool, float, np.generic)) and (dtype := np.asarray(value).dtype) in _NUMBERS:
-        return _NUMBERS[dtype]
-    if isinstance(value, str):
-        return STRING
-    if isinstance(value, int):
-        for kind, (low, high) in _RANGES.items():
-            if low <= value < high:
-                return kind
-    if isinstance(value, (list, tuple)):
-        return ARRAY
-    raise TypeError(f"the metadata {name!r} is {value!r}; GGUF holds text, numbers, booleans and lists of these")
-
-
-def _content(name: str, value: object, kind: int, known: int | None = None) -> bytes:
-    if isinstance(value, str):
-        return _text(value)
-    if not isinstance(value, (list, tuple)):
-        return SCALARS[kind].pack(value)
-    kinds = {_kind(name, each, known) for each in value}
-    if kinds <= _RANGES.keys() and len(kinds) > 1:  # integers of several sizes and signs
-        kinds = {_I64}
-    if len(kinds) > 1:
-        raise TypeError(f"the metadata {name!r} is a list of several types; GGUF has lists of one")
-    inner = kinds.pop() if kinds else _U32 if known is None else known
-    return struct.pack("<IQ", inner, len(value)) + b"".join(_content(name, each, inner) for each in value)

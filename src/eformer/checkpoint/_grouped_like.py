@@ -63,16 +63,21 @@ def planes_of(
     return {name: plane.reshape(getattr(like, name).shape) for name, plane in planes.items()}
 
 
-def block_of(group: Group, length: int, blocks: int, said: Iterable[int] = ()) -> int:
+def block_of(group: Group, length: int, blocks: int, said: Iterable[int] = (), usual: int = 0) -> int:
     """The size of each of `blocks` blocks along an axis; `said` are the sizes that the configuration names.
 
-    A CheckpointError if there is none: one says it, or blocks divide the axis.
+    A CheckpointError if there is none: one says it, or `usual` fits where none says any, or blocks divide the axis.
     """
-    fitting = {size for size in said if size > 0 and -(-length // size) == blocks}
+    named = sorted({size for size in said if size > 0})
+    fitting = [size for size in named or [usual] if size > 0 and -(-length // size) == blocks]
     if len(fitting) == 1:
-        return fitting.pop()
+        return fitting[0]
     if blocks < 1 or length % blocks:
         raise group.wrong(f"{blocks} blocks do not divide {length} columns, and no configuration says their size")
+    if named and not fitting:
+        sizes = " or ".join(map(str, named))[:100]
+        what = f"{blocks} blocks of {length} columns have {length // blocks}"
+        raise group.wrong(f"{what}, and the configuration says {sizes}")
     return length // blocks
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ._file import CheckpointError, MappedFile
+from ._foreign import what_it_is
 
 # Name in the file, NumPy type. Types of less than a byte (F4, F6_E2M3, F6_E3M2) are left out: the format does not
 # define the order of their bits.
@@ -66,6 +67,9 @@ class Tensor(NamedTuple):
 
 def read_header(file: MappedFile) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file by name, in the order of the header, and its metadata."""
+    kind = what_it_is(file.data[:64].tobytes(), file.path)
+    if kind is not None and file.data[8:9].tobytes() != b"{":  # which begins the header of every safetensors file
+        raise file.wrong(kind)
     if len(file) < 8:
         raise file.wrong(f"{len(file)} bytes are too few for a safetensors file")
     length = int.from_bytes(file.data[:8].tobytes(), "little")

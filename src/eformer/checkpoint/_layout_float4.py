@@ -21,7 +21,7 @@ import numpy as np
 
 from eformer.ops.quantization import ArrayGrouped
 
-from ._grouped_like import E8M0, Leaf, block_of, bytes_of, grouped_like, one_per_matrix
+from ._grouped_like import E8M0, Leaf, bytes_of, grouped_like, one_per_matrix
 from ._header import Tensor
 from ._prequantized import Group, Layout, register_layout
 
@@ -30,13 +30,17 @@ POWERS = (np.dtype(np.uint8), E8M0)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 BFLOAT16 = np.dtype(jnp.bfloat16)  # holds E2M1 times a power of two exactly
 FLOAT32 = np.dtype(np.float32)
-IN_BLOCK = 32  # elements of gpt-oss, in 16 bytes
+IN_BLOCK, OF_NVFP4 = 32, 16  # elements that share a scale
 
 
-def fp4_like(group: Group, codes: Tensor, scale: Tensor, kind: np.dtype, dtype: np.dtype, **more: Leaf) -> ArrayGrouped:
-    """An array of the codes in `codes`, with a scale of dtype `kind` for each entry of `scale`."""
+def fp4_like(
+    group: Group, codes: Tensor, scale: Tensor, block: int, kind: np.dtype, dtype: np.dtype, **more: Leaf
+) -> ArrayGrouped:
+    """An array of the codes in `codes`, with a scale of dtype `kind` for each entry of `scale`, one per `block`."""
     shape = (*codes.shape[:-1], codes.shape[-1] * codes.dtype.itemsize * 2)
-    block = block_of(group, shape[-1], scale.shape[-1] if scale.shape else 0)
+    blocks = scale.shape[-1] if scale.shape else 0
+    if shape[-1] != blocks * block:
+        raise group.wrong(f"{shape[-1]} codes of 4 bits are not {blocks} blocks of {block}")
     return grouped_like(shape, 4, block, dtype, {"scale": (scale.shape, kind), **more}, "e2m1")
 
 
@@ -45,17 +49,23 @@ def powers(tensor: Tensor) -> np.ndarray:
     return tensor.view().view(E8M0)
 
 
+def is_mxfp6(codes: Tensor, scale: Tensor) -> bool:
+    """Whether blocks of 32 codes take 24 bytes, in place of 16."""
+    return bool(scale.shape) and 0 < codes.shape[-1] == scale.shape[-1] * IN_BLOCK * 6 // 8
+
+
 # --- a power of two per block ---
 
 
 def _mx(kind: str, name: str, codes: str, scale: str, bytes: Sequence[np.dtype], array: str = ".weight") -> Layout:
     def fits(group: Group) -> bool:
-        return group[codes].dtype in bytes and group[scale].dtype in POWERS and len(group[codes].shape) >= 2
+        matrix = group[codes].dtype in bytes and group[scale].dtype in POWERS and len(group[codes].shape) >= 2
+        return matrix and not is_mxfp6(group[codes], group[scale])
 
     def read(group: Group, like: ArrayGrouped) -> dict[str, np.ndarray]:
         return {"packed": bytes_of(group[codes], like.packed.shape[-1]).view(np.uint8), "scale": powers(group[scale])}
 
-    like = lambda group: fp4_like(group, group[codes], group[scale], E8M0, BFLOAT16)  # noqa: E731
+    like = lambda group: fp4_like(group, group[codes], group[scale], IN_BLOCK, E8M0, BFLOAT16)  # noqa: E731
     return Layout(kind, name, (scale, codes), fits, like, read, array=array)
 
 
@@ -73,7 +83,7 @@ def _is_nv(codes: str, whole: str) -> Callable[[Group], bool]:
 def _divided_like(group: Group) -> ArrayGrouped:
     codes = group[".weight_packed"]
     one_per_matrix(group, ".weight_global_scale", len(codes.shape))
-    return fp4_like(group, codes, group[".weight_scale"], FLOAT32, FLOAT32)
+    return fp4_like(group, codes, group[".weight_scale"], OF_NVFP4, FLOAT32, FLOAT32)
 
 
 def _read_divided(group: Group, like: ArrayGrouped) -> dict[str, np.ndarray]:
@@ -86,7 +96,7 @@ def _read_divided(group: Group, like: ArrayGrouped) -> dict[str, np.ndarray]:
 
 def _multiplied_like(group: Group) -> ArrayGrouped:
     codes, whole = group[".weight"], one_per_matrix(group, ".weight_scale_2", len(group[".weight"].shape))
-    return fp4_like(group, codes, group[".weight_scale"], E4M3, FLOAT32, scale_scale=(whole, FLOAT32))
+    return fp4_like(group, codes, group[".weight_scale"], OF_NVFP4, E4M3, FLOAT32, scale_scale=(whole, FLOAT32))
 
 
 def _read_multiplied(group: Group, like: ArrayGrouped) -> dict[str, np.ndarray]:

@@ -35,16 +35,22 @@ def _said(config: Callable[[], Config]) -> list[frozenset[int]]:
     """The lengths of blocks along rows and columns that the configuration names."""
     named = [each.get("block_structure") for each in weights_said(config)] + [config().get("weight_block_size")]
     pairs = [each for each in named if isinstance(each, list) and len(each) == 2]
-    return [frozenset(size for pair in pairs if type(size := pair[axis]) is int) for axis in (0, 1)]
+    rows, columns = ({size for pair in pairs if type(size := pair[axis]) is int} for axis in (0, 1))
+    groups = {size for each in weights_said(config) if type(size := each.get("group_size")) is int}
+    return [frozenset(rows), frozenset(columns | groups)]
 
 
 def _block_shape(group: Group, shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, ...]:
     """The lengths of blocks along the last two axes, without a leading 1."""
-    lengths = []
+    lengths, stated = [], group.config().get("weight_block_size")
+    sizes = [size for size in stated if type(size) is int and size > 0] if isinstance(stated, list) else []
+    if len(sizes) == 2:
+        wanted = tuple(-(-length // size) for length, size in zip(shape[-2:], sizes, strict=True))
+        if scale[-2:] != wanted:
+            what = f"scales {list(scale[-2:])} of a weight {list(shape[-2:])}"
+            raise group.wrong(f"{what} are not those of blocks {sizes}, which the configuration says")
     for length, entries, said in zip(shape[-2:], scale[-2:], _said(group.config), strict=True):
-        usual = {USUAL} if -(-length // USUAL) == entries else set()
-        fits = entries in (1, length)
-        lengths.append(1 if fits else block_of(group, length, entries, said or usual))
+        lengths.append(1 if entries in (1, length) else block_of(group, length, entries, said, USUAL))
     return tuple(lengths) if lengths[0] > 1 else tuple(lengths[1:]) if lengths[1] > 1 else ()
 
 

@@ -38,8 +38,11 @@ def _bits_and_size(group: Group) -> tuple[int, int]:
     module = config.get(group.name.removesuffix(".weight"))
     for said in (module, config):
         bits, size = (said.get("bits"), said.get("group_size")) if isinstance(said, dict) else (None, None)
-        if type(bits) is int and type(size) is int and bits * size == product and bits in PLANES:
-            return bits, size
+        if type(bits) is int and type(size) is int:
+            if bits * size == product and bits in PLANES:
+                return bits, size
+            what = f"its shapes are those of {product} bits a block"
+            raise group.wrong(f"{what}, and `quantization` in config.json says {bits} bits in blocks of {size}")
     possible = [(bits, size) for bits in PLANES for size in SIZES if bits * size == product]
     sized = [each for each in possible if each[1] == config.get("group_size")]
     for found in (possible, sized):
@@ -89,7 +92,8 @@ def _fp4(mode: str, kind: np.dtype) -> Layout:
     def read(group: Group, like: ArrayGrouped) -> dict[str, np.ndarray]:
         return {"packed": bytes_of(group[WEIGHT], like.packed.shape[-1]), "scale": group[SCALES].view().view(kind)}
 
-    like = lambda group: fp4_like(group, group[WEIGHT], group[SCALES], kind, BFLOAT16)  # noqa: E731
+    size = next(product // 4 for product, name in MODES.items() if name == mode)
+    like = lambda group: fp4_like(group, group[WEIGHT], group[SCALES], size, kind, BFLOAT16)  # noqa: E731
     return Layout("mlx", f"mlx {mode}", (SCALES, WEIGHT), _is_mode(mode), like, read)
 
 

@@ -26,6 +26,7 @@ def load(
     sharding: ShardingFor = None,
     flat: bool = False,
     copy: bool = False,
+    raw: bool = False,
     progress: Progress | None = None,
 ) -> Any:  # the tree that was saved, or `like`
     """The arrays of a checkpoint: nested dicts and lists as they were saved; a flat dict if the file has no tree.
@@ -42,11 +43,14 @@ def load(
     Files are memory-mapped: if another program truncates one meanwhile, the system ends the process. `copy` reads the
     whole files first, and raises in that case; it takes their size in memory besides.
 
+    A checkpoint that is quantized in a way that is not read raises a CheckpointError with the name of the method. `raw`
+    gives its tensors all the same, as they are in the file: a flat dict of codes, scales and whatever there is.
+
     64-bit arrays stay NumPy arrays, unless JAX has 64-bit types enabled.
     """
     if flat and like is not None:
         raise ValueError("`flat` and `like` ask for two different trees; give one")
-    with open_checkpoint(source, copy=copy) as checkpoint:
+    with open_checkpoint(source, copy=copy, raw=raw) as checkpoint:
         if like is not None:
             return _filled(checkpoint, like, sharding, progress)
         names = list(checkpoint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +16,15 @@ from ._arrays import ArrayInfo, DenseEntry, Entry, QuantizedEntry
 from ._bitsandbytes import recognise
 from ._describe import KEY, VERSION, rebuild
 from ._file import CheckpointError, MappedFile, StrPath
-from ._gguf import MAGIC, read_gguf
+from ._gguf import MAGIC
+from ._gguf_metadata import with_gguf_metadata
+from ._gguf_split import read_split
 from ._header import Json, Tensor, parse_json, read_header
 from ._paths import check_inside, find_file, is_index, read_index, state_of
 from ._place import ShardingFor, place, sharding_for
-from ._prequantized import Config, PrequantizedEntry, find_prequantized
-from ._quantization_config import Own, config_beside, own_config
+from ._prequantized import PrequantizedEntry, find_prequantized
+from ._quantization_config import Configuration, Own, own_config
+from ._refusal import check_methods, check_said, check_tensors
 from ._tree import rebuilt
 
 ATTEMPTS = 100  # to open a checkpoint that other processes keep replacing
@@ -81,9 +84,9 @@ class Checkpoint(Mapping[str, Any], AbstractContextManager["Checkpoint"]):
         return sorted({path for path in (self.path, *(file.path for file in self._files)) if path is not None})
 
     def _needs_config(self) -> bool:
-        """Whether arrays are read by what a file beside says, because their own file does not say it."""
+        """Whether a file beside says how arrays are read, or that they are not: their own file does not say it."""
         theirs = any(isinstance(entry, PrequantizedEntry) for entry in self._entries.values())
-        return theirs and not self._own
+        return (theirs or (self.tree is None and self.kind != "gguf")) and not self._own
 
     def close(self) -> None:
         self._closed = True
@@ -97,14 +100,15 @@ class Checkpoint(Mapping[str, Any], AbstractContextManager["Checkpoint"]):
         return f"Checkpoint({str(self.path or '<bytes>')!r}, {self.kind}, {len(self)} arrays)"
 
 
-def open_checkpoint(source: StrPath | bytes, *, copy: bool = False) -> Checkpoint:
+def open_checkpoint(source: StrPath | bytes, *, copy: bool = False, raw: bool = False) -> Checkpoint:
     """Open a checkpoint by its file, its index of shards, its folder, or its bytes; only headers are read.
 
     `copy` reads the whole files at once, for files that may be truncated or written to while they are in use.
 
     Safetensors and GGUF files are told apart by their first bytes. Arrays that this package, bitsandbytes or another
     project of a known layout quantized come as quantized arrays, and so do most types of GGUF; the others come as
-    float32, with a warning. A file that contradicts itself raises a CheckpointError.
+    float32, with a warning. A file that contradicts itself raises a CheckpointError, and so does one that is quantized
+    in a way that is not read. `raw` gives the tensors of safetensors as they are, and reads no meaning into them.
 
     >>> import os, tempfile
     >>> import jax.numpy as jnp
@@ -116,12 +120,13 @@ def open_checkpoint(source: StrPath | bytes, *, copy: bool = False) -> Checkpoin
     ['layer.bias'] (8,)
     """
     if isinstance(source, bytes):
-        return _of_file(None, MappedFile(source))
+        return _of_file(None, MappedFile(source), copy, raw)
     for attempts_left in reversed(range(ATTEMPTS)):
         found = state_of(source)
         try:
             path = find_file(source)
-            opened = _of_index(path, copy) if is_index(path) else _of_file(path, MappedFile(path, copy=copy))
+            mapped = None if is_index(path) else MappedFile(path, copy=copy)
+            opened = _of_index(path, copy, raw) if mapped is None else _of_file(path, mapped, copy, raw)
         except (CheckpointError, FileNotFoundError):
             # If the state changed, another save replaced the checkpoint meanwhile, and removed the files of this one.
             if not attempts_left or state_of(source) == found:
@@ -133,45 +138,61 @@ def open_checkpoint(source: StrPath | bytes, *, copy: bool = False) -> Checkpoin
     raise CheckpointError(f"it was replaced {ATTEMPTS} times while it was opened", file=str(source))
 
 
-def _of_file(path: Path | None, file: MappedFile) -> Checkpoint:
+def _of_file(path: Path | None, file: MappedFile, copy: bool, raw: bool) -> Checkpoint:
     if file.data[:4].tobytes() == MAGIC:
-        return Checkpoint(path, "gguf", *read_gguf(file), None, [file])
+        if raw:
+            raise file.wrong("`raw` is for safetensors: GGUF says how each of its tensors is read")
+        entries, metadata, files = read_split(path, file, copy)
+        return Checkpoint(path, "gguf", entries, metadata, None, files)
     tensors, metadata = read_header(file)
+    if raw:
+        return _raw(path, tensors, metadata, [file])
     arrays, tree, config = _ours(metadata.pop(KEY, None), file)
     own = own_config(config, path)
-    found = _entries(tensors, arrays, file.name, tree, config_beside(path, own))
-    return Checkpoint(path, *found, metadata, tree, [file], own)
+    found = _entries(tensors, arrays, file.name, tree, Configuration(path, own), metadata)
+    return Checkpoint(path, *found, with_gguf_metadata(metadata, file.name), tree, [file], own)
 
 
-def _of_index(path: Path, copy: bool) -> Checkpoint:
+def _raw(
+    path: Path | None, tensors: dict[str, Tensor], metadata: Mapping[str, object], files: list[MappedFile]
+) -> Checkpoint:
+    entries: dict[str, Entry] = {name: DenseEntry(tensor) for name, tensor in tensors.items()}
+    return Checkpoint(path, "safetensors", entries, metadata, None, files)
+
+
+def _of_index(path: Path, copy: bool, raw: bool) -> Checkpoint:
     metadata, weight_map = read_index(path)
     tensors: dict[str, Tensor] = {}
     arrays: dict[str, Json] = {}
     files: list[MappedFile] = []
+    said: dict[str, str] = {}  # the metadata of all shards
     by_shard: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         by_shard.setdefault(shard, []).append(name)
     for shard, names in by_shard.items():
         check_inside(path, path.with_name(shard))
         files.append(MappedFile(path.with_name(shard), copy=copy))
-        found, said = read_header(files[-1])
+        found, header = read_header(files[-1])
         missing = next((name for name in names if name not in found), None)
         if missing is not None:
             what = f"the index says it is in {shard!r}, and it is not"
             raise CheckpointError(what, file=str(path), tensor=missing)
         tensors |= {name: found[name] for name in names}
-        described, _, _ = _ours(said.get(KEY), files[-1])
+        said |= header
+        described, _, _ = _ours(header.get(KEY), files[-1])
         twice = min(arrays.keys() & described.keys(), default=None)
         if twice is not None:
             raise CheckpointError("two shards describe an array of that name", file=str(path), tensor=twice)
         arrays |= described
+    if raw:
+        return _raw(path, {name: tensors[name] for name in weight_map}, metadata, files)
     given = metadata.pop(KEY, None)
     tree, config = (given.get("tree"), given.get("config")) if isinstance(given, dict) else (None, None)
     own = own_config(config, path)
     tensors = {name: tensors[name] for name in weight_map}
     file = files[0].name if files else str(path)
-    found = _entries(tensors, arrays, file, tree, config_beside(path, own))
-    return Checkpoint(path, *found, metadata, tree, files, own)
+    found = _entries(tensors, arrays, file, tree, Configuration(path, own), {**said, **metadata})
+    return Checkpoint(path, *found, with_gguf_metadata(metadata, str(path)), tree, files, own)
 
 
 def _ours(text: str | None, file: MappedFile) -> tuple[dict[str, Json], Json, Json]:
@@ -189,20 +210,30 @@ def _ours(text: str | None, file: MappedFile) -> tuple[dict[str, Json], Json, Js
 
 
 def _entries(
-    tensors: dict[str, Tensor], arrays: dict[str, Json], file: str, tree: Json, config: Callable[[], Config]
+    tensors: dict[str, Tensor],
+    arrays: dict[str, Json],
+    file: str,
+    tree: Json,
+    config: Configuration,
+    metadata: Mapping[str, object],
 ) -> tuple[str, dict[str, Entry]]:
     """The kind of a checkpoint, and its arrays by name."""
+    own = _leaves(tree)
+    check_said(config, metadata, file)
+    check_methods(tensors, tensors, own, before_layouts=True)
     entries: dict[str, Entry] = {name: _quantized(name, each, tensors, file) for name, each in arrays.items()}
     used = {tensor.name for entry in entries.values() for tensor in entry.tensors}
     theirs = recognise({name: t for name, t in tensors.items() if name not in used})
     used |= _owners(theirs).keys()
-    found = find_prequantized({name: t for name, t in tensors.items() if name not in used}, config, _leaves(tree))
+    found = find_prequantized({name: t for name, t in tensors.items() if name not in used}, config, own, metadata)
     used = _owners({**theirs, **found, **entries})
     rest: dict[str, Entry] = {name: DenseEntry(t) for name, t in tensors.items() if name not in used}
     counted = Counter(name for each in (entries, theirs, found, rest) for name in each)
     twice = min((name for name, count in counted.items() if count > 1), default=None)
     if twice is not None:
         raise CheckpointError("there is a tensor and a quantized array of that name", file=file, tensor=twice)
+    check_methods(rest, tensors, own, before_layouts=False)
+    check_tensors(tensors, rest, own, {**theirs, **found})
     kind = "bitsandbytes" if theirs else next((each.kind for each in found.values()), "safetensors")
     return kind, {**entries, **theirs, **found, **rest}
 

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from ._file import CheckpointError, StrPath, open_plain
+from ._foreign import OTHER_WEIGHTS, how_to_fetch, what_it_is
 from ._header import MAX_HEADER, Json, parse_json
 from ._quantization_config import BESIDE
 
@@ -17,7 +18,6 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
 GGUF_SUFFIX = ".gguf"
 SUFFIXES = (SUFFIX, GGUF_SUFFIX)
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
 MAX_NEIGHBOURS = 1000  # files that a misspelt name is compared with
 
 
@@ -26,10 +26,11 @@ MAX_NEIGHBOURS = 1000  # files that a misspelt name is compared with
 
 def find_file(path: StrPath) -> Path:
     """The file to open: `path` itself, or the one checkpoint or index in that folder."""
-    path = Path(path)
+    given, path = os.fspath(path), Path(path)
     if not path.is_dir():
         if not os.path.lexists(path):
-            raise FileNotFoundError(errno.ENOENT, f"there is no such file or folder{_near(path)}", str(path))
+            more = _near(path) or how_to_fetch(given)
+            raise FileNotFoundError(errno.ENOENT, f"there is no such file or folder{more}", given)
         return path
     for found in (
         [path / f"model{SUFFIX}"],
@@ -38,7 +39,8 @@ def find_file(path: StrPath) -> Path:
         sorted(path.glob(f"*{GGUF_SUFFIX}")),
     ):
         files = [each for each in found if each.is_file()]
-        there = [each for each in files if not _is_shard(each)]
+        # The first part of a GGUF model stands for all; other shards have an index that does.
+        there = [each for each in files if not _is_shard(each) or _is_first_of_gguf(each)]
         if len(there) == 1:
             return there[0]
         if files and not there:
@@ -48,7 +50,9 @@ def find_file(path: StrPath) -> Path:
             names = ", ".join(each.name for each in there[:5])
             raise CheckpointError(f"there are {len(there)} checkpoints in it ({names}); name one", file=str(path))
     what = f"the folder has no {SUFFIX} file, index of such files, or {GGUF_SUFFIX} file"
-    raise CheckpointError(what, file=str(path))
+    others = sorted(each for each in path.iterdir() if each.suffix.lower() in OTHER_WEIGHTS)
+    kind = what_it_is(b"", others[0]) if others else None
+    raise CheckpointError(f"{what}; of {others[0].name!r}, {kind}" if kind else what, file=str(path))
 
 
 def state_of(path: StrPath) -> object:
@@ -69,6 +73,13 @@ def _is_shard(path: Path) -> bool:
     """Whether a file is named like one part of a checkpoint: model-00001-of-00004.safetensors."""
     found = re.search(r"-(\d{5,})-of-(\d{5,})$", path.stem)
     return found is not None and int(found[2]) > 1
+
+
+def _is_first_of_gguf(path: Path) -> bool:
+    """Whether a file is named like the first part of a GGUF model, and the last is beside it."""
+    found = re.search(r"-00001-of-(\d{5})$", path.stem)
+    last = path.with_name(f"{path.stem[:-14]}{found[1]}-of-{found[1]}{path.suffix}") if found else path
+    return path.suffix == GGUF_SUFFIX and found is not None and last.is_file()
 
 
 def _near(path: Path) -> str:

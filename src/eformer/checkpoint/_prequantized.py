@@ -7,7 +7,8 @@ the names, dtypes and shapes that are there. The configuration beside the weight
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,14 @@ Config = Mapping[str, Json]
 class Group:
     """The tensors of one array, by the ends of their names, and the array's own name.
 
-    `config()` is what the files beside the weights say of quantization; empty if there are none.
+    `config()` is what the files beside the weights say of quantization; empty if there are none. `metadata` is that of
+    the file's own header.
     """
 
     name: str
     tensors: Mapping[str, Tensor]
     config: Callable[[], Config]
+    metadata: Mapping[str, object] = field(default_factory=dict)
 
     def __getitem__(self, end: str) -> Tensor:
         return self.tensors[end]
@@ -49,7 +52,7 @@ class Layout:
 
     `needs` are the ends of the names of its tensors (".qweight", "_blocks"), first the one that others have least, and
     `may_have` are ends of others that belong to it if they are there. What comes before is the same for all; with
-    `array` behind, it is the array's name.
+    `array` behind, it is the array's name. Where that is not enough, `array` is a function of what comes before.
     `kind` is the project, for `Checkpoint.kind`, and `name` is the array's format, for `ArrayInfo.format`.
 
     `fits(group)` looks at dtypes and shapes. `like(group)` gives the array without values; it may read small tensors,
@@ -65,7 +68,7 @@ class Layout:
     like: Callable[[Group], Like]
     read: Callable[[Group, Any], np.ndarray | Mapping[str, Any]]  # Any: the class that `like` gives, and its leaves
     may_have: Sequence[str] = ()
-    array: str = ".weight"
+    array: str | Callable[[str], str] = ".weight"
 
 
 LAYOUTS: list[Layout] = []
@@ -108,7 +111,10 @@ class PrequantizedEntry(Entry):
 
 
 def find_prequantized(
-    tensors: Mapping[str, Tensor], config: Callable[[], Config], own: Container[str] = ()
+    tensors: Mapping[str, Tensor],
+    config: Callable[[], Config],
+    own: Container[str] = (),
+    metadata: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, PrequantizedEntry]:
     """The arrays of known layouts among `tensors`, by name. Those that `own` names are arrays of their own."""
     found: dict[str, PrequantizedEntry] = {}
@@ -118,7 +124,7 @@ def find_prequantized(
     for layout in LAYOUTS:
         first = layout.needs[0]
         for prefix in [name.removesuffix(first) for name in dotted if name.endswith(first)]:
-            group = _group(prefix, layout, tensors, config)
+            group = _group(prefix, layout, tensors, config, metadata)
             names = set() if group is None else {tensor.name for tensor in group.tensors.values()}
             if group is None or names & taken or any(each in own for each in names - {group.name}):
                 continue
@@ -130,10 +136,17 @@ def find_prequantized(
     return found
 
 
-def _group(prefix: str, layout: Layout, tensors: Mapping[str, Tensor], config: Callable[[], Config]) -> Group | None:
+def _group(
+    prefix: str,
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    config: Callable[[], Config],
+    metadata: Mapping[str, object],
+) -> Group | None:
     """The tensors of `layout` whose names begin with `prefix`, or None if one that it needs is missing."""
     names = {end: (prefix + end)[1:] for end in (*layout.needs, *layout.may_have)}
     there = {end: tensors[name] for end, name in names.items() if name in tensors}
     if not all(end in there for end in layout.needs):
         return None
-    return Group((prefix + layout.array)[1:], there, config)
+    name = layout.array(prefix) if callable(layout.array) else prefix + layout.array
+    return Group(name[1:], there, config, metadata)

@@ -22,7 +22,9 @@ from eformer.ops.quantization import ArrayGrouped
 
 from ._bit_fields import WORD, dense_words
 from ._grouped_like import grouped_like
+from ._header import Json
 from ._prequantized import Config, Group
+from ._quantization_config import entries_of
 
 TENSORS = (".qweight", ".qzeros", ".scales")
 WORDS = (np.dtype(np.int32), np.dtype(np.uint32))
@@ -60,14 +62,23 @@ def number(config: Config, *keys: str) -> int | None:
     return next((value for key in keys if type(value := config.get(key)) is int), None)
 
 
+def all_said(config: Config, *keys: str) -> list[Json]:
+    """These entries of the configuration, and of what it says of single modules."""
+    return [value for key, value in entries_of(dict(config)) if key in keys and value is not None]
+
+
 def form_of(group: Group) -> Form:
-    """The form of a group; raises if its tensors have none, or several and the configuration does not say which."""
+    """The form of a group; raises if its tensors have none, or another than the configuration says, or several."""
     _check_dtypes(group)
     found = list(_forms(group))
     if not found:
         shapes = ", ".join(f"{end[1:]} {list(tensor.shape)}" for end, tensor in group.tensors.items())
         raise group.wrong(f"its tensors fit together neither as GPTQ nor as AWQ: {shapes}")
     config = group.config()
+    bits = all_said(config, "bits", "w_bit")
+    if bits and not any(form.bits in bits for form in found):
+        fitting = " or ".join(str(each) for each in sorted({form.bits for form in found}))
+        raise group.wrong(f"its codes have {fitting} bits, and the configuration says {str(bits[0])[:50]}")
     if len({form.layout for form in found}) > 1 and config:
         version = said(config, "version", "checkpoint_format", "format")
         layout = ("gemv" if version == "gemv" else "gemm") if is_awq(config) else "gptq"
@@ -127,5 +138,16 @@ def _forms(group: Group) -> Iterator[Form]:
 def array_like(group: Group, form: Form, block_size: int, has_zero: bool) -> ArrayGrouped:
     """The array of a form without values: blocks along the inputs, in the dtype of its scales."""
     blocks, dtype = (form.out, -(-form.inputs // block_size)), group[".scales"].dtype
+    sizes = all_said(group.config(), "group_size", "q_group_size")
+    if sizes and not any(_groups(form.inputs, size) == blocks[1] for size in sizes):
+        what = f"it has {blocks[1]} groups of {block_size} inputs"
+        raise group.wrong(f"{what}, and the configuration says groups of {str(sizes[0])[:50]}")
     leaves = {"scale": (blocks, dtype), **({"zero": (blocks, np.uint8)} if has_zero else {})}
     return grouped_like((form.out, form.inputs), form.stored_bits, block_size, dtype, leaves)
+
+
+def _groups(inputs: int, size: Json) -> int | None:
+    """How many groups of this size there are; -1 is one group of all."""
+    if type(size) is not int or size == 0:
+        return None
+    return 1 if size < 0 else -(-inputs // size)

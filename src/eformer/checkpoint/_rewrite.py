@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,23 +12,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._progress import Progress
-from eformer._saving import Target, reading
+from eformer._saving import Target, is_sealed, reading
+from eformer._warnings import warn
 from eformer.model import Rule, apply_rule, find_rule, warn_unused_rules
 from eformer.ops.quantization import QuantizedArray
 
 from ._arrays import Entry, Item, Value
-from ._file import StrPath
+from ._file import CheckpointError, StrPath
+from ._foreign import OTHER_WEIGHTS
+from ._gguf_metadata import text_metadata, typed_metadata
 from ._gguf_write import TypeFor, write_gguf
 from ._header import narrowed
 from ._memory import aligned_copy
 from ._open import Checkpoint, open_checkpoint
-from ._paths import INDEX_SUFFIX, OTHER_WEIGHTS, SUFFIXES
+from ._paths import INDEX_SUFFIX, SUFFIXES
+from ._quantization_config import CONFIG, FILES, read_json, without_quantization
 from ._write import KINDS, check_kind, with_config, write_safetensors
 
 # Endings of weights, which are not copied along, and the size of the largest file that is.
 WEIGHTS = {*SUFFIXES, *OTHER_WEIGHTS, ".tmp"}
 MAX_COPIED = 100_000_000
 GGUF = "gguf"
+
+
+class NotRunnableWarning(UserWarning):
+    """A model is written as a GGUF file that programs which run models do not take."""
 
 
 def quantize_checkpoint(
@@ -66,8 +76,8 @@ def quantize_checkpoint(
         chosen = {name: find_rule(rules, name, like) for name, like in weights.items()}
         warn_unused_rules(rules, chosen)
         written = KINDS["safetensors"](_quantized(name, entry, chosen.get(name)) for name, entry in entries.items())
-        to = Target(target, overwrite, progress, _small_files(source, target))
-        return write_safetensors(to, written, checkpoint.tree, _text_metadata(checkpoint), max_shard_bytes)
+        to = Target(target, overwrite, progress, *_beside(source, target))
+        return write_safetensors(to, written, checkpoint.tree, text_metadata(checkpoint.metadata), max_shard_bytes)
 
 
 def convert(
@@ -92,15 +102,15 @@ def convert(
     if kind != GGUF and type is not None:
         raise ValueError(f"`type={type!r}` is for GGUF; `quantize_checkpoint` changes the format of arrays")
     with open_checkpoint(source) as checkpoint, reading(checkpoint.files):
-        to = Target(target, overwrite, progress, _small_files(source, target))
+        to = Target(target, overwrite, progress, *_beside(source, target))
         entries = [checkpoint.entry(name) for name in checkpoint]
         items = [Item(entry.name, entry.like, entry.host, entry.drop) for entry in entries]
         if kind == GGUF:
-            rest = {name: value for name, value in checkpoint.metadata.items() if name != "total_size"}
-            return write_gguf(to, items, type, checkpoint.metadata if checkpoint.kind == GGUF else rest)
+            _warn_if_not_runnable(checkpoint)
+            return write_gguf(to, items, type, typed_metadata(checkpoint.metadata))
         written = KINDS[kind](items)
         to = with_config(to, written, checkpoint.path)
-        return write_safetensors(to, written, checkpoint.tree, _text_metadata(checkpoint), max_shard_bytes)
+        return write_safetensors(to, written, checkpoint.tree, text_metadata(checkpoint.metadata), max_shard_bytes)
 
 
 def _quantized(name: str, entry: Entry, rule: Rule | None) -> Item:
@@ -118,10 +128,30 @@ def _quantized(name: str, entry: Entry, rule: Rule | None) -> Item:
     return Item(name, apply_rule(rule, name, jax.ShapeDtypeStruct(like.shape, dtype)), make)
 
 
-def _text_metadata(checkpoint: Checkpoint) -> dict[str, str]:
-    """The metadata that safetensors can hold: text, and numbers as text; not lists (vocabularies of GGUF)."""
-    kept = {name: value for name, value in checkpoint.metadata.items() if isinstance(value, (str, int, float))}
-    return {name: str(value) for name, value in kept.items() if name != "total_size"}
+def _warn_if_not_runnable(checkpoint: Checkpoint) -> None:
+    """Say so if a model becomes a GGUF file that no program runs: its tensors would need other names, and metadata."""
+    config = None if checkpoint.path is None else read_json(checkpoint.path.with_name(CONFIG))
+    is_model = isinstance(config, dict) and ("model_type" in config or "architectures" in config)
+    if is_model and "general.architecture" not in checkpoint.metadata:
+        warn(
+            "the GGUF file keeps the names of the arrays and gets no metadata of the model: `load` reads it, and no "
+            "program runs it; llama.cpp's convert_hf_to_gguf.py makes one that runs, from the dense model",
+            NotRunnableWarning,
+        )
+
+
+def _beside(source: StrPath, target: StrPath) -> tuple[list[Path], dict[str, bytes]]:
+    """The files to copy along, and a config.json that does not say how the arrays were quantized before."""
+    gone = {name for name, _ in FILES}
+    files = [file for file in _small_files(source, target) if file.name not in gone]
+    config = next((file for file in files if file.name == CONFIG), None)
+    with contextlib.suppress(CheckpointError):  # it is no JSON, and copied as it is
+        given = None if config is None else read_json(config)
+        kept = without_quantization(given)
+        if kept != given or (config is not None and is_sealed(config)):
+            texts = {} if kept is None else {CONFIG: json.dumps(kept, indent=2).encode()}
+            return [file for file in files if file != config], texts
+    return files, {}
 
 
 def _small_files(source: StrPath, target: StrPath) -> list[Path]:

@@ -16,7 +16,8 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SOURCE = "a .safetensors or .gguf file, an index of shards, or a folder with one"
 READS = """
 Arrays that other projects quantized are recognized by their tensors and the config.json beside them, and stay
-quantized: bitsandbytes, GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4, MLX, BitNet, and blocks of GGUF.
+quantized: bitsandbytes, GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4, MLX, BitNet, torchao, HQQ, quanto, and blocks
+of GGUF. Other methods are refused by name.
 """
 MIN_K = 32  # the rules for whole models quantize no weight with fewer rows
 

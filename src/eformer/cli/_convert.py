@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections import Counter
 
 from eformer._text import in_bytes
-from eformer.checkpoint import convert, open_checkpoint
+from eformer.checkpoint import NotRunnableWarning, convert, open_checkpoint
 
 from ._answer import Answer
 from ._arguments import READS, SOURCE, byte_count, target
@@ -15,6 +16,7 @@ from ._inspect import Totals
 from ._output import said, writing_to
 from ._progress import showing
 
+NOT_RUNNABLE = "it has no metadata of a model, such as `general.architecture`: `load` reads it, and no program runs it"
 HELP = "write a checkpoint as safetensors, bitsandbytes, compressed-tensors, MLX or GGUF"
 EXAMPLE = f"""\
 examples:
@@ -47,7 +49,12 @@ def run(args: argparse.Namespace) -> Answer:
     kind = args.to or ("gguf" if suffix == ".gguf" else "safetensors")
     if suffix in (".safetensors", ".gguf") and (suffix == ".gguf") != (kind == "gguf"):
         raise ValueError(f"{args.target} would be {kind}: give OUT the other ending, or none for a folder")
-    with writing_to(args.target, force=args.force) as replaced, showing("converting", sys.stderr) as progress:
+    with (
+        warnings.catch_warnings(),
+        writing_to(args.target, force=args.force) as replaced,
+        showing("converting", sys.stderr) as progress,
+    ):
+        warnings.simplefilter("ignore", NotRunnableWarning)  # the answer says it
         written = convert(
             args.source,
             args.target,
@@ -58,9 +65,10 @@ def run(args: argparse.Namespace) -> Answer:
             progress=progress,
         )
     with open_checkpoint(written) as checkpoint:
-        sums = Totals(checkpoint)
+        sums, runs = Totals(checkpoint), kind != "gguf" or "general.architecture" in checkpoint.metadata
     formats = Counter(info.format or info.dtype.name for info in sums.infos.values())
     counts = ", ".join(f"{count} {name}" for name, count in formats.most_common())
     text = f"wrote {written}: {kind}, {len(sums.infos)} arrays in {in_bytes(sums.nbytes)} ({counts}){said(replaced)}"
     data = {"path": str(written), "kind": kind, "arrays": len(sums.infos), "bytes": sums.nbytes}
-    return Answer([text], {**data, "formats": dict(formats), "replaced": replaced})
+    notes = [] if runs else [NOT_RUNNABLE]
+    return Answer([text, *notes], {**data, "notes": notes, "formats": dict(formats), "replaced": replaced})

@@ -17,6 +17,7 @@ examples:
   eformer inspect model.safetensors
   eformer inspect ./model --json
   eformer inspect ./adapter
+  eformer inspect ./model-hqq --raw
 {READS}"""
 WIDTH = 60  # of a metadata value
 
@@ -35,10 +36,11 @@ class Totals:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="FILE", help=SOURCE)
+    parser.add_argument("--raw", action="store_true", help="list the tensors as they are, also of what is not read")
 
 
 def run(args: argparse.Namespace) -> Answer:
-    with open_checkpoint(args.source) as checkpoint:
+    with open_checkpoint(args.source, raw=args.raw) as checkpoint:
         sums, kind, path = Totals(checkpoint), checkpoint.kind, checkpoint.path
         metadata = {**checkpoint.metadata, **adapter_facts(checkpoint)}
     rows, arrays = [], []

@@ -99,7 +99,9 @@ def _fail(line: str, code: int) -> int:
 def _in_one_line(error: BaseException, args: argparse.Namespace) -> str:
     inputs = [getattr(args, name, None) for name in ("source", "before", "after")]
     if isinstance(error, FileNotFoundError) and str(error.filename) in inputs:
-        return f"there is no {str(error.filename)!r}; give a .safetensors or .gguf file, an index or a folder with one"
+        more = (error.strerror or "").partition("; ")[2]
+        instead = more or "give a .safetensors or .gguf file, an index or a folder with one"
+        return f"there is no {str(error.filename)!r}; {instead}"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, MemoryError):
