@@ -33,3 +33,6 @@ from ._rules import find_rule as find_rule
 from ._rules import parse_rule as parse_rule
 from ._rules import warn_unused_rules as warn_unused_rules
 from ._table import SORTS as SORTS
+from .calibration import Statistic as Statistic
+from .calibration import Statistics as Statistics
+from .calibration import calibrate as calibrate
