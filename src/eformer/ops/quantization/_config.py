@@ -112,9 +112,10 @@ def quantize(
     """`array` in the format named `dtype`, or `format`, which means the same; "nf4" by default.
 
     `formats()` lists the names, and `find_format(name).options` the options a format takes, such as `axis` for "nf4"
-    and "int8" or `scale="channel"` for "ternary". `block_size` is by default the format's own. A `config` is taken
-    instead of the arguments after it. With `simulate`, the result is the dense array of the quantized values, with the
-    gradient of the identity (`straight_through`); otherwise an implicit array, without gradient.
+    and "int8" or `scale="channel"` for "ternary". Formats that can be fitted take an `importance`, which broadcasts to
+    the array: how much the squared error of each element counts. `block_size` is by default the format's own. A
+    `config` is taken instead of the arguments after it. With `simulate`, the result is the dense array of the quantized
+    values, with the gradient of the identity (`straight_through`); otherwise an implicit array, without gradient.
     `activation_dtype="int8"` trades exactness of its matmuls for speed: see `QuantizedArray.with_activation_dtype`.
 
     >>> import jax.numpy as jnp
@@ -160,7 +161,7 @@ def _encode(array: jax.Array, config: QuantizationConfig, options: dict[str, obj
     form = find_format(config.dtype)
     switches = {"use_kernel": config.use_kernel, "activation_dtype": config.activation_dtype}
     general = {"block_size": config.block_size, **switches}
-    known = [name for name in form.options if name not in general]
+    known = [name for name in form.options if name not in general] + ["importance"] * form.takes_importance
     general |= {} if config.fit is None else {"fit": config.fit}
     for name in options:
         if name not in known:
