@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -46,6 +47,7 @@ def rules_from_use(
     """
     named, arguments, call = flat_call(function, params, inputs)
     leaves = [leaf for _, leaf in named]
+    method = options.pop("method", None)
     weights = {i: leaf for i, leaf in enumerate(leaves) if is_weight(leaf) and not is_quantized(leaf)}
     large = {i: leaf for i, leaf in weights.items() if math.prod(leaf.shape) >= max(min_size, 1)}
     found = find_uses(call, arguments, large)
@@ -58,7 +60,8 @@ def rules_from_use(
     structs = {i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for i, leaf in large.items()}
     choose = Choice(structs, {i: of_array[array[i]] for i in large}, format, embeddings, options)
     small = Decision(f"fewer than {min_size:,} elements")
-    return tuple(_as_rules({named[i][0]: choose(i) if i in large else small for i in weights}))
+    rules = _as_rules({named[i][0]: choose(i) if i in large else small for i in weights})
+    return tuple(replace(rule, method=method) if rule.format == format else rule for rule in rules)
 
 
 def flat_call(

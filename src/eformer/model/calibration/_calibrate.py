@@ -42,7 +42,8 @@ def calibrate(
     An iterator as the only input gives batches: each a tuple of inputs, or the one input. They may have several shapes.
     `second_moments`, which GPTQ needs, are kept for all leaves, for those whose path a regular expression finds, or for
     the given paths; n * n numbers for n channels. Those that exceed `memory` bytes are found in several passes over the
-    inputs, and it says in how many. `progress` is called with path, bytes done and bytes in all; True shows a bar.
+    inputs, and it says in how many. `progress` is called with the batch, bytes of inputs done and in all; True shows a
+    bar.
 
     >>> import jax, jax.numpy as jnp
     >>> from eformer.model import calibrate
@@ -51,17 +52,18 @@ def calibrate(
     leaf  shape   contracted  inputs  largest / mean  second moment
     ----  ------  ----------  ------  --------------  -------------
     up    [4, 8]          -2       2             1.7             no
-    without statistics, used by add, and in no matmul or convolution: bias
+    without statistics, used by add, and in no matmul or convolution: 'bias'
     """
 
     @functools.wraps(function)
     def calibrated(params: object, *inputs: object) -> Statistics:
-        batches = _batches(inputs)
+        batches = as_batches(inputs)
         run = _Run(function, params, batches[0])
         wanted = run.wanted(second_moments)
-        passes = _passes({i: run.moment_bytes(i) for i in wanted}, memory)
+        sizes = run.moment_bytes(params, batches[0]) if wanted else {}
+        passes = _passes({i: sizes[i] for i in wanted}, memory)
         if len(passes) > 1:
-            total = sum(map(run.moment_bytes, wanted))
+            total = sum(sizes[i] for i in wanted)
             print(
                 f"second moments of {len(wanted)} leaves take {in_bytes(total)}, and `memory` is {in_bytes(memory)}: "
                 f"{len(passes)} passes over the inputs"
@@ -69,7 +71,7 @@ def calibrate(
         told = progress if callable(progress) else None
         statistics: Statistics | None = None
         with progress_bar("calibrating") if progress is True else contextlib.nullcontext(told) as show:
-            meter = Meter(show, len(batches) * len(passes))
+            meter = Meter(show, sum(map(_bytes_of, batches)) * len(passes))
             for some in passes:
                 found = run.over(params, batches, frozenset(some), meter)
                 statistics = found if statistics is None else _with_moments_of(statistics, found)
@@ -79,13 +81,18 @@ def calibrate(
     return calibrated
 
 
-def _batches(inputs: Sequence[object]) -> list[tuple[Any, ...]]:
+def as_batches(inputs: Sequence[object]) -> list[tuple[Any, ...]]:
+    """The inputs of each call: one, unless the only input is an iterator."""
     if len(inputs) != 1 or not isinstance(inputs[0], Iterator):
         return [tuple(inputs)]
     batches = [each if isinstance(each, tuple) else (each,) for each in inputs[0]]
     if not batches:
         raise ValueError("the iterator of batches is empty: there is nothing to calibrate with")
     return batches
+
+
+def _bytes_of(inputs: Sequence[Any]) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(inputs) if hasattr(leaf, "nbytes"))
 
 
 def _passes(sizes: Mapping[int, int], memory: int) -> list[list[int]]:
@@ -132,10 +139,13 @@ class _Run:
             raise ValueError(f"`second_moments` names {unknown[0]!r}, which is no dense weight of the model")
         return [paths[path] for path in second_moments]
 
-    def moment_bytes(self, i: int) -> int:
-        """Bytes of the second moment of a leaf, if its longest axis is contracted; less if another one is."""
-        shape = self.leaves[i].shape
-        return 4 * max(shape[-2:]) ** 2 * math.prod(shape[:-2]) if len(shape) > 1 else 0
+    def moment_bytes(self, params: object, inputs: Sequence[Any]) -> dict[int, int]:
+        """Bytes of the second moments of each leaf, as the function uses it."""
+        arrays, (run, _) = self._program(params, inputs, frozenset(self.leaves))
+        found: dict[int, int] = dict.fromkeys(self.leaves, 0)
+        for key, sums in jax.eval_shape(run, arrays).items():
+            found[key.source] += 0 if sums.moment is None else 4 * math.prod(sums.moment.shape)
+        return found
 
     def over(self, params: object, batches: Iterable[Sequence[Any]], some: frozenset[int], meter: Meter) -> Statistics:
         total: Found = {}
@@ -143,7 +153,7 @@ class _Run:
             found = self.batch(params, inputs, some)
             self._check_finite(found, number)
             total = found if not total else _merged(total, found)
-            meter.add(f"batch {number + 1}", 1)
+            meter.add(f"batch {number + 1}", _bytes_of(inputs))
         uses: dict[int, dict[tuple[int, ...], Moments]] = {}
         for key, sums in total.items():
             uses.setdefault(key.source, {})[key.axes] = Moments(*sums)
@@ -154,17 +164,22 @@ class _Run:
         return Statistics({path: each for path, each in found.items() if path not in unreached}, missing)
 
     def batch(self, params: object, inputs: Sequence[Any], some: frozenset[int]) -> Found:
+        arrays, (run, evaluation) = self._program(params, inputs, some)
+        found = run(arrays)
+        for i, names in evaluation.ends.items():
+            self.ends.setdefault(i, {}).update(names)
+        return found
+
+    def _program(
+        self, params: object, inputs: Sequence[Any], some: frozenset[int]
+    ) -> tuple[list[Any], tuple[Callable[[list[Any]], Found], Evaluation]]:
         _, arguments, call = flat_call(self.function, params, inputs)
         arrays = [x for leaf in arguments for x in jax.tree.leaves(leaf) if hasattr(x, "shape") and hasattr(x, "dtype")]
         kinds = tuple((x.shape, str(x.dtype)) for x in arrays)
         key = (kinds, jtu.tree_structure(arguments, is_leaf=is_quantized), some)
         if key not in self.compiled:
             self.compiled[key] = self._compiled(call, arguments, some)
-        run, evaluation = self.compiled[key]
-        found = run(arrays)
-        for i, names in evaluation.ends.items():
-            self.ends.setdefault(i, {}).update(names)
-        return found
+        return arrays, self.compiled[key]
 
     def _compiled(
         self, call: Callable[[list[Any]], object], arguments: list[Any], some: frozenset[int]

@@ -23,7 +23,7 @@ from ._pull import COUNT, FIRST, SECOND, SQUARES, How, Untold, pull
 from ._sums import Sums, sums_of
 
 # Primitives that run a program of their own as it stands there.
-_CALLS = frozenset(
+CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 )
 
@@ -45,6 +45,7 @@ class Given(NamedTuple):
     array: Any
     value: Value | None = None
     brings: Mapping[int, Bring] = {}  # by the input
+    again: Callable[[], Any] | None = None  # makes the array of its inputs as they are by then, if they may change
 
 
 @dataclass
@@ -75,9 +76,9 @@ class Evaluation:
     def equation(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
         values = [given.value for given in operands]
         name = eqn.primitive.name
-        if any(values) and name in _CONTROL:
-            return _CONTROL[name](self, eqn, operands)
-        if name in _CALLS:
+        if any(values) and name in CONTROL:
+            return CONTROL[name](self, eqn, operands)
+        if name in CALLS:
             return self.run(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], operands)
         arrays = [given.array for given in operands]
         outs = bound(eqn, arrays)
@@ -89,7 +90,7 @@ class Evaluation:
         if went is None:
             for at, given in enumerate(operands):
                 if given.value is not None:
-                    self._note(eqn, arrays, at, given)
+                    self.note(eqn, arrays, at, given)
             return list(map(Given, outs))
         brings = [self._brings(eqn, operands, arrays, out) for out in range(len(outs))]
         return [Given(*each) for each in zip(outs, went, brings, strict=True)]
@@ -101,7 +102,7 @@ class Evaluation:
                 brings[source] = _then(eqn, arrays, at, out, bring, brings.get(source))
         return brings
 
-    def _note(self, eqn: JaxprEqn, arrays: Sequence[Any], at: int, given: Given) -> None:
+    def note(self, eqn: JaxprEqn, arrays: Sequence[Any], at: int, given: Given) -> None:
         assert given.value is not None
         name = eqn.primitive.name
         axes = contracted_axes(eqn, at)
@@ -423,7 +424,7 @@ def _shard_map(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[Given]) -> l
     return list(map(Given, outs))
 
 
-_CONTROL: dict[str, Callable[[Evaluation, JaxprEqn, Sequence[Given]], list[Given]]] = {
+CONTROL: dict[str, Callable[[Evaluation, JaxprEqn, Sequence[Given]], list[Given]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._text import table
+from eformer._warnings import warn
 
 Axes = tuple[int, ...]
 
@@ -53,21 +55,31 @@ class Statistic:
             found = jnp.maximum(found, each)
         return found
 
-    def second_moment(self, axis: int) -> jax.Array | None:
-        """The mean of x xᵀ over the inputs x that `axis` is contracted with, (..., n, n), for each matrix of a stack.
+    def second_moment(self, axes: int | Axes) -> jax.Array | None:
+        """The mean of x xᵀ over the inputs x that the leaf's `axes`, of n channels, are contracted with: (..., n, n).
 
-        The axes in front of the last two are those of the leaf but `axis`, with length 1 where the matrix is the same.
+        In front are the leaf's other axes, with length 1 where the matrix is the same. None if it was not asked for.
         """
-        axis = axis % len(self.shape) - len(self.shape)
-        use = self.uses.get((axis,))
+        ndim = len(self.shape)
+        given = (axes,) if isinstance(axes, int) else axes
+        along = tuple(sorted(axis % ndim - ndim for axis in given))
+        use = self.uses.get(along)
         if use is None or use.moment is None:
             return None
-        ndim = len(self.shape)
-        moment = jnp.moveaxis(jnp.asarray(use.moment), [ndim + axis, axis], [-2, -1])
-        beside = [i for i in range(moment.ndim) if i >= ndim - 1 and i < 2 * ndim - 2]
-        mean = jnp.squeeze(moment, beside)
-        count = jnp.squeeze(jnp.asarray(use.inputs), axis)
-        return mean / jnp.maximum(count, 1)[..., None, None]
+        others = [axis for axis in range(ndim) if axis - ndim not in along]
+        ours = [axis % ndim for axis in along]
+        # The other axes have length 1 for the second factor: it is of the same matrix.
+        moment = jnp.asarray(use.moment).transpose(
+            *others, *ours, *(ndim + axis for axis in ours), *(ndim + axis for axis in others)
+        )
+        length = math.prod(self.shape[axis] for axis in ours)
+        inputs = jnp.squeeze(jnp.asarray(use.inputs), ours)
+        return moment.reshape(*inputs.shape, length, length) / jnp.maximum(inputs, 1)[..., None, None]
+
+    def axes_with_moment(self, axis: int | None = None) -> Axes:
+        """The axes that a second moment is of, with `axis` among them if there are several; () if there is none."""
+        found = [axes for axes, use in self.uses.items() if use.moment is not None]
+        return max(found, key=lambda axes: axis in axes, default=())
 
     @property
     def has_moment(self) -> bool:
@@ -183,8 +195,7 @@ class Statistics(Mapping[str, Statistic]):
         rows = [(path, *_row(statistic)) for path, statistic in self.items()]
         lines = list(table(header, rows, words=1)) if rows else ["no leaf has statistics"]
         for why, paths in _by_reason(self.missing).items():
-            some = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-            lines.append(f"without statistics, {why}: {some}")
+            lines.append(f"without statistics, {why}: {_some(paths)}")
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -211,3 +222,42 @@ def _unevenness(statistic: Statistic) -> float:
     mean_square = np.asarray(statistic.mean_square, np.float64)
     mean = mean_square.mean()
     return float(mean_square.max() / mean) if mean else 1.0
+
+
+class UncalibratedWarning(UserWarning):
+    """A leaf was quantized without statistics, though others have some; or with those of very few inputs."""
+
+
+def check_statistics(statistics: Statistics, leaves: Sequence[tuple[str, Any]], quantized: Sequence[str]) -> None:
+    """Raise a ValueError if these are the statistics of another model; warn of `quantized` leaves that have none."""
+    if not isinstance(statistics, Statistics):
+        raise TypeError(f"`statistics` must be what `calibrate` returned, got {type(statistics).__name__}")
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves if hasattr(leaf, "shape")}
+    for path, statistic in statistics.items():
+        if shapes.get(path) != statistic.shape:
+            has = f"has the shape {shapes[path]}" if path in shapes else "is not in this model"
+            raise ValueError(f"these are statistics of another model: {path!r}, {statistic.shape} there, {has}")
+    without: dict[str, list[str]] = {}
+    for path in quantized:
+        if path not in statistics:
+            without.setdefault(statistics.missing.get(path, "these are statistics of another model"), []).append(path)
+    if without:
+        listed = "; ".join(f"{_some(paths)} ({why})" for why, paths in without.items())
+        warn(f"quantized without statistics, as if all inputs were alike: {listed}", UncalibratedWarning)
+    few = [path for path in quantized if path in statistics and _is_of_few(statistics[path])]
+    if few:
+        warn(f"fewer inputs than channels, so second moments tell little: {_some(few)}; give more", UncalibratedWarning)
+
+
+def _is_of_few(statistic: Statistic) -> bool:
+    """Whether a second moment has fewer inputs than channels."""
+    channels = [
+        math.prod(statistic.shape[axis] for axis in axes)
+        for axes, use in statistic.uses.items()
+        if use.moment is not None
+    ]
+    return bool(channels) and float(np.min(np.asarray(statistic.inputs))) < max(channels)
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(map(repr, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
