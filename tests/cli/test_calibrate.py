@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,12 @@ from eformer.checkpoint import load, open_checkpoint
 from eformer.model import Statistics
 
 TEXT = "the hero hears the other; " * 60
+
+
+@pytest.fixture(autouse=True)
+def _as_examples_expect():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture
@@ -35,7 +42,7 @@ def test_statistics_have_the_names_of_the_file(calibrated):
         assert {name for name in checkpoint if "norm" in name} <= set(found.missing)
 
 
-@pytest.mark.parametrize("flags", [(), ("--method", "gptq"), ("--budget", "5")])
+@pytest.mark.parametrize("flags", [(), ("--method", "gptq"), ("--budget", "11")])
 def test_quantize_with_statistics(run, calibrated, flags):
     model, target, statistics = calibrated
     options = ("--format", "int4,block_size=32", "--statistics", statistics)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.model import default_rules, dequantize_model, quantize_model, tune
+from eformer.model import compare_outputs, default_rules, dequantize_model, quantize_model, tune
 from eformer.ops.quantization import formats, scales_of, with_scales
 
 RNG = np.random.default_rng(0)
@@ -91,3 +91,15 @@ def test_errors_are_words():
         tune(model, small, X[0], reference=PARAMS, trainable=lambda path, leaf: False)
     with pytest.raises(ValueError, match="smaller `learning_rate`"):
         tune(model, small, X[0] * jnp.nan, reference=PARAMS)
+
+
+def test_outputs_are_compared_as_by_hand():
+    small = quantize_model(PARAMS, default_rules("int3", min_size=1))
+    found = compare_outputs(model, PARAMS, small, X[:2], each_leaf=True)
+    np.testing.assert_allclose(found.divergence, np.mean([divergence(small, x) for x in X[:2]]), rtol=1e-4)
+    assert found.alone == {"w": found.divergence}
+    after, before = (np.concatenate([model(p, x) for x in X[:2]]) for p in (dequantize_model(small), PARAMS))
+    assert found.same == pytest.approx(np.mean(after.argmax(-1) == before.argmax(-1)))
+    error = np.linalg.norm(after - before) / np.linalg.norm(before)
+    assert found.relative_error == pytest.approx(error, rel=1e-4)
+    assert "divergence of it alone" in str(found)

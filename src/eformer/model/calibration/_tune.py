@@ -64,13 +64,13 @@ def tune(
 
     >>> import jax, jax.numpy as jnp
     >>> from eformer.model import quantize_model, tune
-    >>> params = {"w": jax.random.normal(jax.random.key(0), (64, 32))}
+    >>> params = {"w": jax.random.normal(jax.random.key(0), (64, 128))}
     >>> x = jax.random.normal(jax.random.key(1), (16, 64))
     >>> model = lambda params, x: x @ params["w"]
     >>> small = quantize_model(params, format="int2")
     >>> tuned = tune(model, small, [x], reference=params, epochs=20)
     """
-    batches = _batches(inputs)
+    batches = in_batches(inputs)
     named, structure = named_leaves(small)
     choose = trainable or _by_default
     chosen: dict[str, Any] = {path: leaf for path, leaf in named if is_weight(leaf) and choose(path, leaf)}
@@ -136,7 +136,8 @@ def tune(
     return jax.tree.unflatten(structure, [finished.get(path, leaf) for path, leaf in named])
 
 
-def _batches(inputs: Any) -> list[tuple[Any, ...]]:
+def in_batches(inputs: Any) -> list[tuple[Any, ...]]:
+    """A list or an iterator of batches, or a single one; each is a tuple of inputs, or the one input."""
     several = inputs if isinstance(inputs, (list, Iterator)) else [inputs]
     batches = [each if isinstance(each, tuple) else (each,) for each in several]
     if not batches:
