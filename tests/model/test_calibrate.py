@@ -176,6 +176,14 @@ def test_a_leaf_contracted_along_two_axes_has_the_sums_of_both():
     assert set(found.uses) == {(-2,), (-1,)}
 
 
+def test_an_array_that_occurs_twice_has_one_statistic_of_both_uses():
+    w, x = normal(6, 4), normal(5, 4)
+    found = calibrate(lambda p, x: (X @ p["in"], x @ p["out"].T))({"in": w, "out": w}, x)
+    assert found["in"] is found["out"]
+    expected = jnp.mean(X**2, 0)[:, None] + jnp.mean(x**2, 0)
+    np.testing.assert_allclose(found["in"].mean_square, expected, **TOLERANCE)
+
+
 def test_means_are_those_of_all_inputs():
     w = normal(6, 4)
     batches = [normal(5, 6), normal(3, 6), normal(5, 6)]

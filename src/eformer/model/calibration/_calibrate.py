@@ -157,7 +157,11 @@ class _Run:
         uses: dict[int, dict[tuple[int, ...], Moments]] = {}
         for key, sums in total.items():
             uses.setdefault(key.source, {})[key.axes] = Moments(*sums)
-        found = {self.named[i][0]: Statistic(self.leaves[i].shape, each) for i, each in uses.items()}
+        of_array: dict[int, Statistic] = {}  # an array that occurs twice has one statistic, of all its uses
+        for i, each in uses.items():
+            array, statistic = id(self.leaves[i]), Statistic(self.leaves[i].shape, each)
+            of_array[array] = of_array[array] + statistic if array in of_array else statistic
+        found = {self.named[i][0]: of_array[id(leaf)] for i, leaf in self.leaves.items() if id(leaf) in of_array}
         weights = {path: self._why_missing(i, leaf) for i, (path, leaf) in enumerate(self.named) if is_weight(leaf)}
         unreached = [path for path, each in found.items() if not float(jnp.max(each.inputs))]
         missing = weights | dict.fromkeys(unreached, "no input reached it")
