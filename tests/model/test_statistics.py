@@ -156,9 +156,9 @@ def test_errors_and_warnings_are_words():
     few = calibrate(product, second_moments=True)({"w": W}, X[:5])
     with pytest.warns(UncalibratedWarning, match="fewer inputs than channels"):
         quantize_model({"w": W}, rules, statistics=few, method="gptq")
-    more = calibrate(lambda p, x: x @ p["w"])({"w": W, "v": W}, X)
+    more = calibrate(lambda p, x: x @ p["w"])({"w": W, "v": W + 1}, X)
     with pytest.warns(UncalibratedWarning, match=r"'v' \(the function does not use it\)"):
-        quantize_model({"w": W, "v": W}, [Rule("w|v", "int4", {"axis": -2})], statistics=more)
+        quantize_model({"w": W, "v": W + 1}, [Rule("w|v", "int4", {"axis": -2})], statistics=more)
 
 
 def test_statistics_without_a_use_change_nothing():
