@@ -18,14 +18,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from rings import Contender, headline, markdown, random_weights, ring_of
+from rings import Contender, headline, markdown, random_weights, ring_of, shortest_calls, turns_of
 
 from eformer.kernels import cpu
 from eformer.ops.quantization import quantize
@@ -53,8 +51,6 @@ SIZES += [(2048, 2048), (4096, 4096), (14336, 4096)]
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 640, 1024)
 QUICK_SIZES, QUICK_ROWS = [(64, 64), (384, 384), (384, 1536), (1024, 4096)], (1, 4, 16, 64, 256)
 GOAL = 0.95  # one, less the noise
-TURN_SECONDS = 0.004
-LEAST_TURNS = 5
 
 
 class Cell(NamedTuple):
@@ -72,7 +68,8 @@ def measure_size(
     rows: Sequence[int],
     formats: Sequence[str],
     ring_bytes: float,
-    shortest: Callable[[Mapping[str, Contender]], dict[str, float]],
+    seconds: float,
+    clock: Callable[[], float],
 ) -> Iterator[list[Cell]]:
     """The cells of each row count."""
     weights = random_weights(size)
@@ -80,28 +77,9 @@ def measure_size(
     rings[BASELINE] = ring_of(weights[:1], ring_bytes)
     for m in rows:
         x = jax.random.normal(jax.random.key(1), (m, size[0]))
-        contenders = {name: contender(x, ring, name.endswith(".T")) for name, ring in rings.items()}
-        times = shortest(contenders)
+        turns = {name: turns_of(contender(x, ring, name.endswith(".T")), clock) for name, ring in rings.items()}
+        times = shortest_calls(turns, seconds)
         yield [Cell(size, m, name, times[BASELINE] / times[name]) for name in formats]
-
-
-def shortest_calls(contenders: Mapping[str, Contender], seconds: float, clock: Callable[[], float]) -> dict[str, float]:
-    """Seconds of the shortest call of each, in turns that take `seconds` for each of them."""
-    around = {name: itertools.cycle(contender.ring) for name, contender in contenders.items()}
-    best, used = dict.fromkeys(contenders, math.inf), 0.0
-    turns = 0
-    while turns < LEAST_TURNS or used < seconds * len(contenders):
-        for name, (call, _) in contenders.items():
-            call(next(around[name]))  # the first compiles, and all bring x and the weight into cache
-            begin = now = clock()
-            while now < begin + TURN_SECONDS:
-                start = clock()
-                call(next(around[name]))
-                now = clock()
-                best[name] = min(best[name], now - start)
-            used += now - begin
-        turns += 1
-    return best
 
 
 def contender(x: jax.Array, ring: Sequence[Any], transposed: bool) -> Contender:
@@ -123,7 +101,6 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="time of the processor, not of the clock on the wall")
     args = parser.parse_args()
     clock = time.process_time if args.cpu_time else time.perf_counter
-    shortest = functools.partial(shortest_calls, seconds=args.seconds, clock=clock)
     rows = args.rows or (QUICK_ROWS if args.quick else ROWS)
     sizes = [(k, n) for k, n in args.size or (QUICK_SIZES if args.quick else SIZES)]
     grid = SMALL if args.small else dict.fromkeys(sizes, tuple(rows))
@@ -131,7 +108,7 @@ def main() -> None:
     found: list[Cell] = []
     with cpu.instruction_set(args.instructions) if args.instructions else contextlib.nullcontext():
         for size, row_counts in grid.items():
-            for cells in measure_size(size, row_counts, args.formats, args.ring * 1e9, shortest):
+            for cells in measure_size(size, row_counts, args.formats, args.ring * 1e9, args.seconds, clock):
                 found += cells
                 place = f"{size[0]} x {size[1]}"
                 print(f"{place:>12} {cells[0].rows:>5}", *(f"{cell.speed:>8.2f}x" for cell in cells), flush=True)

@@ -14,7 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,10 @@ DISTINCT = 2  # weights that are made; the rest of a ring are copies of them
 BURST_SECONDS = 0.02
 LEAST_BURSTS = 3
 PAUSE_SECONDS = 0.01  # until the threads of the last contender stop spinning
+TURN_SECONDS = 0.004  # of `turns_of`, for calls that stay in cache
+LEAST_TURNS = 5
+
+Key = TypeVar("Key")
 
 
 class Contender(NamedTuple):
@@ -56,6 +60,36 @@ def measure(contenders: Mapping[str, Contender], bursts: int, seconds: float) ->
             taken = time.perf_counter() - start
             best[name] = min(best[name], taken / calls[name])
             used[name] += taken
+    return best
+
+
+Turn = Callable[[], float]  # calls for TURN_SECONDS, and returns the seconds of the shortest
+
+
+def turns_of(contender: Contender, clock: Callable[[], float] = time.perf_counter) -> Turn:
+    around = itertools.cycle(contender.ring)
+
+    def turn() -> float:
+        contender.call(next(around))  # the first compiles, and all bring x and the weight into cache
+        best, begin = math.inf, clock()
+        now = begin
+        while now < begin + TURN_SECONDS:
+            start = clock()
+            contender.call(next(around))
+            now = clock()
+            best = min(best, now - start)
+        return best
+
+    return turn
+
+
+def shortest_calls(turns: Mapping[Key, Turn], seconds: float) -> dict[Key, float]:
+    """Seconds of the shortest call of each; they take turns, for `seconds` each after the first, which compiles."""
+    best = {key: turn() for key, turn in turns.items()}
+    begin, count = time.perf_counter(), 1
+    while count < LEAST_TURNS or time.perf_counter() < begin + seconds * len(turns):
+        best = {key: min(best[key], turn()) for key, turn in turns.items()}
+        count += 1
     return best
 
 

@@ -52,7 +52,7 @@ from eformer.examples.stories import (  # pyright: ignore[reportMissingImports]
 )
 
 from eformer import combine, implicit, partition, quantize_model
-from eformer.checkpoint import load, save
+from eformer.checkpoint import atomic_file, load, save
 from eformer.jaximus import materialize, ste
 from eformer.kernels import reference
 from eformer.model import Rule, add_lora, fake_quantize, finalize
@@ -317,15 +317,18 @@ class Curve:
         minutes, cpu_minutes = self.minutes()
         values = (run.step, minutes, cpu_minutes, divergence, distance, found)
         self.rows.append(dict(zip(COLUMNS, values, strict=True)))
-        with self.path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            writer.writerows([f"{value:.6g}" for value in row.values()] for row in self.rows)
+        lines = [COLUMNS, *([f"{value:.6g}" for value in row.values()] for row in self.rows)]
+        replace_text(self.path, "".join(f"{','.join(line)}\n" for line in lines))
         print(
             f"step {run.step} of {run.steps or '?'}, {minutes:.1f} min ({cpu_minutes:.1f} of CPU): divergence "
             f"{divergence:.4f}, distance {distance:.4f}, perplexity {found:.3f}",
             flush=True,
         )
+
+
+def replace_text(path: Path, text: str) -> None:
+    with atomic_file(path, overwrite=True) as file:
+        file.write(text.encode())
 
 
 def draw(folder: Path, level: float) -> None:
@@ -343,7 +346,8 @@ def draw(folder: Path, level: float) -> None:
     axes.set(xlabel="minutes of CPU", ylabel="% above the perplexity of float32", yscale="log")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(folder / "curves.png", dpi=120)
+    with atomic_file(folder / "curves.png", overwrite=True) as file:
+        figure.savefig(file, dpi=120)
     plt.close(figure)
 
 
@@ -425,7 +429,7 @@ def main() -> None:
         run.resume(checkpoint)
         print(f"continuing after step {run.step} of {run.steps}", flush=True)
     else:
-        (folder / "settings.json").write_text(json.dumps(_settings(args)), "utf-8")
+        replace_text(folder / "settings.json", json.dumps(_settings(args)))
         args.minutes -= (time.perf_counter() - began) / 60
     curve = Curve(folder / "curve.csv", run.step, text, args.out / args.format / "curve.csv" if args.scales else None)
     train(run, curve, lambda params: judge(params, args.judged), checkpoint, args)
@@ -437,7 +441,7 @@ def main() -> None:
     if rows is not None:
         draw(args.out, judge(teacher, args.judged))
     shown = [f"{name}, perplexity {levels[name]:.4f}:\n{told_by(models[name], model, args.told)}\n" for name in models]
-    (folder / "stories.txt").write_text("\n".join(shown), "utf-8")
+    replace_text(folder / "stories.txt", "\n".join(shown))
     print(*shown, sep="\n")
 
 

@@ -24,6 +24,7 @@ import optax
 from jax import lax
 
 from eformer import implicit, quantize_model
+from eformer.checkpoint import atomic_file
 from eformer.model import Rule, default_rules, fake_quantize, finalize, stored_bytes
 
 Params = Mapping[str, Any]
@@ -122,7 +123,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             each.imshow(seen, extent=(-1.1, 1.1, -1.1, 1.1), origin="lower", cmap="Pastel1", vmin=0, vmax=8)
             each.scatter(*points.T, c=arms, s=3, cmap="Set1", vmin=0, vmax=8)
             each.set(title=f"{row.format}, {name}\n{row.accuracies[name]:.1%}", xticks=[], yticks=[])
-    figure.savefig(path, dpi=120)
+    with atomic_file(path, overwrite=True) as file:
+        figure.savefig(file, dpi=120)
     plt.close(figure)
 
 

@@ -13,13 +13,21 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.envir
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
 
+import ctypes
 import gc
 import itertools
+import math
+import re
+import resource
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import jax
 import pytest
+
+from eformer.kernels import cpu
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -27,6 +35,27 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--half", type=int, choices=(1, 2), help="of each test, run every other value of a parameter")
+    parser.addoption("--most-memory", type=float, metavar="GB", help="fail if a worker has taken more than this")
+
+
+# Set by what tests the native core: "1", or the best instruction set that the core must offer. It is an error then that
+# there is no core, or that a test is skipped for want of it.
+NEED_CORE = os.environ.get("EFORMER_NEED_CORE", "")
+
+
+def pytest_configure() -> None:
+    if NEED_CORE and not (cpu.is_available() and NEED_CORE in ("1", cpu.instruction_sets()[0])):
+        found = f"offers {', '.join(cpu.instruction_sets())}" if cpu.is_available() else "is not installed"
+        raise pytest.UsageError(f"EFORMER_NEED_CORE={NEED_CORE}, and the native core {found}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+    if NEED_CORE and report.skipped and re.search(r"\bcore\b", reason):
+        report.outcome, report.longrepr = "failed", f"{item.nodeid}, with EFORMER_NEED_CORE={NEED_CORE}: {reason}"
+    return report
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,6 +77,61 @@ def half_of(cases: list[pytest.Item], half: int) -> list[pytest.Item]:
         if len({place[name] for place in places}) > 1:
             return [case for case, place in zip(cases, places, strict=True) if place[name] % 2 == half - 1]
     return cases
+
+
+# --- memory ---
+
+# JAX keeps what it traced and compiled: a worker would grow to several GB. It forgets that whenever it has grown by as
+# much as this since it last did, which costs little, as the next tests are others.
+GROWTH = 2e8  # bytes
+MOST = 1.5e9  # bytes that a worker should take at most, so that `-n auto` runs on a laptop with many cores
+_least = math.inf  # bytes that the worker had when it began, or had forgotten last
+_peaks: dict[str, int] = {}  # by worker
+
+
+def pytest_runtest_teardown() -> None:
+    global _least
+    if resident() > _least + GROWTH:
+        jax.clear_caches()
+        gc.collect()
+        if sys.platform == "linux":  # else freed memory stays with the process
+            ctypes.CDLL(None).malloc_trim(0)
+        _least = resident()
+    _least = min(_least, resident())
+
+
+def resident() -> int:
+    """The bytes of memory that this process has now, or the most that it has had where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return peak()
+
+
+def peak() -> int:
+    """The most bytes of memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Called where the tests are handed out, when a worker of pytest-xdist has ended."""
+    _peaks[node.gateway.id] = getattr(node, "workeroutput", {}).get("peak", 0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config, most = session.config, session.config.getoption("most_memory")
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["peak"] = peak()
+    elif most and max(_peaks.values(), default=peak()) > most * 1e9 and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    worker, most = max(_peaks.items(), key=lambda each: each[1], default=("this process", peak()))
+    line = f"{worker} took the most memory: {most / 1e9:.2f} GB; it should take {MOST / 1e9:g} GB at most"
+    terminalreporter.write_line(line, red=most > MOST)
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,7 @@
 // E2M1: floats of a sign, two bits of exponent and one of mantissa, two to a byte. MXFP4 and NVFP4 hold them.
 #pragma once
 
-#include "format.h"
+#include "matrix/format.h"
 
 namespace eformer::EFORMER_ISA {
 

@@ -1,7 +1,7 @@
 // IQ4_NL: sixteen integers of GGUF that are denser around zero, two to a byte.
 #pragma once
 
-#include "format.h"
+#include "matrix/format.h"
 
 namespace eformer::EFORMER_ISA {
 

@@ -1,14 +1,13 @@
 // Codes of 4 bits, two to a byte.
 #pragma once
 
-#include "grouped.h"
+#include "matrix/integers.h"
 
 namespace eformer::EFORMER_ISA {
 
-struct Uint4 : GroupedIntegers<Uint4, 4> {
+struct Uint4 : Integers<4> {
   static constexpr const char* kName = "uint4";
   static constexpr int kPlaneBits[] = {4};
-  static constexpr bool kSplitsX = true;
 };
 
 }  // namespace eformer::EFORMER_ISA

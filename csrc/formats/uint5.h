@@ -1,11 +1,11 @@
 // Codes of 5 bits, the fifth in a plane of its own.
 #pragma once
 
-#include "grouped.h"
+#include "matrix/integers.h"
 
 namespace eformer::EFORMER_ISA {
 
-struct Uint5 : GroupedIntegers<Uint5, 5> {
+struct Uint5 : Integers<5> {
   static constexpr const char* kName = "uint5";
   static constexpr int kPlaneBits[] = {4, 1};
 };

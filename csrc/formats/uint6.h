@@ -1,11 +1,11 @@
 // Codes of 6 bits, the high two in a plane of their own.
 #pragma once
 
-#include "grouped.h"
+#include "matrix/integers.h"
 
 namespace eformer::EFORMER_ISA {
 
-struct Uint6 : GroupedIntegers<Uint6, 6> {
+struct Uint6 : Integers<6> {
   static constexpr const char* kName = "uint6";
   static constexpr int kPlaneBits[] = {4, 2};
 };

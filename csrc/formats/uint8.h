@@ -1,11 +1,11 @@
 // Codes of 8 bits.
 #pragma once
 
-#include "grouped.h"
+#include "matrix/integers.h"
 
 namespace eformer::EFORMER_ISA {
 
-struct Uint8 : GroupedIntegers<Uint8, 8> {
+struct Uint8 : Integers<8> {
   static constexpr const char* kName = "uint8";
   static constexpr int kPlaneBits[] = {8};
 };

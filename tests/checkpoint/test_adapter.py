@@ -16,6 +16,8 @@ from eformer.checkpoint import CheckpointError, load, load_adapter, save, save_a
 from eformer.jaximus import implicit
 from eformer.model import LoraArray, add_lora, drop_lora, quantize_model
 
+from .files import safetensors_file
+
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
@@ -199,7 +201,14 @@ def changed(folder: Path, **config: Any) -> Path:
 )
 def test_a_configuration_that_is_wrong(tmp_path: Path, config: dict[str, Any], words: str):
     with pytest.raises(CheckpointError, match=words.replace("(", r"\(")):
-        load_adapter(changed(save_adapter(tmp_path, adapted()), **config), model())
+        load_adapter(changed(as_theirs(save_adapter(tmp_path, adapted())), **config), model())
+
+
+def as_theirs(folder: Path) -> Path:
+    """The folder, with weights that do not say themselves what the configuration beside them has to say."""
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(safetensors_file({name: np.asarray(tensor) for name, tensor in load(file, flat=True).items()}))
+    return folder
 
 
 def test_an_adapter_for_another_model(tmp_path: Path):

@@ -19,21 +19,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer import _files
-from eformer.checkpoint import (
-    CheckpointError,
-    _leftovers,
-    _locks,
-    _saving,
-    _write,
-    load,
-    open_checkpoint,
-    save,
-    save_gguf,
-)
+from eformer._saving import files, leftovers, locks, saving, seal
+from eformer.checkpoint import CheckpointError, _saving, _write, load, open_checkpoint, save, save_gguf
 
-WATCHED = {module.__file__ for module in (_files, _leftovers, _locks, _saving, _write)}
+WATCHED = {module.__file__ for module in (files, leftovers, locks, saving, seal, _saving, _write)}
 TOKEN = "0123456789abcdef"
+
+
+def swept(path: Path) -> None:
+    leftovers.sweep([path, _saving.index_path(path)], lambda: _saving.named_by_indexes(path.parent))
 
 
 def filled(value: float) -> dict[str, np.ndarray]:
@@ -95,7 +89,7 @@ def test_an_interrupt_at_any_line_leaves_a_whole_checkpoint(
 ):
     """Ctrl-C raises wherever the main thread is, also between two lines that belong together."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
-    monkeypatch.setattr(_locks, "SECONDS", 0.1)
+    monkeypatch.setattr(locks, "SECONDS", 0.1)
     save(tmp_path, filled(0), max_shard_bytes=200)
     lines = len(at_each_line(lambda: save(tmp_path, filled(0), max_shard_bytes=most, overwrite=True), lambda: None))
     before, found = 0.0, set()
@@ -158,7 +152,7 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path):
 
 def test_what_a_living_save_has_stays(tmp_path: Path):
     names = left_by_a_killed_save(tmp_path)
-    journal = _locks.OpenFile(tmp_path / names[0])
+    journal = locks.OpenFile(tmp_path / names[0])
     assert journal.hold()
     save(tmp_path, filled(0))
     assert all((tmp_path / name).exists() for name in names)
@@ -199,7 +193,7 @@ def test_shards_that_an_index_names_stay(tmp_path: Path):
     )
     save(tmp_path / "other.safetensors", filled(1))
     assert load(index)["a"][0] == 0
-    _leftovers.sweep(tmp_path / "model.safetensors")
+    swept(tmp_path / "model.safetensors")
     assert load(index)["a"][0] == 0
     assert not list(tmp_path.glob(".*"))
 
@@ -210,7 +204,7 @@ def test_old_shards_are_removed_later_if_the_end_came_before(tmp_path: Path):
         (tmp_path / name).touch()
     journal = {"replaces": ["model-aaaaaaaa-00001-of-00001.safetensors", "model-of-mine.txt", "model.safetensors"]}
     (tmp_path / f".model.safetensors.{TOKEN}.saving").write_text(json.dumps(journal))
-    _leftovers.sweep(tmp_path / "model.safetensors")
+    swept(tmp_path / "model.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model-of-mine.txt", "model.safetensors"]
 
 
@@ -247,8 +241,8 @@ def test_data_is_on_the_disk_before_the_name(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "replace", lambda *paths: (calls.append(f"rename to {paths[1].suffix}"), replace(*paths)))
     monkeypatch.setattr(os, "unlink", lambda path, **_: (calls.append("remove"), unlink(path)))
     save(tmp_path, {"x": np.ones(3), "y": np.ones(3)}, max_shard_bytes=8)
-    files, names = ["sync a file"] * 3, ["rename to .safetensors"] * 2
-    assert [call for call in calls if call != "remove"][:9] == [
+    files, names = ["sync a file"] * 4, ["rename to .safetensors"] * 2  # two shards, the index, the journal
+    assert [call for call in calls if call != "remove"][:10] == [
         *files, *names, "sync a folder", "rename to .json", "sync a folder", "sync a folder",
     ]  # fmt: skip
 
@@ -259,8 +253,8 @@ def _name_of(handle: int) -> str:
 
 def test_a_new_folder_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     synced: list[Path] = []
-    sync = _files.sync_folder
-    monkeypatch.setattr(_files, "sync_folder", lambda folder: (synced.append(folder), sync(folder)))
+    sync = files.sync_folder
+    monkeypatch.setattr(files, "sync_folder", lambda folder: (synced.append(folder), sync(folder)))
     save(tmp_path / "a" / "b", filled(0))
     assert synced == [tmp_path, tmp_path / "a"]
 
@@ -288,9 +282,9 @@ def test_a_pipe_named_as_an_index_is_not_waited_for(tmp_path: Path):
 
 def test_what_comes_in_between_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A save whose turn does not come says so, and leaves nothing."""
-    monkeypatch.setattr(_locks, "SECONDS", 0.02)
+    monkeypatch.setattr(locks, "SECONDS", 0.02)
     with (
-        _locks.locked(tmp_path / ".model.safetensors.lock"),
+        locks.locked(tmp_path / ".model.safetensors.lock"),
         pytest.raises(TimeoutError, match="another process has held"),
     ):
         save(tmp_path, filled(0))

@@ -1,30 +1,27 @@
-"""A process that has imported everything, and forks one that saves for each line of JSON it reads.
+"""A process that has imported everything, and forks one that writes for each line of JSON it reads.
 
-`{"folder": ..., "value": 3, "most": 200}` saves, and answers with the number of the process; `"line": 70` kills it
-before the 70th line of the code that writes, and `{"wait": pid}` answers with what became of it, as `waitpid` does.
+`{"writer": "save, mlx", "folder": ..., "content": 1, "sources": ...}` writes, and answers with the number of the
+process; `"line": 70` kills it before the 70th line of the code that writes, and `{"wait": pid}` answers with what
+became of it, as `waitpid` does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+from eformer._saving import files, leftovers, locks, saving, seal
+from eformer.checkpoint import _saving, _write
 
-from eformer import _files
-from eformer.checkpoint import _leftovers, _locks, _saving, _write, save
+from .writers import WRITERS
 
-NAMES = [f"array {i}" for i in range(4)]
-SIZE = 1000
-WATCHED = {module.__file__ for module in (_files, _leftovers, _locks, _saving, _write)}
-
-
-def tree(value: float) -> dict[str, np.ndarray]:
-    return {name: np.full(SIZE, value, np.float32) for name in NAMES}
+WATCHED = {module.__file__ for module in (files, leftovers, locks, saving, seal, _saving, _write)}
 
 
 def killed_at(line: int) -> None:
@@ -43,6 +40,14 @@ def killed_at(line: int) -> None:
     sys.settrace(trace)
 
 
+def write(asked: dict[str, Any]) -> None:
+    if "line" in asked:
+        killed_at(asked["line"])
+    with contextlib.redirect_stdout(sys.stderr):
+        code = WRITERS[asked["writer"]].write(Path(asked["folder"]), asked["content"], Path(asked["sources"]))
+    os._exit(code if WRITERS[asked["writer"]].command and isinstance(code, int) else 0)
+
+
 def main() -> None:
     warnings.simplefilter("ignore")  # JAX says that it has threads; it has not yet
     for text in sys.stdin:
@@ -52,10 +57,7 @@ def main() -> None:
         else:
             answer = os.fork()
             if not answer:
-                if "line" in asked:
-                    killed_at(asked["line"])
-                save(asked["folder"], tree(asked["value"]), max_shard_bytes=asked["most"], overwrite=True)
-                os._exit(0)
+                write(asked)
         print(answer, flush=True)
 
 

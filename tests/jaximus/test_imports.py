@@ -6,9 +6,8 @@ import ast
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 import eformer
 
@@ -16,8 +15,8 @@ ROOT = Path(eformer.__file__).parent
 MODULES = ["eformer", *sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "eformer."))]
 SOURCES = sorted(ROOT.rglob("*.py"))
 
-# Modules beside the packages, which know none of them and which all may import.
-SHARED = {path.stem for path in ROOT.glob("_*.py") if not path.stem.startswith("__")}
+# Modules and a package beside the others, which know none of them and which all may import.
+SHARED = {path.stem for path in ROOT.glob("_*") if not path.stem.startswith("__")}
 
 # Which packages of ours a package may import, besides itself and the shared modules.
 MAY_IMPORT = {
@@ -112,21 +111,36 @@ def relative(source: Path) -> str:
     return str(source.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=relative)
-def test_imports_point_one_way(source):
-    package = source.relative_to(ROOT).parts[0].removesuffix(".py")
-    ours = {name.split(".")[1] for name in imported(source) if name.startswith("eformer.")}
-    assert package == "__init__" or ours & MAY_IMPORT.keys() <= MAY_IMPORT[package] | {package} | SHARED
+def package_of(source: Path) -> str:
+    return source.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=relative)
-def test_no_private_name_crosses_a_package(source):
-    package = source.relative_to(ROOT).parts[0].removesuffix(".py")
-    paths = [name.split(".")[1:] for name in imported(source) if name.startswith("eformer.")]
-    private = {
-        ".".join(path) for path in paths if path[0] != package and any(part.startswith("_") for part in path[1:])
-    }
-    assert not private
+def of_ours(source: Path) -> list[list[str]]:
+    """What a file imports of ours: the parts of each name after "eformer"."""
+    return [name.split(".")[1:] for name in imported(source) if name.startswith("eformer.")]
+
+
+def offenders(found: Callable[[Path], set[str]]) -> dict[str, set[str]]:
+    """What is found in each file, where there is anything."""
+    return {relative(source): names for source in SOURCES if (names := found(source))}
+
+
+def test_imports_point_one_way():
+    def wrong(source: Path) -> set[str]:
+        package = package_of(source)
+        allowed = MAY_IMPORT.get(package, set(MAY_IMPORT)) | {package} | SHARED
+        return {path[0] for path in of_ours(source) if path[0] in MAY_IMPORT} - allowed
+
+    assert offenders(wrong) == {}
+    assert {package_of(source) for source in SOURCES} == MAY_IMPORT.keys() | {"__init__"}
+
+
+def test_no_private_name_crosses_a_package():
+    def private(source: Path) -> set[str]:
+        others = [path for path in of_ours(source) if path[0] != package_of(source)]
+        return {".".join(path) for path in others if any(part.startswith("_") for part in path[1:])}
+
+    assert offenders(private) == {}
 
 
 def test_every_package_has_its_place():
@@ -134,14 +148,14 @@ def test_every_package_has_its_place():
     assert packages <= MAY_IMPORT.keys()
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=relative)
-def test_private_names_of_jax_are_in_one_file(source):
-    private = {name for name in imported(source) if name.startswith(("jax._", "jaxlib._"))}
-    attributes = {
-        ast.unparse(node) for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Attribute)
-    }
-    private |= {name for name in attributes if name.startswith("jax._src")}
-    assert not private or relative(source) == "jaximus/_trace.py"
+def test_private_names_of_jax_are_in_one_file():
+    def private(source: Path) -> set[str]:
+        nodes = ast.walk(ast.parse(source.read_text()))
+        attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+        named = {name for name in imported(source) if name.startswith(("jax._", "jaxlib._"))}
+        return named | {name for name in attributes if name.startswith("jax._src")}
+
+    assert offenders(private).keys() == {"jaximus/_trace.py"}
 
 
 def test_each_private_import_says_what_it_is_for():

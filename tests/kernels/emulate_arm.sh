@@ -61,4 +61,5 @@ for each in cortex-a72:neon neoverse-n1:neon_dot max:neon_i8mm; do
     [ "$best" = "${each#*:}" ]
 done
 on max -W ignore -m tests.kernels.fuzz_core --seconds 60 --seed 0
+export EFORMER_NEED_CORE=neon_i8mm
 on max -m pytest -q -p no:cacheprovider tests/kernels/test_cpu.py tests/kernels/test_int8.py "$@"

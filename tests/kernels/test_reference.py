@@ -73,15 +73,13 @@ def test_two_bits(length):
     np.testing.assert_array_equal(run(reference.unpack_ternary, packed, 0, length), values)
 
 
-def test_boundaries_belong_to_the_lower_code():
+def test_the_nearest_code_near_the_middle_of_two():
     codes = reference.NF4_CODES.astype(np.float64)
-    below, above = reference.NF4_BOUNDARIES, np.nextafter(reference.NF4_BOUNDARIES, np.float32(2))
-
-    def nearest(x: np.ndarray) -> np.ndarray:
-        return np.argmin(np.abs(x.astype(np.float64)[:, None] - codes), -1)
-
-    np.testing.assert_array_equal(nearest(below), np.arange(15))
-    np.testing.assert_array_equal(nearest(above), np.arange(1, 16))
+    middle = ((codes[1:] + codes[:-1]) / 2).astype(np.float32)
+    x = np.concatenate([middle, np.nextafter(middle, np.float32(-2)), np.nextafter(middle, np.float32(2))])
+    nearest = np.argmin(np.abs(x.astype(np.float64)[:, None] - codes), -1)  # the lower of two
+    found = run(lambda x: reference.nearest_in_table(x, reference.NF4_CODES), x)
+    np.testing.assert_array_equal(found, nearest)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 5000), (2, 0)], ids=str)

@@ -21,6 +21,7 @@ LEAVES = [
     ("attention.query.kernel", (64, 4, 16), -3),  # features, heads, features of a head
     ("layers.attention.key.kernel", (12, 64, 4, 16), -3),
     ("layers.attention.query.kernel", (12, 64, 64), -2),  # a stack of matrices
+    ("layers.attention.query.kernel", (64, 64, 64), -2),  # as many matrices as inputs: still a stack
     ("attention.query.kernel", (64, 64), -2),
     ("attention.out.kernel", (4, 32, 64), -2),
     ("conv.kernel", (3, 3, 64, 64), -2),

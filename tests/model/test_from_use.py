@@ -334,6 +334,52 @@ def needed(package: str):
         return pytest.importorskip(package, reason=f"{package} is not installed")
 
 
+JOINED = {
+    "tile": lambda p, x: x @ jnp.tile(p["w"], (1, 2)),
+    "where": lambda p, x: x @ jnp.where(x[0, 0] > 0, p["w"], p["v"]),
+    "select": lambda p, x: x @ lax.select(x[0, 0] > 0, p["w"], p["v"]),
+    "cond": lambda p, x: lax.cond(x[0, 0] > 0, lambda: x @ p["w"], lambda: x @ p["v"]),
+}
+
+
+@pytest.mark.parametrize("function", JOINED.values(), ids=JOINED)
+@pytest.mark.parametrize("format", ["int8", "nf4", "int4"])
+def test_weights_that_are_repeated_or_chosen_are_quantized(format, function):
+    params = {"w": struct(64, 128), "v": struct(64, 128)}
+    rules = rules_from_use(function, params, X, format=format)
+    used = [rule for rule in rules if "does not use" not in rule.reason]
+    assert used
+    assert all((rule.format, rule.options["axis"]) == (format, -2) for rule in used)
+    assert dense_bytes(function, quantize_model(params, rules), X) == 0
+
+
+def test_weights_chosen_element_by_element_are_kept():
+    rules = rules_from_use(
+        lambda p, x: x @ jnp.where(p["w"] > 0, p["w"], p["v"]), {"w": struct(64, 128), "v": struct(64, 128)}, X
+    )
+    assert {rule.format for rule in rules} == {None}
+
+
+@pytest.mark.parametrize("gathered", [0, 1])
+@pytest.mark.parametrize("format", ["int8", "nf4", "int4", "fp8"])
+def test_weights_that_devices_gather_are_quantized(format, gathered):
+    """Fully sharded, as in FSDP: each device has a part of a weight, and gathers the whole of it for its matmul."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    spec = PartitionSpec(*[None] * gathered, "x")
+
+    def body(w, x):
+        return x @ lax.all_gather(w, "x", axis=gathered, tiled=True)
+
+    def function(params, x):
+        return jax.shard_map(body, mesh=mesh, in_specs=(spec, PartitionSpec("x")), out_specs=PartitionSpec("x"))(
+            params["w"], x
+        )
+
+    (rule,) = rules_from_use(function, {"w": struct(256, 256)}, struct(4, 256), format=format)
+    assert (rule.format, rule.options["axis"]) == (format, -2), rule.reason
+    assert dense_bytes(function, quantize_model({"w": struct(256, 256)}, [rule]), struct(4, 256)) == 0
+
+
 def test_linen_attention_by_use():
     """Names tell (features, heads, features of a head) from a stack by chance only."""
     nn = needed("flax.linen")

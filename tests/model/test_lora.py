@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eformer.jaximus import explain, implicit
+from eformer.jaximus import explain, implicit, materialization_error
 from eformer.model import (
     LoraArray,
     Rule,
@@ -286,3 +286,17 @@ def test_more_errors():
         LoraArray(jnp.ones((4, 5)), jnp.ones((3, 2)), jnp.ones((2, 5)), jnp.float32(1))
     with pytest.raises(ValueError, match="`rate=1` must be"):
         lora_dropout({}, 1, key)
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4", "int4"])
+def test_a_convolution_keeps_the_base_quantized(form):
+    kernel = jax.random.normal(jax.random.key(0), (3, 3, 64, 64))
+    adapted = add_lora({"w": quantize(kernel, format=form)}, rank=4, key=jax.random.key(1))["w"]
+    adapted = dataclasses.replace(adapted, a=adapted.a + 0.1, b=adapted.b + 0.1)
+    x = jax.random.normal(jax.random.key(2), (2, 8, 8, 64))
+    convolve = lambda x, w: jax.lax.conv_general_dilated(  # noqa: E731
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    with materialization_error():
+        found = implicit(convolve)(x, adapted)
+    np.testing.assert_allclose(found, convolve(x, adapted.materialize()), rtol=1e-4, atol=1e-2)

@@ -14,7 +14,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.jaximus import implicit
-from eformer.model import Rule, UnusedRuleWarning, default_rules, dequantize_model, named_leaves, quantize_model
+from eformer.model import (
+    NonfiniteWarning,
+    Rule,
+    UnusedRuleWarning,
+    default_rules,
+    dequantize_model,
+    named_leaves,
+    quantize_model,
+)
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, QuantizedArray, quantize
 
 ALL = [Rule("", "nf4", {"block_size": 4})]
@@ -270,3 +278,12 @@ def test_a_model_that_is_too_small_warns():
 def test_wrong_arguments(arguments, message):
     with pytest.raises(TypeError, match=message):
         quantize_model({"w": normal(6, 10)}, **arguments)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("form", ["int8", "nf4", "int4", "ternary"])
+def test_weights_that_are_not_finite_are_reported(form, bad):
+    tree = {"a": {"kernel": jnp.ones((64, 128)).at[3, 4].set(bad)}, "b": {"kernel": jnp.ones((64, 128))}}
+    with pytest.warns(NonfiniteWarning, match="'a.kernel' holds .*1 .*becomes NaN") as told:
+        quantize_model(tree, format=form)
+    assert len(told) == 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -117,6 +118,16 @@ def assert_within(actual: Any, expected: Any, bound: Any) -> None:
     """At most `bound` apart, elementwise; a NaN is never within."""
     distance = np.abs(f64(actual) - f64(expected))
     assert np.all(distance <= f64(bound)), f"{np.max(distance - f64(bound))} more than allowed"
+
+
+@contextlib.contextmanager
+def about(*what: object) -> Iterator[None]:
+    """A block whose error says what it was about, for one test of many alike."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"about {', '.join(map(str, what))}")
+        raise
 
 
 def assert_same(actual: Any, expected: Any) -> None:

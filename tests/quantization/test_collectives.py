@@ -265,3 +265,31 @@ def test_half_an_axis_of_the_mesh():
     function = lambda x, q: jnp.cumsum(x.reshape(8, 2, 32), axis=-1).reshape(8, 64) @ q  # noqa: E731
     made, _ = compiled(function, x, q)
     assert_product(made, np.cumsum(np.asarray(x).reshape(8, 2, 32), axis=-1).reshape(8, 64), q)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("gathered", [0, 1])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case.of("int8", axis=axis) for axis in (0, 1, (0, 1))),
+        *(Case.of("fp8", axis=axis) for axis in (0, 1, (0, 1))),
+        Case.of("fp8", block_shape=(8, 8)),
+        Case.of("nf4", block_size=8, axis=0),
+        Case.of("int4", block_size=8, axis=0),
+    ],
+    ids=str,
+)
+def test_gathering_shards_of_a_weight_moves_codes(case, gathered, check):
+    """Also where each device may have a scale of its own, because `shard_map` is told not to check."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    q, x = case(normal((64, 128))), normal((8, 64), seed=1)
+
+    def body(q, x):
+        return x @ jax.lax.all_gather(q, "x", axis=gathered, tiled=True)
+
+    specs = (P(*[None] * gathered, "x"), P("x"))
+    out, program = compiled(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=check), q, x)
+    assert_product(out, x, q)
+    moved = [dtype for kind, dtype in collectives(program) if kind == "all-gather"]
+    assert any(dtype in (*CODES, "f8e4m3fn") for dtype in moved), moved

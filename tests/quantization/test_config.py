@@ -20,6 +20,7 @@ from eformer.ops.quantization import (
     QuantizationConfig,
     QuantizationType,
     QuantizedArray,
+    find_format,
     formats,
     quantize,
     register_format,
@@ -29,7 +30,7 @@ from eformer.ops.quantization import (
 from eformer.ops.quantization import _registry as registry
 from eformer.ops.quantization._leafwise import LeafwiseArray
 
-from .cases import assert_same_array, assert_same_leaves, normal
+from .cases import assert_same_array, assert_same_leaves, assert_within, normal
 
 
 def test_documented_types():
@@ -37,8 +38,8 @@ def test_documented_types():
     assert documented.items() <= {t.name: t.value for t in QuantizationType}.items()
 
 
-def test_every_format_has_a_type():
-    assert {t.value for t in QuantizationType} == {form.name for form in formats()}
+def test_every_type_is_a_format():
+    assert {t.value for t in QuantizationType} <= {form.name for form in formats()}
 
 
 def test_config_defaults_and_strings():
@@ -50,7 +51,7 @@ def test_config_defaults_and_strings():
         True,
     )
     assert QuantizationConfig(dtype="int8").dtype is QuantizationType.INT8
-    assert QuantizationConfig(QuantizationType.BINARY, 32, True, False).simulate
+    assert QuantizationConfig(QuantizationType.BINARY, 64, True, False).simulate
 
 
 def test_config_is_a_value():
@@ -138,8 +139,38 @@ def test_a_config_has_its_format_by_both_names():
     assert dataclasses.replace(config, simulate=True) == QuantizationConfig("ternary", simulate=True)
 
 
-def test_a_block_size_is_no_concern_of_formats_without_blocks():
-    assert_same_leaves(quantize(normal(), dtype="int8", block_size=7), quantize(normal(), dtype="int8"))
+WITHOUT_BLOCKS = [form.name for form in formats() if "block_size" not in form.options]
+ASK_FOR_BLOCKS: dict[str, Any] = {
+    "quantize": lambda form: quantize(normal(), format=form, block_size=32),
+    "straight_through": lambda form: straight_through(normal(), format=form, block_size=32),
+    "simulate": lambda form: quantize(normal(), format=form, block_size=32, simulate=True),
+    "config": lambda form: QuantizationConfig(form, block_size=32),
+    "replace": lambda form: dataclasses.replace(QuantizationConfig(form), block_size=32),
+}
+
+
+@pytest.mark.parametrize("form", WITHOUT_BLOCKS)
+@pytest.mark.parametrize("ask", ASK_FOR_BLOCKS.values(), ids=ASK_FOR_BLOCKS)
+def test_formats_without_blocks_refuse_a_block_size(ask, form):
+    has = ", ".join(repr(name) for name in find_format(form).options if name not in ("use_kernel", "activation_dtype"))
+    with pytest.raises(TypeError, match=f"'{form}' has no option 'block_size'; it has {has}"):
+        ask(form)
+
+
+@pytest.mark.parametrize("form", WITHOUT_BLOCKS)
+def test_the_documented_block_size_says_nothing(form):
+    assert_same_leaves(quantize(normal(), QuantizationConfig(form, block_size=64)), quantize(normal(), dtype=form))
+
+
+@pytest.mark.parametrize("form", formats(), ids=str)
+def test_every_format_refuses_options_it_does_not_have(form):
+    every = {option for each in formats() for option in each.options} | {"no_such_option"}
+    for_quantize = every - {"use_kernel", "block_size", "activation_dtype"}  # these are its own
+    unknown = sorted(for_quantize - form.options.keys())
+    with pytest.raises(TypeError, match=f"'{form.name}' has no option '{unknown[0]}'; it has "):
+        quantize(normal(), dtype=form.name, **{unknown[0]: 1})
+    with pytest.raises(TypeError, match=f"'{form.name}' has no option '{unknown[-1]}'; it has "):
+        quantize(normal(), dtype=form.name, **{unknown[-1]: 1})
 
 
 W = np.ones((6, 10), np.float32)
@@ -247,3 +278,31 @@ def test_a_new_format_is_one_class_and_one_line(toy_format):
 @pytest.mark.parametrize("function", [quantize, straight_through, QuantizationConfig])
 def test_the_documented_block_size_is_the_default_in_signatures(function):
     assert inspect.signature(function).parameters["block_size"].default == 64
+
+
+WITH_BLOCKS = [form.name for form in formats() if "block_size" in form.options]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("form", WITH_BLOCKS)
+def test_a_block_that_is_longer_than_the_array_takes_no_memory_of_its_own(form, axis):
+    """It is compiled, so that what it would allocate is known without allocating."""
+    w = normal((64, 48))
+    make = jax.jit(lambda w: quantize(w, format=form, block_size=10**9, axis=axis).materialize())
+    memory = make.lower(w).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 64 * w.nbytes
+    exact = quantize(w, format=form, block_size=w.shape[axis], axis=axis)
+    assert_same_array(make(w), jax.jit(lambda q: q.materialize())(exact))
+
+
+@pytest.mark.parametrize("form", [form for form in formats() if "fit" in form.options], ids=str)
+def test_a_number_can_be_fitted(form):
+    q = quantize(jnp.float32(3), format=form.name, fit=True)
+    assert abs(q.materialize() - 3) <= q.error_bound(jnp.float32(3))
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_a_scale_for_each_element_can_be_fitted(form):
+    w = normal()
+    q = quantize(w, format=form, axis=(), fit=True)
+    assert_within(q.materialize(), w, q.error_bound(w))

@@ -15,7 +15,7 @@ from jax import lax
 from eformer.jaximus import MaterializationWarning, explain, implicit, materialization_error
 from eformer.ops.quantization._matmul import _convolution
 
-from .cases import Case, dense, example, f64, name, normal
+from .cases import Case, dense, eqns_of, example, f64, name, normal
 
 KERNELS = [Case.of("int8"), Case.of("int8", axis=0), Case.of("nf4", block_size=4), Case.of("ternary", scale="tensor")]
 by_patches = pytest.mark.parametrize("growth", [4, 0], ids=["patches", "positions"])
@@ -111,11 +111,10 @@ def test_gradient_of_the_input():
 @pytest.mark.parametrize(
     ("shape", "params"),
     [
-        ((3, 1, 8), {"feature_group_count": 4}),
         ((3, 4, 8), {"batch_group_count": 2}),
         ((80, 4, 8), {}),
     ],
-    ids=["depthwise", "by batch", "wide window"],
+    ids=["by batch", "wide window"],
 )
 def test_what_is_left_to_dense_is_told(shape, params, monkeypatch):
     monkeypatch.setattr(_convolution, "MAX_GROWTH", 0)
@@ -127,3 +126,37 @@ def test_what_is_left_to_dense_is_told(shape, params, monkeypatch):
     assert explain(convolve)(x, q).dense_bytes == w.nbytes
     with warnings.catch_warnings(action="ignore", category=MaterializationWarning):
         np.testing.assert_allclose(implicit(convolve)(x, q), convolve(x, w), atol=1e-3)
+
+
+GROUPS = {"few": (2, 24), "depthwise": (24, 24), "several for each": (24, 48), "many": (12, 24)}  # and outputs
+
+
+@pytest.mark.parametrize(("groups", "outputs"), GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"window_strides": (2, 1)},
+        {"lhs_dilation": (2, 1), "padding": [(1, 1), (1, 1)]},
+        {"rhs_dilation": (1, 2)},
+        {"padding": [(2, 0), (1, 1)]},
+    ],
+    ids=["plain", "strides", "dilated", "window dilated", "padded"],
+)
+@pytest.mark.parametrize("case", [*KERNELS, Case.of("int4", block_size=4)], ids=str)
+def test_groups_of_features(case, params, groups, outputs):
+    q, _ = example(case, (3, 2, 24 // groups, outputs))
+    given = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC"), **params}
+    assert_convolved(normal((2, 6, 5, 24)), q, feature_group_count=groups, **given)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=str)
+@pytest.mark.parametrize("case", KERNELS, ids=str)
+def test_patches_side_by_side_take_one_reshape(case, size):
+    """As a vision transformer cuts its images: the program does not grow with the patches."""
+    q, _ = example(case, (4, 4, 8, 6))
+    params = {"window_strides": (4, 4), "padding": "VALID", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    x = normal((2, *size, 8))
+    assert_convolved(x, q, **params)
+    made = [e.primitive.name for e in eqns_of(implicit(functools.partial(lax.conv_general_dilated, **params)), x, q)]
+    assert made.count("slice") + made.count("concatenate") < 4

@@ -231,7 +231,7 @@ ROWS = [
     Row("branches that differ", branches_that_differ, lambda: (rows(), weight()), True),
     Row("laid out output", output_that_is_laid_out, lambda: (rows(), weight()), True),
     Row("stack of blocks", over_layers, lambda: (rows(), nf4(0, (4, K, K), block_size=2)), True),
-    Row("depthwise", depthwise, lambda: (jnp.zeros((1, 4, 4, 64)), weight((3, 3, 1, 64))), True),
+    Row("depthwise 1 x 1", depthwise, lambda: (jnp.zeros((1, 4, 4, 64)), weight((1, 1, 1, 64))), True),
     Row("custom output", custom_that_returns_it, lambda: (rows(), weight()), True),
     Row("blocks cut by shard_map", over_rows_of_weight, lambda: (rows(), nf4(block_size=512)), True),
     Row("partly manual mesh", over_partly_manual_mesh, lambda: (rows(), weight()), True),

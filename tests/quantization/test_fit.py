@@ -158,7 +158,7 @@ def test_of_signs_the_mean_magnitude_is_the_best_scale():
 
 
 def test_integers_in_blocks_are_fitted_and_the_documented_formats_rounded_by_default():
-    assert {form.name for form in formats() if form.options["fit"]} == set(GROUPED)
+    assert {form.name for form in formats() if form.options.get("fit")} == set(GROUPED)
 
 
 @pytest.mark.parametrize("form", ["int4", "nf4"])

@@ -14,7 +14,7 @@ from jax import lax
 from eformer.jaximus import is_implicit
 from eformer.ops.quantization import quantize
 
-from .cases import assert_same, normal
+from .cases import about, assert_same, normal
 
 # What is documented to be made dense is.
 pytestmark = [
@@ -103,36 +103,32 @@ def handler_and_primitive(call: str, tag: str) -> tuple[Any, Any]:
     return getattr(module, call.format(tag)), getattr(lax, call[: call.index("_{}")] + "_p")
 
 
-@pytest.mark.parametrize("tag", FORMATS)
 @pytest.mark.parametrize("call", CALLS)
-def test_handler_has_its_name_and_documented_arguments(call, tag):
+def test_handler_does_what_is_documented(call):
+    for tag in FORMATS:
+        with about(tag):
+            check_name_and_arguments(call, tag)
+            check_call(call, tag, by_position=False)
+            check_call(call, tag, by_position=True)
+
+
+def check_name_and_arguments(call: str, tag: str) -> None:
     handler, _ = handler_and_primitive(call, tag)
     assert handler.__name__ == call.format(tag)
     assert str(inspect.signature(handler)) == f"(primitive, {CALLS[call][0]})"
     assert handler.__doc__.startswith(f"`lax.{call[: call.index('_{}')]}`")
 
 
-@pytest.mark.parametrize("tag", FORMATS)
-@pytest.mark.parametrize("call", CALLS)
-def test_handler_takes_its_arguments_by_name(call, tag):
-    handler, primitive = handler_and_primitive(call, tag)
-    _, given, meaning = CALLS[call]
-    q = quantize(normal((4, 8)), dtype=FORMATS[tag])
-    out = handler(primitive=primitive, **given(q))
-    assert is_implicit(out) == (call in KEPT)
-    assert_same(out, meaning(q.materialize()))
-
-
-@pytest.mark.parametrize("tag", FORMATS)
-@pytest.mark.parametrize("call", CALLS)
-def test_handler_takes_its_arguments_by_position(call, tag):
+def check_call(call: str, tag: str, *, by_position: bool) -> None:
     handler, primitive = handler_and_primitive(call, tag)
     names, given, meaning = CALLS[call]
     q = quantize(normal((4, 8)), dtype=FORMATS[tag])
-    # Where `*args` are documented, all that `lax` takes may go there; else only what is named.
-    by_name = given(q)
-    by_position = [by_name.pop(n) for n in list(by_name) if n in names.split(", ") or "*args" in names]
-    out = handler(primitive, *by_position, **by_name)
+    arguments = given(q)
+    if by_position:  # where `*args` are documented, all that `lax` takes may go there; else only what is named
+        positional = [arguments.pop(n) for n in list(arguments) if n in names.split(", ") or "*args" in names]
+        out = handler(primitive, *positional, **arguments)
+    else:
+        out = handler(primitive=primitive, **arguments)
     assert is_implicit(out) == (call in KEPT)
     assert_same(out, meaning(q.materialize()))
 
@@ -158,12 +154,13 @@ BOUND: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tag", FORMATS)
 @pytest.mark.parametrize("call", BOUND)
-def test_handler_takes_the_parameters_of_its_primitive(call, tag):
+def test_handler_takes_the_parameters_of_its_primitive(call):
     run, meaning = BOUND[call]
-    q = quantize(normal((4, 8)), dtype=FORMATS[tag])
-    assert_same(run(handler_and_primitive(call, tag)[0], q), meaning(q.materialize()))
+    for tag, form in FORMATS.items():
+        with about(tag):
+            q = quantize(normal((4, 8)), dtype=form)
+            assert_same(run(handler_and_primitive(call, tag)[0], q), meaning(q.materialize()))
 
 
 @pytest.mark.parametrize("tag", FORMATS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
+import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -131,6 +134,15 @@ def test_bad_input_is_named(bad):
     call, error, message = BAD[bad]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("block", [2**16, 2**30], ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_longer_blocks_than_the_axis_take_no_memory(block, axis):
+    """A file may say any length: what `materialize` computes is no larger than the array."""
+    q = dataclasses.replace(Planes.quantize(normal((40, 48)), axis=axis, block_size=64), block_size=block)
+    shapes = re.findall(r"\w+\[([\d,]+)\]", str(jax.make_jaxpr(lambda q: q.materialize())(q)))
+    assert max(math.prod(map(int, shape.split(","))) for shape in shapes) <= 48 * 48
 
 
 def test_a_constructor_takes_what_is_documented_of_all():

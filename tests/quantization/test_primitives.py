@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,8 +14,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from eformer.jaximus import explain, implicit, is_implicit, materialize
+from eformer.ops.quantization import quantize
 
-from .cases import Case, assert_same, assert_within, example, f64, in_turn, largest_float, normal
+from .cases import Case, about, assert_same, assert_within, example, f64, in_turn, largest_float, normal
 from .cases import name as name_of
 
 pytestmark = [
@@ -105,39 +106,34 @@ EXACT: dict[str, Rule] = {
     "neg": rule(lambda q: -q),
     "halved": rule(lambda q: q / 2),
 }
-EVERY = [(case, name) for name in EXACT for case in CASES]
+
+
 # Ternary with one scale for all is stored as ternary, and its scale moves as that of INT8_ALL: nothing new to compile.
-COMPILED = [(case, name) for case, name in EVERY if case != TENSOR]
-EAGER = [(case, name) for case, name in EVERY if case in (INT8_ROWS, NESTED)]
-
-
-@functools.cache
-def compiled(case: Case) -> dict[str, Any]:
-    """What all functions give, as one program: that is compiled faster than fifty."""
-    run = jax.jit(lambda q: {name: materialize(implicit(each.function)(q)) for name, each in EXACT.items()})
-    return run(example(case, SHAPE)[0])
-
-
-@pytest.mark.parametrize(("case", "name"), COMPILED, ids=str)
-def test_agrees_with_dense(case, name):
-    _, dense = example(case, SHAPE)
-    assert_same(compiled(case)[name], EXACT[name].function(dense))
-
-
-@pytest.mark.parametrize(("case", "name"), EVERY, ids=str)
-def test_makes_dense_only_what_codes_do_not_allow(case, name):
-    q, _ = example(case, SHAPE)
-    function, declined = EXACT[name]
-    assert (explain(function)(q).dense_bytes > 0) == (case in declined)
-
-
-@pytest.mark.parametrize(("case", "name"), EAGER, ids=str)
-def test_agrees_with_dense_outside_jit(case, name):
+@pytest.mark.parametrize("case", [case for case in CASES if case != TENSOR], ids=str)
+def test_agrees_with_dense(case):
     q, dense = example(case, SHAPE)
-    function, declined = EXACT[name]
-    out = implicit(function)(q)
-    assert_same(out, function(dense))
-    assert any(map(is_implicit, jax.tree.leaves(out, is_leaf=is_implicit))) == (case not in declined)
+    # As one program: that is compiled faster than fifty.
+    run = jax.jit(lambda q: {name: materialize(implicit(each.function)(q)) for name, each in EXACT.items()})
+    for name, found in run(q).items():
+        with about(name):
+            assert_same(found, EXACT[name].function(dense))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_makes_dense_only_what_codes_do_not_allow(case):
+    q, _ = example(case, SHAPE)
+    made_dense = {name for name, each in EXACT.items() if explain(each.function)(q).dense_bytes > 0}
+    assert made_dense == {name for name, each in EXACT.items() if case in each.declined}
+
+
+@pytest.mark.parametrize("case", [INT8_ROWS, NESTED], ids=str)
+def test_agrees_with_dense_outside_jit(case):
+    q, dense = example(case, SHAPE)
+    for name, (function, declined) in EXACT.items():
+        with about(name):
+            out = implicit(function)(q)
+            assert_same(out, function(dense))
+            assert any(map(is_implicit, jax.tree.leaves(out, is_leaf=is_implicit))) == (case not in declined)
 
 
 # --- slices along blocks, from a place that is known later ---
@@ -196,6 +192,22 @@ def test_scales_take_factors(case, factor, name, dtype):
     assert (out.shape, out.dtype, is_implicit(out)) == (expected.shape, dtype, not declined)
     # Two roundings on either side; see `_scaling`. Where the dense array divides, XLA may take the inverse: one more.
     assert_within(materialize(out), expected, np.abs(f64(expected)) * 2.5 * float(jnp.finfo(dtype).eps))
+
+
+NARROW = {"int8": "scale", "nf4": "absmax", "ternary": "scale"}  # the formats whose scales stay as they are stored
+
+
+@pytest.mark.parametrize("number", [1 / 3, 1e30], ids=["digits", "range"])
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("scales", ["float16", "bfloat16"])
+@pytest.mark.parametrize("form", NARROW)
+def test_scales_that_can_not_hold_a_factor_do_not_take_it(form, scales, name, number):
+    """A float32 array may have scales of fewer digits, or of less range: a product in these would be another one."""
+    q = quantize(normal((8, 64)), format=form, **({"scale": "channel"} if form == "ternary" else {}))
+    q = dataclasses.replace(q, **{NARROW[form]: getattr(q, NARROW[form]).astype(scales)})
+    expected = SCALED[name](q.materialize(), jnp.float32(number))
+    out = implicit(SCALED[name])(q, jnp.float32(number))
+    assert_within(materialize(out), expected, np.abs(f64(expected)) * 2.5 * float(jnp.finfo("float32").eps))
 
 
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e38, -2.0]

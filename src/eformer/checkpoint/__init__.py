@@ -3,6 +3,8 @@
 import importlib as _importlib
 import pkgutil as _pkgutil
 
+from eformer._saving import atomic_file as atomic_file
+
 from ._adapter import load_adapter as load_adapter
 from ._adapter import save_adapter as save_adapter
 from ._adapter_config import adapter_facts as adapter_facts
@@ -21,8 +23,6 @@ from ._paths import SUFFIXES as SUFFIXES
 from ._paths import check_suffix as check_suffix
 from ._rewrite import convert as convert
 from ._rewrite import quantize_checkpoint as quantize_checkpoint
-from ._saving import abandon_saves as abandon_saves
-from ._saving import atomic_file as atomic_file
 from ._write import save as save
 from ._write import save_bitsandbytes as save_bitsandbytes
 

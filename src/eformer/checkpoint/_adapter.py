@@ -6,6 +6,7 @@ says by which factor `lora_B @ lora_A` is scaled.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eformer._saving import Target
 from eformer.model import LoraArray, contracted_axis, named_weights
 
-from ._adapter_config import CONFIG, Wrong, factor_of, read_config, written_config
+from ._adapter_config import CONFIG, DECISIVE, Wrong, config_of, factor_of, read_config
 from ._adapter_names import Index, find_leaf, is_embedding, modules_of
+from ._arrays import Written, items_of, record_of
 from ._file import CheckpointError, StrPath
 from ._header import Json
-from ._open import Checkpoint, open_checkpoint
-from ._saving import atomic_file
-from ._write import save
+from ._open import ATTEMPTS, Checkpoint, open_checkpoint
+from ._paths import state_of
+from ._tree import flattened
+from ._write import write_safetensors
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -71,11 +75,13 @@ def save_adapter(path: StrPath, tree: object, *, base_model: str | None = None, 
             first, second = (a.T, b.T) if inputs_first else (b, a)
             tensors |= {f"{PREFIX}{module}.{names.first}": first, f"{PREFIX}{module}.{names.second}": second}
             ranks[module], alphas[module] = q.rank, float(scaling[index]) * q.rank
-    folder = Path(path)
-    written = save(folder / WEIGHTS, tensors, metadata={"format": "pt"}, overwrite=overwrite)
-    with atomic_file(folder / CONFIG, overwrite=overwrite) as file:
-        file.write(written_config(ranks, alphas, base_model))
-    return written.parent
+    config = config_of(ranks, alphas, base_model)
+    texts = {CONFIG: json.dumps(config, indent=2).encode()}
+    target = Target(Path(path) / WEIGHTS, overwrite, texts=texts, config=CONFIG)
+    named, structure = flattened(tensors)
+    own = {CONFIG: {key: config[key] for key in DECISIVE}}
+    written = Written([record_of(item) for item in items_of(named)], own, {"format": "pt"})
+    return write_safetensors(target, written, structure, None, None).parent
 
 
 def load_adapter(path: StrPath, tree: Tree) -> Tree:
@@ -87,12 +93,12 @@ def load_adapter(path: StrPath, tree: Tree) -> Tree:
     has in another shape, raises a CheckpointError.
     """
     folder = Path(path)
-    config = read_config(folder)
     named, structure = named_weights(tree)
     leaves = dict(named)
     shapes = {name: tuple(leaf.shape) for name, leaf in named if hasattr(leaf, "shape")}
     updates: dict[str, dict[Index, _Update]] = {}
-    with open_checkpoint(folder / WEIGHTS) as checkpoint:
+    checkpoint, config = _opened(folder)
+    with checkpoint:
         for module, names in _modules(checkpoint).items():
             wrong = Wrong(str(folder / WEIGHTS), module)
             found = find_leaf(module, shapes)
@@ -109,6 +115,21 @@ def load_adapter(path: StrPath, tree: Tree) -> Tree:
     for name, of_leaf in updates.items():
         leaves[name] = _adapted(leaves[name], of_leaf)
     return jax.tree.unflatten(structure, [leaves[name] for name, _ in named])
+
+
+def _opened(folder: Path) -> tuple[Checkpoint, Mapping[str, Json]]:
+    """The weights of an adapter, and the configuration that belongs to them, also if a save replaces both."""
+    for _ in range(ATTEMPTS):
+        found, checkpoint = state_of(folder), open_checkpoint(folder / WEIGHTS)
+        try:
+            config = read_config(folder, checkpoint)
+        except BaseException:
+            checkpoint.close()
+            raise
+        if state_of(folder) == found:
+            return checkpoint, config
+        checkpoint.close()
+    raise CheckpointError(f"it was replaced {ATTEMPTS} times while it was opened", file=str(folder))
 
 
 def _modules(checkpoint: Checkpoint) -> dict[str, _Names]:

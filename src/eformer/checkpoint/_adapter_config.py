@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -11,11 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ._file import CheckpointError, StrPath
+from ._file import CheckpointError
 from ._header import Json
+from ._open import Checkpoint
+from ._quantization_config import ADAPTER_CONFIG as CONFIG
 from ._quantization_config import read_json
 
-CONFIG = "adapter_config.json"
+# What says, with the matrices, which update is meant; the weights' file has it too.
+DECISIVE = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out")
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,15 @@ class Wrong:
         return CheckpointError(what, file=self.file, tensor=self.module)
 
 
-def read_config(folder: Path) -> Mapping[str, Json]:
-    """The configuration of an adapter; a CheckpointError if there is none, or if it is no plain LoRA."""
+def read_config(folder: Path, weights: Checkpoint) -> Mapping[str, Json]:
+    """The configuration of an adapter; a CheckpointError if there is none, or if it is no plain LoRA.
+
+    What the weights' file itself says goes before the file beside it, which a save may be replacing.
+    """
     file = str(folder / CONFIG)
-    config = read_json(folder / CONFIG)
+    config, own = read_json(folder / CONFIG), weights._own.get(CONFIG, {})
+    if own and (config is None or isinstance(config, dict)):
+        config = {**(config or {}), **own}
     if not isinstance(config, dict):
         raise CheckpointError("there is no configuration of an adapter", file=file)
     if config.get("peft_type") != "LORA":
@@ -43,12 +50,12 @@ def read_config(folder: Path) -> Mapping[str, Json]:
     return config
 
 
-def adapter_facts(path: StrPath) -> dict[str, str]:
-    """What the configuration in the folder of an adapter says, in a few words; nothing for any other checkpoint."""
-    folder = Path(path)
-    if not (folder / CONFIG).is_file():
+def adapter_facts(checkpoint: Checkpoint) -> dict[str, str]:
+    """What the configuration of an adapter says, in a few words; nothing for any other checkpoint."""
+    path = checkpoint.path
+    if path is None or not path.with_name(CONFIG).is_file():
         return {}
-    config = read_config(folder)
+    config = read_config(path.parent, checkpoint)
     others = config.get("rank_pattern")
     more = f", and others for {len(others)} modules" if isinstance(others, dict) and others else ""
     facts = {
@@ -60,10 +67,10 @@ def adapter_facts(path: StrPath) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value != "None"}
 
 
-def written_config(ranks: Mapping[str, int], alphas: Mapping[str, float], base_model: str | None) -> bytes:
+def config_of(ranks: Mapping[str, int], alphas: Mapping[str, float], base_model: str | None) -> dict[str, Json]:
     """The configuration for modules of these ranks, whose updates are scaled by alpha / rank."""
     rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
-    config = {
+    return {
         "peft_type": "LORA",
         "base_model_name_or_path": base_model,
         "r": rank,
@@ -78,7 +85,6 @@ def written_config(ranks: Mapping[str, int], alphas: Mapping[str, float], base_m
         "inference_mode": True,
         "task_type": None,
     }
-    return json.dumps(config, indent=2).encode()
 
 
 def factor_of(config: Mapping[str, Json], rank: int, wrong: Wrong) -> float:

@@ -149,11 +149,12 @@ class Record:
 class Written:
     """The arrays of a checkpoint in the layout of some project, and what has to be said beside them.
 
-    `config` are keys of config.json, which replace all that it says of quantization; `metadata` is that of the files.
+    `own` are keys of files beside, by the files' names, without which the weights can't be read; those of config.json
+    replace all that it says of quantization. `metadata` is that of the files.
     """
 
     records: Sequence[Record]
-    config: Mapping[str, Json] = field(default_factory=dict)
+    own: Mapping[str, dict[str, Json]] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -18,6 +18,7 @@ from ._arrays import Item, Part, Record, Written, record_of
 from ._bit_fields import dense_of_planes, dense_words, pack_dense
 from ._grouped_like import E8M0, FLOATS
 from ._header import Json
+from ._quantization_config import CONFIG
 
 Scheme = dict[str, Json]  # the format of a group of modules, and what it says of their weights
 E4M3, BFLOAT16 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.bfloat16)
@@ -48,7 +49,7 @@ def compressed_tensors_records(items: Iterable[Item]) -> Written:
         },
         "ignore": [],
     }
-    return Written(records, {"quantization_config": config} if groups else {}, {"format": "pt"})
+    return Written(records, {CONFIG: {"quantization_config": config}} if groups else {}, {"format": "pt"})
 
 
 def module_of(item: Item, kind: str) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import tree_util as jtu
 
 from eformer._progress import Meter, Progress
+from eformer._saving import Target, filling
 from eformer.ops.quantization import QuantizedArray
 
 from ._arrays import Item, Like, Part, contiguous_bytes, items_of
@@ -25,7 +26,7 @@ from ._gguf_codecs import encoder_of, writer_of
 from ._gguf_encode import ENCODERS
 from ._header import narrowed
 from ._paths import GGUF_SUFFIX, target_file
-from ._saving import Saving, Target, filling
+from ._saving import CheckpointSaving
 from ._tree import flattened
 from ._write import CHUNK
 
@@ -93,7 +94,7 @@ def write_gguf(target: Target, items: Sequence[Item], type: TypeFor, metadata: M
         offset += nbytes + -nbytes % ALIGNMENT
     meter = Meter(target.progress, sum(plan.nbytes for plan in planned))
     header += bytes(-len(header) % ALIGNMENT)
-    with filling(Saving(target, path, [len(header) + offset])) as file:
+    with filling(CheckpointSaving(target, path, [len(header) + offset])) as file:
         file.write(header)
         for plan in planned:
             for start in range(0, len(data := _data(plan)), CHUNK):

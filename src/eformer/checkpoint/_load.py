@@ -16,7 +16,7 @@ from ._file import CheckpointError, StrPath
 from ._keys import as_key, is_key, stored_shape
 from ._open import Checkpoint, open_checkpoint
 from ._place import ShardingFor
-from ._tree import SCALAR, rebuilt
+from ._tree import SCALAR, is_function, rebuilt
 
 
 def load(
@@ -32,8 +32,8 @@ def load(
 
     `like` is any pytree (a Flax or Equinox model, shapes from `jax.eval_shape`). Its leaves are filled with the arrays
     of the same names ("layers.0.mlp.kernel"), which must have its shapes; dtypes and formats are the file's. A number
-    in it is filled with a number, and a random key with a key. Arrays that `like` does not name are not read. `flat`
-    always gives a dict of names.
+    in it is filled with a number, and a random key with a key; functions in it stay. Arrays that `like` does not name
+    are not read. `flat` always gives a dict of names.
 
     `sharding` is one for all arrays, a dict by name, or a function of name and shape; it names the axes of the array,
     whatever its format. Without it, a NamedSharding of a leaf of `like` is used. Each device reads its shard from the
@@ -81,18 +81,22 @@ def _filled(checkpoint: Checkpoint, like: object, sharding: ShardingFor, progres
     named, structure = named_leaves(like)
     named = [(name or SCALAR, leaf) for name, leaf in named]
     wrong = functools.partial(CheckpointError, file=str(checkpoint.path))
-    missing = [name for name, _ in named if name not in checkpoint]
+    arrays = [(name, leaf) for name, leaf in named if not is_function(leaf)]
+    missing = [name for name, _ in arrays if name not in checkpoint]
     if missing:
         there = ", ".join(map(repr, list(checkpoint)[:3]))
-        what = f"{len(missing)} of {len(named)} leaves of `like` are not in the checkpoint, which has {there}, ..."
+        what = f"{len(missing)} of {len(arrays)} leaves of `like` are not in the checkpoint, which has {there}, ..."
         raise wrong(what, tensor=missing[0])
-    for name, leaf in named:
+    for name, leaf in arrays:
         shape, found = stored_shape(leaf), checkpoint.info(name).shape
         if shape != found:
             raise wrong(f"its shape is {found}, and `like` has {shape}", tensor=name)
-    meter = Meter(progress, sum(checkpoint.info(name).nbytes for name, _ in named))
+    meter = Meter(progress, sum(checkpoint.info(name).nbytes for name, _ in arrays))
     leaves = []
     for name, leaf in named:
+        if is_function(leaf):
+            leaves.append(leaf)
+            continue
         own = getattr(leaf, "sharding", None)
         wanted = own if sharding is None and isinstance(own, NamedSharding) else sharding
         made = as_key(checkpoint.read(name), leaf) if is_key(leaf) else checkpoint.read(name, wanted)

@@ -19,6 +19,7 @@ from ._compressed_tensors_write import cannot, module_of, planes_in
 from ._grouped_like import E8M0, FLOATS
 from ._header import Json
 from ._layout_mlx import SIZES
+from ._quantization_config import CONFIG
 
 Mode = tuple[int, int, str]  # block size, bits, and the name of the mode
 UINT32, FLOAT32 = np.dtype(np.uint32), np.dtype(np.float32)
@@ -41,7 +42,7 @@ def mlx_records(items: Iterable[Item]) -> Written:
         return Written(records, {}, {"format": "mlx"})
     usual = Counter(modes.values()).most_common(1)[0][0]
     others: dict[str, Json] = {module: _said(mode) for module, mode in modes.items() if mode != usual}
-    return Written(records, {"quantization": {**_said(usual), **others}}, {"format": "mlx"})
+    return Written(records, {CONFIG: {"quantization": {**_said(usual), **others}}}, {"format": "mlx"})
 
 
 def _said(mode: Mode) -> dict[str, Json]:

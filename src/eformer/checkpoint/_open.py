@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from ._gguf import MAGIC, read_gguf
 from ._header import Json, Tensor, parse_json, read_header
 from ._paths import check_inside, find_file, is_index, read_index, state_of
 from ._place import ShardingFor, place, sharding_for
-from ._prequantized import Config, find_prequantized
-from ._quantization_config import config_beside
+from ._prequantized import Config, PrequantizedEntry, find_prequantized
+from ._quantization_config import Own, config_beside, own_config
 from ._tree import rebuilt
 
 ATTEMPTS = 100  # to open a checkpoint that other processes keep replacing
@@ -42,6 +42,7 @@ class Checkpoint(Mapping[str, Any], AbstractContextManager["Checkpoint"]):
     metadata: Mapping[str, object]
     tree: Json
     _files: list[MappedFile]
+    _own: Own = field(default_factory=dict)  # what the weights themselves say of the files beside them
     _closed: bool = False
 
     def __getitem__(self, name: str) -> Any:  # the class depends on the file
@@ -73,6 +74,16 @@ class Checkpoint(Mapping[str, Any], AbstractContextManager["Checkpoint"]):
         if self._closed:
             raise ValueError(f"{name!r} can't be read any more: the checkpoint is closed")
         return self._entries[name]
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that it is read from; none for bytes."""
+        return sorted({path for path in (self.path, *(file.path for file in self._files)) if path is not None})
+
+    def _needs_config(self) -> bool:
+        """Whether arrays are read by what a file beside says, because their own file does not say it."""
+        theirs = any(isinstance(entry, PrequantizedEntry) for entry in self._entries.values())
+        return theirs and not self._own
 
     def close(self) -> None:
         self._closed = True
@@ -110,21 +121,26 @@ def open_checkpoint(source: StrPath | bytes, *, copy: bool = False) -> Checkpoin
         found = state_of(source)
         try:
             path = find_file(source)
-            return _of_index(path, copy) if is_index(path) else _of_file(path, MappedFile(path, copy=copy))
+            opened = _of_index(path, copy) if is_index(path) else _of_file(path, MappedFile(path, copy=copy))
         except (CheckpointError, FileNotFoundError):
             # If the state changed, another save replaced the checkpoint meanwhile, and removed the files of this one.
             if not attempts_left or state_of(source) == found:
                 raise
-    raise AssertionError
+            continue
+        if not opened._needs_config() or state_of(source) == found:
+            return opened
+        opened.close()  # the configuration that was read may be that of the checkpoint which took its place
+    raise CheckpointError(f"it was replaced {ATTEMPTS} times while it was opened", file=str(source))
 
 
 def _of_file(path: Path | None, file: MappedFile) -> Checkpoint:
     if file.data[:4].tobytes() == MAGIC:
         return Checkpoint(path, "gguf", *read_gguf(file), None, [file])
     tensors, metadata = read_header(file)
-    arrays, tree = _ours(metadata.pop(KEY, None), file)
-    found = _entries(tensors, arrays, file.name, tree, config_beside(path))
-    return Checkpoint(path, *found, metadata, tree, [file])
+    arrays, tree, config = _ours(metadata.pop(KEY, None), file)
+    own = own_config(config, path)
+    found = _entries(tensors, arrays, file.name, tree, config_beside(path, own))
+    return Checkpoint(path, *found, metadata, tree, [file], own)
 
 
 def _of_index(path: Path, copy: bool) -> Checkpoint:
@@ -138,29 +154,30 @@ def _of_index(path: Path, copy: bool) -> Checkpoint:
     for shard, names in by_shard.items():
         check_inside(path, path.with_name(shard))
         files.append(MappedFile(path.with_name(shard), copy=copy))
-        found, own = read_header(files[-1])
+        found, said = read_header(files[-1])
         missing = next((name for name in names if name not in found), None)
         if missing is not None:
             what = f"the index says it is in {shard!r}, and it is not"
             raise CheckpointError(what, file=str(path), tensor=missing)
         tensors |= {name: found[name] for name in names}
-        described, _ = _ours(own.get(KEY), files[-1])
+        described, _, _ = _ours(said.get(KEY), files[-1])
         twice = min(arrays.keys() & described.keys(), default=None)
         if twice is not None:
             raise CheckpointError("two shards describe an array of that name", file=str(path), tensor=twice)
         arrays |= described
     given = metadata.pop(KEY, None)
-    tree = given.get("tree") if isinstance(given, dict) else None
+    tree, config = (given.get("tree"), given.get("config")) if isinstance(given, dict) else (None, None)
+    own = own_config(config, path)
     tensors = {name: tensors[name] for name in weight_map}
     file = files[0].name if files else str(path)
-    found = _entries(tensors, arrays, file, tree, config_beside(path))
-    return Checkpoint(path, *found, metadata, tree, files)
+    found = _entries(tensors, arrays, file, tree, config_beside(path, own))
+    return Checkpoint(path, *found, metadata, tree, files, own)
 
 
-def _ours(text: str | None, file: MappedFile) -> tuple[dict[str, Json], Json]:
-    """The descriptions of quantized arrays, and the tree, from our part of the metadata."""
+def _ours(text: str | None, file: MappedFile) -> tuple[dict[str, Json], Json, Json]:
+    """The descriptions of quantized arrays, the tree, and the configuration, from our part of the metadata."""
     if text is None:
-        return {}, None
+        return {}, None, None
     given = parse_json(text.encode("utf-8", "surrogatepass"), file.name, f"the metadata `{KEY}`")
     version = given.get("version") if isinstance(given, dict) else None
     if not isinstance(given, dict) or type(version) is not int or not 1 <= version <= VERSION:
@@ -168,7 +185,7 @@ def _ours(text: str | None, file: MappedFile) -> tuple[dict[str, Json], Json]:
     arrays = given.get("arrays", {})
     if not isinstance(arrays, dict):
         raise file.wrong("`arrays` must map names to descriptions")
-    return arrays, given.get("tree")
+    return arrays, given.get("tree"), given.get("config")
 
 
 def _entries(

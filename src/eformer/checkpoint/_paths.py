@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ._file import CheckpointError, StrPath, open_plain
 from ._header import MAX_HEADER, Json, parse_json
+from ._quantization_config import BESIDE
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
@@ -51,13 +52,13 @@ def find_file(path: StrPath) -> Path:
 
 
 def state_of(path: StrPath) -> object:
-    """A value that changes when a save replaces the checkpoint there; a single file is always replaced whole."""
+    """A value that changes when a save replaces what is said beside a checkpoint, or several files of it."""
     path = Path(path)
-    folder = path if path.is_dir() else path.parent if is_index(path) else None
-    if folder is None:
-        return None
+    folder = path if path.is_dir() else path.parent
     try:
-        heads = [*folder.glob(f"*{INDEX_SUFFIX}"), *folder.glob(f"*{SUFFIX}")]
+        several = path.is_dir() or is_index(path)
+        heads = [*folder.glob(f"*{INDEX_SUFFIX}"), *folder.glob(f"*{SUFFIX}")] if several else []
+        heads += [folder / name for name in BESIDE if os.path.lexists(folder / name)]
         stats = [(head.name, head.lstat()) for head in heads]
     except FileNotFoundError:  # removed between the two lines
         return object()

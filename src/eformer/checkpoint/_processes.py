@@ -12,7 +12,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from ._saving import Saving
+from eformer._saving import Saving
 
 
 def are_several() -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._progress import Progress
+from eformer._saving import Target, reading
 from eformer.model import Rule, Statistic, apply_rule, find_rule, warn_unused_rules
 from eformer.ops.quantization import QuantizedArray
 
@@ -20,7 +21,6 @@ from ._header import narrowed
 from ._memory import aligned_copy
 from ._open import Checkpoint, open_checkpoint
 from ._paths import INDEX_SUFFIX, OTHER_WEIGHTS, SUFFIXES
-from ._saving import Target
 from ._write import KINDS, check_kind, with_config, write_safetensors
 
 # Endings of weights, which are not copied along, and the size of the largest file that is.
@@ -61,7 +61,7 @@ def quantize_checkpoint(
     """
     if isinstance(rules, (Rule, str)) or not all(isinstance(rule, Rule) for rule in rules):
         raise TypeError(f"`rules` must be a sequence of `Rule`s, got {rules!r}; `parse_rule` reads strings")
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source) as checkpoint, reading(checkpoint.files):
         entries = {name: checkpoint.entry(name) for name in checkpoint}
         # Integers are counts and indices, which have to stay exact.
         weights = {name: e.like for name, e in entries.items() if jnp.issubdtype(e.like.dtype, jnp.floating)}
@@ -70,7 +70,7 @@ def quantize_checkpoint(
         known = {} if statistics is None else statistics
         items = (_quantized(name, entry, chosen.get(name), known.get(name)) for name, entry in entries.items())
         written = KINDS["safetensors"](items)
-        to = Target(target, overwrite, progress, _files_of(checkpoint), _small_files(source, target))
+        to = Target(target, overwrite, progress, _small_files(source, target))
         return write_safetensors(to, written, checkpoint.tree, _text_metadata(checkpoint), max_shard_bytes)
 
 
@@ -95,8 +95,8 @@ def convert(
         raise ValueError("`max_shard_bytes` is for safetensors; a GGUF file is written whole")
     if kind != GGUF and type is not None:
         raise ValueError(f"`type={type!r}` is for GGUF; `quantize_checkpoint` changes the format of arrays")
-    with open_checkpoint(source) as checkpoint:
-        to = Target(target, overwrite, progress, _files_of(checkpoint), _small_files(source, target))
+    with open_checkpoint(source) as checkpoint, reading(checkpoint.files):
+        to = Target(target, overwrite, progress, _small_files(source, target))
         entries = [checkpoint.entry(name) for name in checkpoint]
         items = [Item(entry.name, entry.like, entry.host, entry.drop) for entry in entries]
         if kind == GGUF:
@@ -126,12 +126,6 @@ def _text_metadata(checkpoint: Checkpoint) -> dict[str, str]:
     """The metadata that safetensors can hold: text, and numbers as text; not lists (vocabularies of GGUF)."""
     kept = {name: value for name, value in checkpoint.metadata.items() if isinstance(value, (str, int, float))}
     return {name: str(value) for name, value in kept.items() if name != "total_size"}
-
-
-def _files_of(checkpoint: Checkpoint) -> list[Path]:
-    """The files that a checkpoint is read from."""
-    parts = {tensor.file.path for name in checkpoint for tensor in checkpoint.entry(name).tensors}
-    return sorted({each for each in (checkpoint.path, *parts) if each is not None})
 
 
 def _small_files(source: StrPath, target: StrPath) -> list[Path]:

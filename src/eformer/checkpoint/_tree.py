@@ -24,9 +24,14 @@ SCALAR = "value"  # the name of an array that is the whole tree
 T = TypeVar("T")
 
 
+def is_function(leaf: object) -> bool:
+    """Whether the leaf is a function, as modules of Equinox hold them: no file has it, and `like` keeps its own."""
+    return callable(leaf) and not hasattr(leaf, "dtype")
+
+
 def flattened(tree: object) -> tuple[list[tuple[str, object]], Json]:
-    """The named leaves of a tree, and its structure as JSON."""
-    named = [(name or SCALAR, leaf) for name, leaf in named_leaves(tree)[0]]
+    """The named leaves of a tree, and its structure as JSON; functions are None there."""
+    named = [(name or SCALAR, leaf) for name, leaf in named_leaves(tree)[0] if not is_function(leaf)]
     names = iter([name for name, _ in named])
     return named, _node(tree, names, 0)
 
@@ -38,7 +43,7 @@ def _node(tree: object, names: Iterator[str], depth: int) -> Json:
         return None
     children, _ = jtu.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree or isinstance(x, QuantizedArray))
     if len(children) == 1 and not children[0][0]:  # no key: a leaf
-        return next(names)
+        return None if is_function(tree) else next(names)
     nodes = [(_key(path[0]), _node(child, names, depth + 1)) for path, child in children]
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
         return {"list": [node for _, node in nodes]}

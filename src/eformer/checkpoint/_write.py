@@ -13,8 +13,8 @@ from typing import BinaryIO, NamedTuple
 import jax
 import numpy as np
 
-from eformer._files import room_for
 from eformer._progress import Meter, Progress
+from eformer._saving import Target, room_for, to_disk
 
 from ._arrays import Dense, Item, Part, Record, Written, contiguous_bytes, items_of, record_of
 from ._bitsandbytes_codecs import bitsandbytes_record
@@ -23,12 +23,11 @@ from ._describe import KEY, VERSION
 from ._file import CheckpointError, StrPath
 from ._header import BY_NUMPY_NAME, MAX_HEADER, METADATA, NAMES, Json, checked_shape
 from ._keys import as_stored
-from ._leftovers import index_path
 from ._mlx_write import mlx_records
 from ._paths import SUFFIX, parse_index, target_file
 from ._processes import is_first, saved_together
-from ._quantization_config import CONFIG, config_with
-from ._saving import Saving, Target, to_disk
+from ._quantization_config import CONFIG, Own, config_with
+from ._saving import CheckpointSaving, index_path
 from ._tree import flattened
 
 CHUNK = 1 << 24  # bytes between two calls of `progress`
@@ -120,11 +119,11 @@ def check_kind(kind: str, kinds: Iterable[str]) -> None:
 
 def with_config(target: Target, written: Written, beside: Path | None) -> Target:
     """The target with a config.json: the one beside `beside`, and what is written says of quantization."""
-    if not written.config:
+    if not written.own:
         return target
     if Path(target.path).suffix == SUFFIX:
         raise ValueError(f"{target.path} must be a folder: its config.json says how the arrays are quantized")
-    return replace(target, texts={CONFIG: config_with(beside, written.config)})
+    return replace(target, texts={CONFIG: config_with(beside, written.own[CONFIG])})
 
 
 def write_safetensors(
@@ -141,18 +140,18 @@ def write_safetensors(
     meter = Meter(target.progress, sum(record.nbytes for record in records))
     given = {**written.metadata, **_checked_metadata(metadata)}
     several = len(shards) > 1
-    layouts = [_laid_out(shard, given, None if several else tree) for shard in shards]
+    layouts = [_laid_out(shard, given, None if several else tree, written.own) for shard in shards]
 
     def index(names: Sequence[str]) -> bytes:
         weight_map = {p.name: name for name, shard in zip(names, shards, strict=True) for r in shard for p in r.parts}
-        summary = {"total_size": meter.total, **given, KEY: {"version": VERSION, "tree": tree}}
+        summary = {"total_size": meter.total, **given, KEY: {"version": VERSION, "tree": tree, **_own(written.own)}}
         return json.dumps({"metadata": summary, "weight_map": weight_map}, indent=1).encode()
 
-    def start() -> Saving:
-        saving = Saving(target, single, [each.size for each in layouts])
+    def start() -> CheckpointSaving:
+        saving = CheckpointSaving(target, single, [each.size for each in layouts])
         try:
             if several:
-                parse_index(index(saving.names), saving.index)
+                parse_index(index(saving.names), index_path(single))
         except CheckpointError as error:  # it could not be read again
             saving.abandon()
             raise ValueError(f"{single} can't be split: {error.what}") from None
@@ -160,7 +159,7 @@ def write_safetensors(
 
     with saved_together(start, index if several else None) as temporaries:
         for temporary, shard, layout in zip(temporaries, shards, layouts, strict=True):
-            with room_for(single, layout.size), to_disk(temporary, "r+b") as file:
+            with room_for(single, layout.size), to_disk(temporary) as file:
                 _write_file(file, shard, layout, meter)
     return index_path(single) if several else single
 
@@ -221,9 +220,14 @@ class _Layout(NamedTuple):
     size: int
 
 
-def _laid_out(records: Sequence[Record], metadata: dict[str, str], tree: Json) -> _Layout:
+def _own(own: Own) -> dict[str, Json]:
+    """What the metadata of the weights has of the files beside them: a reader of ours needs only one file."""
+    return {"config": {**own}} if own else {}
+
+
+def _laid_out(records: Sequence[Record], metadata: dict[str, str], tree: Json, own: Own) -> _Layout:
     arrays = {record.name: record.described for record in records if record.described}
-    ours = json.dumps({"version": VERSION, "arrays": arrays, "tree": tree}, separators=(",", ":"))
+    ours = json.dumps({"version": VERSION, "arrays": arrays, "tree": tree, **_own(own)}, separators=(",", ":"))
     # Widest elements first: then each tensor lies at a multiple of its element's size, and there are no gaps.
     parts = sorted((part for record in records for part in record.parts), key=lambda part: -part.dtype.itemsize)
     offsets: dict[str, int] = {}

@@ -39,8 +39,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     with open_checkpoint(args.source) as checkpoint:
-        sums, kind, path, metadata = Totals(checkpoint), checkpoint.kind, checkpoint.path, checkpoint.metadata
-    metadata = {**metadata, **adapter_facts(args.source)}
+        sums, kind, path = Totals(checkpoint), checkpoint.kind, checkpoint.path
+        metadata = {**checkpoint.metadata, **adapter_facts(checkpoint)}
     rows, arrays = [], []
     for name, info in sums.infos.items():
         dtype = info.dtype.name

@@ -6,8 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from eformer._saving import reading
 from eformer._text import in_bytes
-from eformer.checkpoint import load, load_adapter, save
+from eformer.checkpoint import load, load_adapter, open_checkpoint, save
 from eformer.model import merge_lora, report, stored_bytes
 
 from ._answer import Answer
@@ -44,7 +45,8 @@ def run(args: argparse.Namespace) -> Answer:
     with writing_to(args.target, force=args.force) as replaced, showing("merging", sys.stderr) as progress:
         adapted = load_adapter(args.adapter, load(args.source, flat=True))
         merged = merge_lora(adapted, requantize=args.requantize)
-        written = save(args.target, merged, overwrite=args.force, progress=progress)
+        with open_checkpoint(args.source) as base, reading([*base.files, *args.adapter.glob("*")]):
+            written = save(args.target, merged, overwrite=args.force, progress=progress)
     size = stored_bytes(merged)
     lines = [f"wrote {written}: {len(merged)} arrays in {in_bytes(size)}{said(replaced)}"]
     data = {"path": str(written), "arrays": len(merged), "bytes": size, "replaced": replaced}

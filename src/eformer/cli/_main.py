@@ -31,7 +31,7 @@ def _main_of_process() -> int:
     """`main` where an interrupt may end the whole process."""
     try:
         with handled_by(lambda *_: leave()):  # at once: importing writes no files
-            from eformer.checkpoint import abandon_saves
+            from eformer._saving import abandon_saves
 
             from ._run import run
         with undone_by(abandon_saves), watched():

@@ -10,8 +10,8 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from eformer._files import make_folder, unmake_folders
-from eformer.checkpoint import SUFFIXES, atomic_file
+from eformer._saving import make_folder, unmake_folders
+from eformer.checkpoint import SUFFIXES
 from eformer.model import Report
 
 from ._interrupt import undone_by
@@ -46,7 +46,7 @@ def writing_to(path: Path, *, force: bool) -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         if path.suffix not in SUFFIXES and not os.path.lexists(path):
             made = make_folder(path)
-            if path not in made:
+            if path not in made and not force:
                 raise FileExistsError(f"{path} exists; --force replaces it")
             stack.callback(unmake_folders, made)  # a folder with a checkpoint in it stays
             stack.enter_context(undone_by(lambda: unmake_folders(made)))
@@ -90,6 +90,4 @@ def check_page(path: Path | None, *, force: bool) -> None:
 def write_page(report: Report, path: Path, *, title: str, force: bool) -> Path:
     """Write the report as a page, whole or not at all."""
     check_page(path, force=force)
-    with atomic_file(path, overwrite=force) as file:
-        report.to_html(file.name, title=title, overwrite=True)
-    return path
+    return report.to_html(path, title=title, overwrite=force)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple, Self, TypeGuard, dataclass_transform
@@ -19,8 +20,10 @@ from jax import tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from ._calculated import Origin, calculated, is_code
 from ._export import make_serializable
 from ._fields import STATIC, ArrayMeta, aux_field, check_hashable, delete_attribute, make_dataclass, set_attribute
+from ._libraries import know_to_flax
 from ._manners import ArrayManners, struct
 from ._observe import note_materialized, unobserved
 from ._types import Leaf, Structure, Tree
@@ -33,6 +36,16 @@ class _Record(NamedTuple):
     leaf_dtypes: tuple[np.dtype | None, ...] | None = None  # when it was made; None if it was not constructed
     misuse: str | None = None  # why it must not be used
     shapeless: bool = False  # its shape is being derived
+    codes: tuple[str, ...] = ()  # its own leaves that held codes when it was made
+    origin: Origin = Origin()  # these leaves
+    part: int = 0  # with this many elements at most it is a row, or less, of a larger array
+
+
+_MAPPED = (
+    "a function that maps over leaves, such as `jax.tree.map`, has changed it. In `eformer.jaximus`, "
+    "`tree_map_with_implicit` maps over whole arrays, and `tree_cast`, `tree_norm`, `tree_average` and `tree_size` do "
+    "what people most often want"
+)
 
 
 class _ShapeNeeded(ValueError):
@@ -90,8 +103,13 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
     def _keep(self, **known: object) -> None:
         vars(self)["_kept"] = self._kept._replace(**known)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _note_codes(self, self._kept, None)
+
     def _settle(self, shape: Sequence[int] | None) -> None:
         """Check the constructor's `shape` and `dtype` against the leaves, and complete them."""
+        know_to_flax(type(self))
         for name in self._static_fields:
             check_hashable(self, name)
         if self.dtype is not None:
@@ -117,7 +135,17 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
                 f"{type(self).__name__} was given `dtype={self.dtype}`, but `materialize` returns "
                 f"{_derived(self).dtype}: end it with `.astype(self.dtype)`"
             )
-        self._keep(leaf_dtypes=tuple(map(_dtype, jtu.tree_leaves(self))))
+        codes = tuple(name for name in self._data_fields if is_code(getattr(self, name)))
+        self._keep(leaf_dtypes=tuple(map(_dtype, jtu.tree_leaves(self))), codes=codes)
+        _note_codes(self, self._kept, None)
+
+    def _is_whole(self) -> bool:
+        """Whether all leaves are there: a tree that was split has None in place of some."""
+        fields = [getattr(self, name) for name in self._data_fields]
+        if not all(field._is_whole() for field in fields if isinstance(field, ImplicitArray)):
+            return False
+        made_of = self._kept.leaf_dtypes
+        return made_of is None or all(f is not None for f in fields) or len(jtu.tree_leaves(self)) == len(made_of)
 
     def _check_leaves(self) -> None:
         """Raise if the leaves have other dtypes than when the array was made; every use of the array checks this.
@@ -126,21 +154,32 @@ class ImplicitArray(ArrayManners, metaclass=ArrayMeta):
         """
         if self._kept.misuse is not None:
             raise ValueError(self._kept.misuse)
-        made_of = self._kept.leaf_dtypes
+        values, made_of = [getattr(self, name) for name in self._data_fields], self._kept.leaf_dtypes
+        for value in values:
+            if isinstance(value, ImplicitArray):
+                value._check_leaves()
         if made_of is None:
             return
         # Most arrays have arrays for all their fields; each array of a model is checked whenever it is traced.
-        fields = tuple([getattr(getattr(self, name), "dtype", None) for name in self._data_fields])
+        fields = tuple([getattr(value, "dtype", None) for value in values])
         if made_of == fields or made_of == tuple([getattr(leaf, "dtype", None) for leaf in jtu.tree_leaves(self)]):
             return
+        if not self._is_whole():
+            there = ", ".join(f"`{jtu.keystr(path).lstrip('.')}`" for path, _ in jtu.tree_leaves_with_path(self))
+            raise ValueError(
+                f"this {type(self).__name__} has of its leaves {there or 'none'}: the tree was split, and must be "
+                f"joined before it is used, by `eqx.combine` or `eformer.model.combine`"
+            )
         for (path, leaf), dtype in zip(jtu.tree_leaves_with_path(self), made_of, strict=True):
             if dtype is not None and _dtype(leaf) != dtype:
                 raise TypeError(
                     f"the leaf `{jtu.keystr(path).lstrip('.')}` of this {type(self).__name__} is {_dtype(leaf)}, and "
-                    f"was {dtype} when the array was made: a function that maps over leaves, such as `jax.tree.map`, "
-                    f"has changed it. In `eformer.jaximus`, `tree_map_with_implicit` maps over whole arrays, and "
-                    f"`tree_cast`, `tree_norm`, `tree_average` and `tree_size` do what people most often want"
+                    f"was {dtype} when the array was made: {_MAPPED}"
                 )
+
+    def _is_part(self) -> bool:
+        """Whether the array is a row, or less, of a larger one: made dense, it is no dense copy of a weight."""
+        return self._kept.part > 0 and self.size <= self._kept.part
 
     def _vmap_error(self, leaf: jax.Array, axis: int) -> str | None:
         """Why `jax.vmap` must not take `axis` of this leaf, in words; None if it may. `leaf` is without the axis."""
@@ -296,7 +335,9 @@ def _flattener(cls: type[ImplicitArray]) -> Callable[[ImplicitArray], tuple[tupl
     def flatten(array: ImplicitArray) -> tuple[tuple[Leaf, ...], _Static]:
         found = leaves(array)
         if _getframe(1).f_globals is _TREE_FUNCTIONS:
-            _check_taken_apart(cls.__name__, found, _getframe(1))
+            without_codes = any(getattr(array, name) is None for name in array._kept.codes)
+            if _taken_apart(cls.__name__, found, _getframe(1), without_codes):
+                found = (jax.ShapeDtypeStruct(array.shape, array.dtype),)
         return found, (static(array), array._kept)
 
     return flatten
@@ -317,6 +358,8 @@ def _unflatten(cls: type[ImplicitArray], static: _Static, children: Iterable[Lea
     attributes.update(zip(cls._data_fields, children, strict=True))
     attributes.update(zip(cls._static_fields, values, strict=True))
     attributes["_kept"] = record
+    if record.codes and record.misuse is None:
+        _note_codes(array, record, _getframe(1))
     if cls._vmap_error is not ImplicitArray._vmap_error and record.misuse is None:
         for leaf in children:
             if isinstance(leaf, Tracer) and hasattr(type(leaf), "batch_dim"):  # the tracers of `vmap` have it
@@ -326,43 +369,67 @@ def _unflatten(cls: type[ImplicitArray], static: _Static, children: Iterable[Lea
     return array
 
 
+def _note_codes(array: ImplicitArray, record: _Record, frame: FrameType | None) -> None:
+    """Keep what codes the array has now; and that it was misused, if they were calculated from those it had before."""
+    codes = [getattr(array, name) for name in record.codes]
+    before = [leaf() for leaf in getattr(record.origin, "leaves", ())]  # in an exported program it is a plain text
+    if len(before) == len(codes) and all(map(operator.is_, before, codes)):
+        return
+    origin, mapped = Origin(), None
+    if all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in codes):
+        origin.leaves = tuple(map(weakref.ref, codes))
+    vars(array)["_kept"] = record._replace(origin=origin)
+    # JAX and this package put arrays together from any leaves, unless they map a function of others over them.
+    map_frame = frame
+    while frame is not None and frame.f_globals["__name__"] in _TREE_MODULES:
+        mapped = frame.f_locals.get("f", mapped)
+        frame = frame.f_back
+    if frame is None:
+        return
+    own = [
+        name.startswith(_OWN) for name in (frame.f_globals["__name__"], getattr(mapped, "__module__", None) or "jax.")
+    ]
+    if all(own) or len(before) != len(codes):
+        return
+    changed = calculated(before, codes, map_frame)
+    if changed is not None:
+        leaf = f"the leaf `{record.codes[changed]}` of this {type(array).__name__}"
+        array._keep(misuse=f"{leaf} holds codes, which are no numbers, and was calculated: {_MAPPED}")
+
+
 _TREE_FUNCTIONS = jtu.tree_map.__globals__  # of the module that has them all
 _TREE_MODULES = frozenset({_TREE_FUNCTIONS["__name__"], jax.tree.map.__module__})
+_OWN = ("jax.", "jaxlib.", f"{__name__.partition('.')[0]}.")
 _getframe = sys._getframe
 
 
-def _check_taken_apart(name: str, leaves: Iterable[Leaf], frame: FrameType | None) -> None:
-    """Raise if the caller of `frame`, a function of `jax.tree`, is about to differentiate or optimize codes.
+def _taken_apart(name: str, leaves: Sequence[Leaf], frame: FrameType | None, without_codes: bool) -> bool:
+    """Whether the caller of `frame`, a function of `jax.tree`, is Flax, which only looks at the shape of a parameter.
 
-    `jax.grad` and Optax flatten a tree first. Without this they fail in their own words, or train nonsense.
+    Raise if it is about to differentiate or optimize codes: `jax.grad` and Optax flatten a tree first. Without this
+    they fail in their own words, or train nonsense: the scales alone, of an array whose codes were taken out before
+    (`without_codes`).
     """
     while frame is not None and frame.f_globals["__name__"] in _TREE_MODULES:
         frame = frame.f_back
     if frame is None:
-        return
+        return False
     module, function = frame.f_globals["__name__"], frame.f_code.co_name
     differentiates = function in ("value_and_grad_f", "jacfun") and module.startswith("jax.")
     # `MultiSteps._do_update` chooses between two states of an optimizer, which may be quantized.
     optimizes = module.startswith("optax.") and "mask" not in module and function != "_do_update"
     if not (differentiates or optimizes) or frame.f_locals.get("allow_int", False):
-        return
+        return module == "flax.core.scope" and function == "param"
     if function == "apply_updates" and not _moves_codes(frame.f_locals):
-        return
-    if any(map(_is_code, leaves)):
+        return False
+    if any(map(is_code, leaves)) or (without_codes and any(leaf is not None for leaf in leaves)):
         what = "differentiated" if differentiates else f"given to Optax's `{function}`"
         raise TypeError(
             f"an {name} cannot be {what}: its codes are no numbers to train. `eformer.model.partition` takes a tree "
             f"apart into what is trained and what is frozen, `eformer.model.add_lora` adds an update to train, and "
             f"`eformer.ops.quantization.straight_through` trains through the rounding of a dense weight"
         )
-
-
-def _is_code(leaf: Leaf) -> bool:
-    """Whether the leaf is of integers, or of floating point in one byte, which no optimizer's steps can move."""
-    dtype = getattr(leaf, "dtype", jnp.float32)
-    return jnp.issubdtype(dtype, jnp.integer) or (
-        jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
-    )
+    return False
 
 
 def _moves_codes(arguments: Mapping[str, Tree]) -> bool:
@@ -371,7 +438,7 @@ def _moves_codes(arguments: Mapping[str, Tree]) -> bool:
     Under `jit` updates have no values yet, and those of a code's dtype are taken for zeros.
     """
     params, updates = (jtu.tree_leaves(arguments.get(name)) for name in ("params", "updates"))
-    return any(_is_code(p) and not (_is_code(u) and _may_be_zero(u)) for p, u in zip(params, updates, strict=False))
+    return any(is_code(p) and not (is_code(u) and _may_be_zero(u)) for p, u in zip(params, updates, strict=False))
 
 
 def _may_be_zero(leaf: Leaf) -> bool:

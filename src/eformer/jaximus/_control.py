@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import NotImplementedType
 from typing import Any
 
 import jax
@@ -179,3 +180,42 @@ def cond_rule(
             return [o if k else materialize(o) for k, o in zip(keep, outs, strict=True)]
 
     return lax.switch(materialize(index), [functools.partial(branch, j) for j in branches], list(operands))
+
+
+@register("custom_vmap_call")
+def custom_vmap_rule(
+    primitive: Primitive, *operands: Operand, call: jexc.ClosedJaxpr, **params: object
+) -> list[Value] | NotImplementedType:
+    """The function itself; declined under a `vmap` around `implicit`, which has to find the function's own rule."""
+    del primitive, params
+    mapped = any(hasattr(leaf, "batch_dim") for leaf in jtu.tree_leaves(list(operands)))
+    return NotImplemented if mapped else _run(call, operands)
+
+
+@register("custom_linear_solve")
+def linear_solve_rule(
+    primitive: Primitive, *operands: Operand, const_lengths: Any, jaxprs: Any, **params: object
+) -> list[Value]:
+    """The same solver, whose functions close over the leaves of implicit arrays."""
+    sizes = [*const_lengths]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    consts = [operands[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    flat = [_flatten(each) for each in consts]
+
+    def on_leaves(jaxpr: jexc.ClosedJaxpr | None, leaves: Sequence[Value], treedef: Structure) -> Any:
+        if jaxpr is None:
+            return None
+
+        def run(*values: Value) -> list[Value]:
+            own = jtu.tree_unflatten(treedef, values[: len(leaves)])
+            own = [o.make(o.array) if isinstance(o, Deferred) else o for o in own]
+            return materialize(_run(jaxpr, [*own, *values[len(leaves) :]]))
+
+        rest = jaxpr.in_avals[len(treedef.children()) :]
+        return jax.make_jaxpr(run)(*map(jax.typeof, leaves), *rest)
+
+    made = type(jaxprs)(*(on_leaves(jaxpr, *each) for jaxpr, each in zip(jaxprs, flat, strict=True)))
+    lengths = type(const_lengths)(*(len(leaves) for leaves, _ in flat))
+    rest = materialize(list(operands[sum(sizes) :]))
+    leaves = [leaf for each, _ in flat for leaf in each]
+    return primitive.bind(*leaves, *rest, const_lengths=lengths, jaxprs=made, **params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, ClassVar, Self
@@ -16,6 +17,7 @@ from jax import tree_util as jtu
 from jax.core import ShapedArray
 from jax.typing import DTypeLike
 
+from ._libraries import note_conversion
 from ._types import Device, Leaf, Tree, Value
 
 _Operator = Callable[..., Tree]  # takes whatever the dense array would take
@@ -53,6 +55,9 @@ def _for_all_leaves(name: str) -> property:
 
 def check_matmul(lhs: Value, rhs: Value) -> None:
     """Raise, naming both operands, if `lhs @ rhs` has no meaning."""
+    for x in (lhs, rhs):
+        if isinstance(x, ArrayManners):
+            x._check_leaves()  # without all leaves there is no shape
     left, right = np.shape(lhs), np.shape(rhs)
     contracted = right[-2] if len(right) > 1 else right[-1] if right else None
     if left and right and left[-1] == contracted:
@@ -85,11 +90,15 @@ class ArrayManners:
     _matmul: ClassVar[staticmethod[[Value, Value], Value]]
     _abstract_value: ClassVar[staticmethod[[Value], ShapedArray]]
 
-    # NumPy's operators step aside, so that `numpy_array @ q` reaches `__rmatmul__`.
     __array_priority__: ClassVar[int] = 1000
-    __array_ufunc__: ClassVar[None] = None
 
     def materialize(self) -> jax.Array:
+        raise NotImplementedError
+
+    def _check_leaves(self) -> None:
+        raise NotImplementedError
+
+    def _is_part(self) -> bool:
         raise NotImplementedError
 
     @property
@@ -110,7 +119,18 @@ class ArrayManners:
             raise ValueError(
                 f"np.asarray of {type(self).__name__} always makes a new array: `copy=False` cannot be met"
             )
+        note_conversion(self, sys._getframe(1))
         return np.asarray(self.materialize(), dtype=dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Value, **kwargs: Value) -> Value:
+        """NumPy's functions, and its operators where a NumPy array is on the left, as those of JAX with that name."""
+        if ufunc is np.matmul and method == "__call__" and not kwargs:
+            return self._matmul(*inputs)
+        function = getattr(jnp, ufunc.__name__, None)
+        if method == "__call__" and not kwargs and len(inputs) == ufunc.nin and function is not None:
+            return self._apply(function, *inputs)
+        dense = [np.asarray(x) if isinstance(x, ArrayManners) else x for x in inputs]
+        return getattr(ufunc, method)(*dense, **kwargs)
 
     # As for jax.Array: `==` compares elements, so the array can't be hashed.
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # object declares it a method

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -134,10 +134,11 @@ def note_materialized(array: ArrayManners, why: str = "") -> None:
     """A dense copy of `array` is about to be made: `explain` adds up its bytes, `materialization_error` raises.
 
     Every way to decode a whole array calls this, so the two cannot disagree. Outside `implicit` nothing is noted:
-    there the caller asks for the copy. A single element does not count as a copy. `why` says what made it necessary.
+    there the caller asks for the copy. A single element, or a row of a larger array, does not count as a copy. `why`
+    says what made it necessary.
     """
     now, met = mode.value, _running.met
-    if met is None or not (now.strict or now.recorder) or array.size <= 1:
+    if met is None or not (now.strict or now.recorder) or array.size <= 1 or array._is_part():
         return
     cost = array.size * array.dtype.itemsize
     if now.strict:
@@ -163,8 +164,10 @@ def _refusal(met: Met, array: ArrayManners, cost: int, why: str) -> str:
 _warned: set[tuple[type, str]] = set()
 
 
-def note_fallback(primitive: Primitive, classes: Sequence[type[ImplicitArray]]) -> None:
+def note_fallback(primitive: Primitive, classes: Collection[type[ImplicitArray]]) -> None:
     """Warn once per class and primitive that it is materialized; raise under `materialization_error`."""
+    if not classes:
+        return
     names = " and ".join(c.__name__ for c in classes)
     if mode.value.strict:
         raise MaterializationError(

@@ -20,7 +20,7 @@ from jax.extend import core as jexc
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from ._array import ImplicitArray, materialize
+from ._array import ImplicitArray, is_implicit, materialize
 from ._observe import UNWATCHED, mode, note_fallback, note_served, serving
 from ._types import Annotation, Value
 
@@ -137,7 +137,7 @@ def dispatch(
             return out if expected is None else _checked(primitive, name, expected, out)
     if not classes:
         return primitive.bind(*operands, **params)
-    note_fallback(primitive, classes)
+    note_fallback(primitive, dict.fromkeys(type(o) for o in operands if is_implicit(o) and not o._is_part()))
     with serving(primitive, classes, "materialize"):
         note_served()
         return materialize_rule(primitive, *operands, **params)

@@ -15,11 +15,10 @@ import numpy as np
 from jax import tree_util as jtu
 
 from ._array import ImplicitArray, is_implicit
-from ._types import Structure
+from ._types import Node, Structure
 
 _PLAIN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, type(None))
 _MISSING = object()
-Node: TypeAlias = Any  # a container, or an element of one
 Contents: TypeAlias = Mapping[Any, Node]  # by index, key or attribute
 
 
@@ -41,22 +40,29 @@ class Loan:
         self._copies: dict[int, _Copy] = {}  # by the id of the original
         self._originals: dict[int, Node] = {}  # by the id of the copy
         self._restored: dict[int, tuple[Node, Node]] = {}  # by id: the value, kept alive, and its replacement
+        self._halves: set[Hashable] = set()  # what is known of arrays of which the arguments hold a part each
 
-    def lend(self, tree: Node) -> Node:
-        """`tree` with a tracer in place of each implicit array; the tree itself if there is none."""
-        if isinstance(tree, _PLAIN):
-            return tree
-        if is_implicit(tree):
-            return self._copied(tree)
-        self._lent.append(tree)
-        has_implicit = any(map(is_implicit, jtu.tree_leaves(tree, is_leaf=is_implicit)))
-        return self._copied(tree) if has_implicit else tree
+    def lend(self, *trees: Node) -> list[Node]:
+        """The `trees` with a tracer in place of each implicit array; a tree itself if there is none.
+
+        The halves of a tree that was split are no arrays: the function joins them. They are left as they are.
+        """
+        arrays = [
+            [x for x in jtu.tree_leaves(tree, is_leaf=is_implicit) if is_implicit(x)]
+            if not isinstance(tree, _PLAIN)
+            else []
+            for tree in trees
+        ]
+        self._halves = {_identity(x) for each in arrays for x in each if not x._is_whole()}
+        self._lent += [tree for tree in trees if not (isinstance(tree, _PLAIN) or is_implicit(tree))]
+        return [self._copied(tree) if found else tree for tree, found in zip(trees, arrays, strict=True)]
 
     def _copied(self, node: Node) -> Node:
         if id(node) in self._copies:
             return self._copies[id(node)].copy
         if is_implicit(node):
-            return self._note(node, self._wrap(node), {})
+            is_half = len(self._halves) > 0 and _identity(node) in self._halves
+            return node if is_half else self._note(node, self._wrap(node), {})
         if type(node) is dict:  # JAX would sort the keys; a function may iterate over them
             copy = {key: self._copied(value) for key, value in node.items()}
             return node if _same(node.values(), copy.values()) else self._note(node, copy, dict(copy))
@@ -99,6 +105,12 @@ class Loan:
             self._restored[id(value)] = (value, self._restored_container(value))
         return self._restored[id(value)][1]
 
+    def given(self, value: Node) -> Node:
+        """`restored(value)`, of one of many values: nothing of it is kept."""
+        found = self.restored(value)
+        self._restored.clear()
+        return found
+
     def _restored_container(self, value: Node) -> Node:
         children, structure = _one_level(value)
         if jtu.treedef_is_leaf(structure):
@@ -115,6 +127,11 @@ class Loan:
                 return value
         made = [self.restored(child) for child in children]
         return value if _same(children, made) else jtu.tree_unflatten(structure, made)
+
+
+def _identity(array: ImplicitArray) -> Hashable:
+    """What both halves of an array have, also where one has all leaves."""
+    return type(array), tuple(getattr(array, name) for name in array._static_fields), array._kept
 
 
 def _same(before: Iterable[Node], after: Iterable[Node]) -> bool:

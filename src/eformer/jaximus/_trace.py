@@ -6,11 +6,12 @@ carry implicit arrays; a primitive that meets one goes to `dispatch`, and runs o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,6 +45,7 @@ from ._manners import ArrayManners, check_matmul, dense_method
 from ._observe import UNWATCHED, because, in_function, mode, serving, unobserved
 from ._rules import dispatch, on_register
 from ._state import Loan
+from ._steps import in_steps
 from ._types import Leaf, Structure, Tree, Value
 
 UNSPECIFIED: Any = sharding_impls.UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
@@ -182,26 +184,34 @@ def implicit(function: Callable[P, R]) -> Callable[P, R]:
 
     Each primitive that meets one runs by the rule registered for it; without a rule the array is made dense. The result
     is that of dense arrays, and may be implicit itself where a rule returns such (a transpose, say). It composes with
-    every JAX transformation, inside and outside.
+    every JAX transformation, inside and outside. A generator or a coroutine runs so in each of its steps.
     """
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         trace = _trace_on(trace_ctx.trace)
         loan = Loan(trace.wrap, unwrap)
+        steps = None
+
+        @contextlib.contextmanager
+        def running() -> Iterator[None]:
+            with in_function(), jexc.set_current_trace(trace):
+                yield
+
         with in_function():
             try:
                 with jexc.set_current_trace(trace):
                     # The function may itself hold arrays: a module, a method bound to one, a `Partial`.
-                    run: Any = function
-                    if isinstance(run, types.MethodType):
-                        run = types.MethodType(run.__func__, loan.lend(run.__self__))
-                    else:
-                        run = loan.lend(run)
-                    out = run(*map(loan.lend, args), **{name: loan.lend(each) for name, each in kwargs.items()})
+                    method = function if isinstance(function, types.MethodType) else None
+                    own = function if method is None else method.__self__
+                    run, *given = loan.lend(own, *args, *kwargs.values())
+                    run = run if method is None else types.MethodType(method.__func__, run)
+                    out = run(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+                steps = in_steps(out, running, lambda sent: loan.lend(sent)[0], loan.given, loan.give_back)
             finally:
-                loan.give_back()
-        return loan.restored(out)
+                if steps is None:
+                    loan.give_back()
+        return loan.restored(out) if steps is None else steps
 
     return wrapped
 

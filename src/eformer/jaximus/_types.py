@@ -10,3 +10,4 @@ Device: TypeAlias = Any  # a `jax.Device`, which is one too
 Leaf: TypeAlias = Any  # of an implicit array: a dense or implicit one, or whatever JAX puts into a tree in between
 Value: TypeAlias = Any  # an operand or result: implicit or dense array, tracer, number
 Annotation: TypeAlias = Any  # a class, a union, `Any` itself
+Node: TypeAlias = Any  # a container, or an element of one

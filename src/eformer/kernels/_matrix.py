@@ -17,7 +17,7 @@ class Matrix:
     cols / block_size): "scale" of that shape; then "scale_scale", shared by `superblock_size` values along the packed
     axis or by all along an axis; then "zero", or "offset" and "offset_scale". Of "nf4" a float32 "scale" alone, or
     quantized: uint8 codes as "scale", "nested", float32 (count, one per 256 codes), "mean", float32 (count,), and
-    "map", the float32 (256,) that codes stand for. `csrc/problem.h` lists the dtypes.
+    "map", the float32 (256,) that codes stand for. `csrc/ffi/problem.h` lists the dtypes.
     """
 
     format: str

@@ -118,6 +118,8 @@ def sums_of(
     XLA on CPU would write them and read them again for each sum, which takes twice as long. But along the last axis it
     does not vectorize several sums at once, so that is for terms that are quickly computed: `in_one_pass`.
     """
+    if not axes:  # an element is a block of its own
+        return list(terms(x, weight))
     axis, length, last = axes[0] % x.ndim, x.shape[axes[0]], x.ndim - 1
     rows = length if length <= MOST_ROWS else SOME_ROWS
     if len(axes) == 1 and axis == last and length <= LONGEST and in_one_pass:

@@ -42,8 +42,8 @@ def encode_mxfp4(
     With `fit` it may be the next power of two, above or below, if the squared error is smaller. A block with a NaN or
     an infinity has scale NaN, and decodes to NaN.
     """
-    x, axis = x.astype(jnp.float32), axis % x.ndim
-    blocks = reference.split(x, axis, block_size)
+    x, axis = reference.without_tiny(x.astype(jnp.float32)), axis % x.ndim
+    blocks = reference.in_blocks(x, axis, block_size)
     peak = reference.absmax(blocks, (axis + 1,))
     exponent = lax.bitcast_convert_type(peak, jnp.int32) >> 23  # of the largest, + 127
     scale = jnp.where(exponent == 255, 255, jnp.maximum(exponent - 2, 0))
@@ -67,8 +67,8 @@ def encode_nvfp4(
     With `fit` the scale of a block is the one with the smallest squared error that is found. A block with a NaN or an
     infinity has scale NaN, and decodes to NaN; the others of its matrix do not mind.
     """
-    x, axis = x.astype(jnp.float32), axis % x.ndim
-    blocks = reference.split(x, axis, block_size)
+    x, axis = reference.without_tiny(x.astype(jnp.float32)), axis % x.ndim
+    blocks = reference.in_blocks(x, axis, block_size)
     peak = reference.absmax(blocks, (axis + 1,))
     finite = jnp.squeeze(jnp.where(jnp.isinf(peak), 0, peak), axis + 1)
     largest = jnp.max(finite, axis=tuple(range(x.ndim))[-2:], keepdims=True, initial=0)
@@ -85,7 +85,7 @@ def encode_nvfp4(
 
 
 def _weight(importance: jax.Array | None, shape: Sequence[int], block_size: int, axis: int) -> jax.Array | None:
-    return None if importance is None else reference.split(fitting.weights(importance, shape), axis, block_size)
+    return None if importance is None else reference.in_blocks(fitting.weights(importance, shape), axis, block_size)
 
 
 def _fitted_steps(

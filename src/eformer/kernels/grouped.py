@@ -5,6 +5,7 @@ A code of 3, 5 or 6 bits has two planes, of its low and of its high bits.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import jax
@@ -18,11 +19,35 @@ from . import fitting, reference
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # bits in each plane of a code, the lowest first
 
-# What the sixteen codes of 4 bits stand for where they are not integers.
-CODEBOOKS = {
+# What the sixteen codes of 4 bits stand for where they are not integers; formats may add tables.
+CODEBOOKS: dict[str, np.ndarray] = {
     "e2m1": np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32),
     "iq4_nl": np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32),
 }
+
+
+TABLE_STARTS = (0.9, 0.8)  # of the scale that spans a block: where the search of a better one begins
+
+
+def checked_table(name: str, values: Sequence[float]) -> np.ndarray:
+    """Up to sixteen values as an entry `name` of CODEBOOKS; codes beyond them stand for the last."""
+    table = np.asarray(values, np.float32)
+    if name == "integer" or name in CODEBOOKS:
+        raise ValueError(f"there is a table {name!r} already")
+    if table.ndim != 1 or not 2 <= table.size <= 16 or not np.all(np.isfinite(table)) or not np.any(table):
+        raise ValueError(f"a table has 2 to 16 finite values that are not all 0; got {values!r} for {name!r}")
+    return np.pad(table, (0, 16 - table.size), mode="edge")
+
+
+def kernel_name(codebook: str) -> str:
+    """The name by which kernels know a table: a checksum in it keeps a core that was built of other values away."""
+    own = ("e2m1", "iq4_nl")  # csrc/formats has these
+    return codebook if codebook in own else f"{codebook}_{zlib.crc32(CODEBOOKS[codebook].tobytes()):08x}"
+
+
+def kernel_tables() -> dict[str, np.ndarray]:
+    """All tables, by the names that kernels know them by."""
+    return {kernel_name(name): table for name, table in CODEBOOKS.items()}
 
 
 def pack_codes(codes: jax.Array, bits: int, axis: int) -> list[jax.Array]:
@@ -56,7 +81,7 @@ def decode_blocks(
     The product is rounded before the offset is added, also where a compiler could do both at once.
     """
     axis, length = axis % values.ndim, values.shape[axis]
-    blocks = reference.split(values.astype(scale.dtype), axis, block_size)
+    blocks = reference.in_blocks(values.astype(scale.dtype), axis, block_size)
     if zero is not None:
         blocks = blocks - jnp.expand_dims(zero.astype(scale.dtype), axis + 1)
     scale = jnp.expand_dims(scale, axis + 1)
@@ -71,7 +96,7 @@ def nearest_codes(
 ) -> jax.Array:
     """The code of each element of `x` whose value is nearest, as uint8; 0 where there is no scale."""
     axis = axis % x.ndim
-    blocks = reference.split(x.astype(scale.dtype), axis, block_size)
+    blocks = reference.in_blocks(x.astype(scale.dtype), axis, block_size)
     scale, offset = _per_block((scale, offset), axis)
     codes = _nearest(blocks, scale, offset, bits)
     return reference.merge(jnp.where(jnp.isnan(codes), 0, codes).astype(jnp.uint8), axis, x.shape[axis])
@@ -95,7 +120,7 @@ def _present(x: jax.Array, block_size: int, axis: int) -> jax.Array | None:
     length = x.shape[axis]
     if length % block_size == 0:
         return None
-    present = reference.split(jnp.ones((length,), bool), 0, block_size)
+    present = reference.in_blocks(jnp.ones((length,), bool), 0, block_size)
     return present.reshape(*[1] * axis, *present.shape, *[1] * (x.ndim - 1 - axis))
 
 
@@ -104,14 +129,14 @@ def _weight(x: jax.Array, importance: jax.Array | None, block_size: int, axis: i
     if importance is None:
         present = _present(x, block_size, axis)
         return None if present is None else present.astype(jnp.float32)
-    return reference.split(fitting.weights(importance, x.shape), axis, block_size)
+    return reference.in_blocks(fitting.weights(importance, x.shape), axis, block_size)
 
 
 def extremes(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax.Array]:
     """The least and the largest element of each block; NaN for both where one is not finite."""
     axis = axis % x.ndim
     x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
-    blocks = reference.split(x, axis, block_size)
+    blocks = reference.in_blocks(x, axis, block_size)
     present = _present(x, block_size, axis)
     low = jnp.min(blocks if present is None else jnp.where(present, blocks, jnp.inf), axis=axis + 1)
     high = jnp.max(blocks if present is None else jnp.where(present, blocks, -jnp.inf), axis=axis + 1)
@@ -147,6 +172,7 @@ def encode(
     is fitted counts as much as its `importance`.
     """
     axis = axis % x.ndim
+    x = reference.without_tiny(x)
     low, high = extremes(x, block_size, axis)
     in_blocks = scale_dtype if not superblock_size else low.dtype
     line = _spanning(low, high, bits, symmetric, in_blocks)
@@ -170,6 +196,44 @@ def encode(
     return nearest_codes(x, *line, bits, block_size, axis), leaves
 
 
+def encode_table(
+    x: jax.Array,
+    table: np.ndarray,
+    block_size: int,
+    axis: int,
+    scale_dtype: DTypeLike,
+    fit: bool,
+    importance: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """uint8 codes of the shape of `x`, of the nearest entries of `table` times the scales of their blocks; and these.
+
+    A scale spreads the table over its block, or with `fit` makes the squared error smaller, in which an element counts
+    as much as its `importance`. It is NaN for a block with a NaN or an infinity.
+    """
+    axis = axis % x.ndim
+    low, high = extremes(x, block_size, axis)
+    least, largest = float(min(table.min(), 0)), float(max(table.max(), 0))
+    below, above = (low / least if least else 0 * low), (high / largest if largest else 0 * high)
+    limit = float(jnp.finfo(scale_dtype).max)
+
+    def stored(scale: jax.Array) -> jax.Array:
+        return round_scales(jnp.clip(scale, 0, limit), scale_dtype)
+
+    def nearest(x: jax.Array, scale: jax.Array, _: jax.Array | None = None) -> jax.Array:
+        return reference.nearest_in_table(x / jnp.where(scale == 0, 1, scale), table, as_values=True) * scale
+
+    blocks = reference.in_blocks(x.astype(low.dtype), axis, block_size)
+    scale = jnp.expand_dims(stored(jnp.maximum(below, above)), axis + 1)
+    if fit:
+        peak = jnp.expand_dims(jnp.maximum(-low, high), axis + 1)
+        starts = [(stored(scale * part), None) for part in TABLE_STARTS]
+        options = {"peak": peak, "stored": stored, "weight": _weight(x, importance, block_size, axis)}
+        scale, _ = fitting.fitted(blocks, (axis + 1,), (scale, None), starts, nearest, **options)
+    codes = reference.nearest_in_table(reference.divide(blocks, jnp.where(scale == 0, 1, scale)), table)
+    dtype = low.dtype if low.dtype == jnp.float64 else scale_dtype
+    return reference.merge(codes, axis, x.shape[axis]), jnp.squeeze(scale, axis + 1).astype(dtype)
+
+
 def in_two_levels(
     level: jax.Array, per_factor: int, axis: int, integers: DTypeLike, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -189,14 +253,15 @@ def in_two_levels(
 
 
 def _spanning(low: jax.Array, high: jax.Array, bits: int, symmetric: bool, scale_dtype: DTypeLike) -> fitting.Line:
-    """The scale and offset with which codes span a block from `low` to `high`."""
+    """The scale and offset with which codes span a block from `low` to `high`; NaN where codes times it overflow."""
+    most = float(jnp.finfo(low.dtype).max) * 0.98
+    overflows = jnp.maximum(-low, high) > most
+    if not symmetric:
+        overflows |= high / 2 - low / 2 > most / 2
+    low, high = (jnp.where(overflows, jnp.nan, each) for each in (low, high))
     if symmetric:
         peak = jnp.where(-low > high, low, high)
         return round_scales(peak / -(2.0 ** (bits - 1)), scale_dtype), None
-    # Where all codes times the scale would overflow, the extremes are moved together.
-    largest = float(jnp.finfo(low.dtype).max)
-    excess = jnp.maximum((high / 2 - low / 2) - largest * 0.49, 0)
-    low, high = low + excess, high - excess
     return round_scales((high - low) / (2**bits - 1), scale_dtype), round_scales(low, scale_dtype)
 
 
@@ -225,7 +290,7 @@ def _fitted(
         return (codes - 2 ** (bits - 1)) * scale if offset is None else codes * scale + offset
 
     scale, offset = fitting.fitted(
-        reference.split(x.astype(low.dtype), axis, block_size),
+        reference.in_blocks(x.astype(low.dtype), axis, block_size),
         (axis + 1,),
         _per_block(plain, axis),
         [_per_block(start, axis)],

@@ -33,14 +33,28 @@ def _boundaries(codes: np.ndarray) -> np.ndarray:
     return np.where(rounded > middle, np.nextafter(rounded, np.float32(-np.inf)), rounded)
 
 
-NF4_BOUNDARIES = _boundaries(NF4_CODES)
 NF4_STARTS = (1.03, 0.9)  # of the largest magnitude: where the search of a better scale begins, as measured
 FLOAT8_STARTS = (1.4, 1.7)  # of the scale that brings the largest magnitude to the largest code
 
 
+SMALLEST = 2.0**-96  # a scale of smaller magnitudes, times an activation, would be flushed to zero
+
+
 def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """`x` as `dtype`; casts to integers round to the nearest."""
-    return jnp.round(x).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else x.astype(dtype)
+    """`x` as `dtype`; casts to integers round to the nearest, and those to half precision make nothing infinite."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.round(x).astype(dtype)
+    if jnp.dtype(dtype).itemsize < 4 and jnp.finfo(dtype).nexp < jnp.finfo(x.dtype).nexp:
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
+    return x.astype(dtype)
+
+
+def without_tiny(x: jax.Array) -> jax.Array:
+    """`x` with zero in place of magnitudes below `SMALLEST`, unless it is float64."""
+    if x.dtype == jnp.float64 or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x if jnp.finfo(x.dtype).tiny > SMALLEST else jnp.where(jnp.abs(x) < SMALLEST, jnp.zeros_like(x), x)
 
 
 def absmax(x: jax.Array, axis: Sequence[int]) -> jax.Array:
@@ -94,6 +108,7 @@ def encode_int8(
     With `fit` the scale has the smallest squared error found, and what lies beyond `largest` scales is clipped. A slice
     of zeros has scale 1. A slice with a NaN or an infinity has scale NaN, and decodes to NaN.
     """
+    x = without_tiny(x)
     peak = absmax(x, axis)
     scale = _absmax_scale(peak, largest)
     x = x.astype(scale.dtype)
@@ -134,14 +149,14 @@ def _fitted_scale(
 def encode_blocks(x: jax.Array, block_size: int, axis: int, largest: int) -> tuple[jax.Array, jax.Array]:
     """int8 in [-largest, largest] of the shape of `x`, and a scale per block along `axis`; rounded as INT8 is."""
     axis = axis % x.ndim
-    values, scale = encode_int8(split(x, axis, block_size), (axis + 1,), largest)
+    values, scale = encode_int8(in_blocks(x, axis, block_size), (axis + 1,), largest)
     return merge(values, axis, x.shape[axis]), jnp.squeeze(scale, axis + 1)
 
 
 def scale_blocks(values: jax.Array, scale: jax.Array, block_size: int, axis: int) -> jax.Array:
     """`values` times the `scale` of their blocks of `block_size` along `axis`, in the dtype of `scale`."""
     axis, length = axis % values.ndim, values.shape[axis]
-    blocks = split(values.astype(scale.dtype), axis, block_size)
+    blocks = in_blocks(values.astype(scale.dtype), axis, block_size)
     return merge(blocks * jnp.expand_dims(scale, axis + 1), axis, length)
 
 
@@ -174,9 +189,10 @@ def encode_float8(
     it has the smallest squared error found. A scale of zeros is 1. Where there is a NaN or an infinity it is NaN, and
     all that it scales decodes to NaN.
     """
+    x = without_tiny(x)
     peak = absmax(x, axis)
     for along, block in blocks.items():
-        peak = jnp.squeeze(absmax(split(peak, along, block), (along + 1,)), along + 1)
+        peak = jnp.squeeze(absmax(in_blocks(peak, along, block), (along + 1,)), along + 1)
     largest = float(jnp.finfo(dtype).max)
     scale = _absmax_scale(peak, largest)
     if fit:
@@ -199,7 +215,7 @@ def _fitted_float8(
     axes = list(axis)
     for along, block in sorted(blocks.items(), reverse=True):  # the last first: `split` moves what is behind
         axes = [each + (each > along) for each in axes] + [along + 1]
-        x, weight = split(x, along, block), None if weight is None else split(weight, along, block)
+        x, weight = in_blocks(x, along, block), None if weight is None else in_blocks(weight, along, block)
         scale, peak = (jnp.expand_dims(each, along + 1) for each in (scale, peak))
     starts = [scale * part for part in FLOAT8_STARTS]
     nearest = lambda x, scale: round_to_float(x / scale, info) * scale  # noqa: E731
@@ -235,6 +251,11 @@ def split(x: jax.Array, axis: int, size: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
 
 
+def in_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """`split` into blocks of `size`; of a block that is longer than the axis, only what the axis has of it."""
+    return split(x, axis, min(size, max(x.shape[axis], 1)))
+
+
 def merge(x: jax.Array, axis: int, length: int) -> jax.Array:
     """The inverse of `split`: axes `axis` and `axis + 1` as one, cut to `length`."""
     x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
@@ -247,6 +268,19 @@ def encode_nf4(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax
     return nf4_codes(x, absmax, block_size, axis), absmax
 
 
+def nearest_in_table(x: jax.Array, table: np.ndarray, *, as_values: bool = False) -> jax.Array:
+    """The uint8 code of what is nearest to each element of `x` in a `table` of float32, of two as near the lower.
+
+    With `as_values` that entry itself, in the dtype of `x`.
+    """
+    values, codes = np.unique(table, return_index=True)
+    found = values.astype(x.dtype) if as_values else codes.astype(np.uint8)
+    nearest = jnp.full(x.shape, found[0])
+    for boundary, each in zip(_boundaries(values), found[1:], strict=True):
+        nearest = jnp.where(x > float(boundary), each, nearest)
+    return nearest
+
+
 def nf4_scales(
     x: jax.Array, block_size: int, axis: int, fit: bool = False, importance: jax.Array | None = None
 ) -> jax.Array:
@@ -255,21 +289,17 @@ def nf4_scales(
     It is NaN for a block with a NaN or an infinity.
     """
     axis, shape = axis % x.ndim, x.shape
-    blocks = split(x, axis, block_size)
+    blocks = in_blocks(without_tiny(x), axis, block_size)
     peak = _finite(absmax(blocks, (axis + 1,)))
 
     def nearest(x: jax.Array, scale: jax.Array) -> jax.Array:
-        unit = x / jnp.where(scale == 0, 1, scale)
-        values = jnp.full_like(x, NF4_CODES[0])
-        for boundary, code in zip(NF4_BOUNDARIES, NF4_CODES[1:], strict=True):
-            values = jnp.where(unit > boundary, code, values)
-        return values * scale
+        return nearest_in_table(x / jnp.where(scale == 0, 1, scale), NF4_CODES, as_values=True) * scale
 
     if fit:
         starts = [peak * part for part in NF4_STARTS]
         x = blocks.astype(peak.dtype)
         # A second move gains 1%, and then fitting takes more than five times as long as rounding.
-        weight = None if importance is None else split(fitting.weights(importance, shape), axis, block_size)
+        weight = None if importance is None else in_blocks(fitting.weights(importance, shape), axis, block_size)
         options = {"weight": weight, "moves": 1, "in_one_pass": False}
         peak = _fitted_scale(x, (axis + 1,), peak, starts, nearest, peak, **options)
     return jnp.squeeze(peak, axis + 1)
@@ -278,10 +308,9 @@ def nf4_scales(
 def nf4_codes(x: jax.Array, scale: jax.Array, block_size: int, axis: int) -> jax.Array:
     """The packed codes nearest to `x` over the `scale` of its block, of two equally near the lower."""
     axis, length = axis % x.ndim, x.shape[axis % x.ndim]
-    blocks, scale = split(x, axis, block_size), jnp.expand_dims(scale, axis + 1)
+    blocks, scale = in_blocks(x, axis, block_size), jnp.expand_dims(scale, axis + 1)
     unit = divide(blocks.astype(scale.dtype), jnp.where(scale == 0, 1, scale))
-    codes = functools.reduce(jnp.add, [(unit > boundary).astype(jnp.uint8) for boundary in NF4_BOUNDARIES])
-    return pack_nf4(merge(codes, axis, length), axis)
+    return pack_nf4(merge(nearest_in_table(unit, NF4_CODES), axis, length), axis)
 
 
 def pack_nf4(codes: jax.Array, axis: int) -> jax.Array:

@@ -26,6 +26,7 @@ from ._quantize import dequantize_model as dequantize_model
 from ._quantize import quantize_model as quantize_model
 from ._report import Leaf as Leaf
 from ._report import Report as Report
+from ._rules import NonfiniteWarning as NonfiniteWarning
 from ._rules import Rule as Rule
 from ._rules import UnusedRuleWarning as UnusedRuleWarning
 from ._rules import apply_rule as apply_rule

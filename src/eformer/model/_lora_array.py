@@ -160,6 +160,15 @@ def ragged_dot_general(
     return y + lax.ragged_dot(narrow, q.b, group_sizes).astype(y.dtype)
 
 
+@register("conv_general_dilated")
+def conv_general_dilated(primitive: Primitive, x: jax.Array, q: LoraArray, **params: Any) -> _Result:
+    """The convolution with the base, plus one with the update, which is dense for that: the base stays as it is."""
+    if q.dropout_key is not None and q.dropout:
+        return NotImplemented
+    y = _on_base(primitive, x, _frozen(q.base), **params)
+    return y + primitive.bind(x, q.update().astype(x.dtype), **params).astype(y.dtype)
+
+
 @register("transpose")
 def transpose(primitive: Primitive, q: LoraArray, *, permutation: Sequence[int], **params: Any) -> Any:
     """The last two axes swapped, or none: base, `a` and `b` are transposed, and `a` and `b` change places."""

@@ -58,11 +58,20 @@ def _gather(axes: Axes, eqn: JaxprEqn) -> Axes:
     return tuple(next(kept) if axis in offsets else _NONE for axis in range(len(type_of(eqn.outvars[0]).shape)))
 
 
+def _all_gather(axes: Axes, eqn: JaxprEqn) -> Axes:
+    at = eqn.params["all_gather_dimension"]
+    return axes if eqn.params["tiled"] else (*axes[:at], _NONE, *axes[at:])
+
+
+# How many operands, the first ones, say only where elements go, of operations that move those of all the others.
+CHOOSING = {"concatenate": 0, "select_n": 1}
+
 Movement = Callable[[Axes, JaxprEqn], Axes]
 
 _KEEPING_AXES = (
     *("convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient", "name", "neg", "rev", "pad"),
-    *("slice", "split", "concatenate", "sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"),
+    *("slice", "split", "concatenate", "tile", "select_n", "sharding_constraint", "reshard", "mesh_cast"),
+    *("pvary", "pcast", "ppermute", "all_to_all"),
 )
 
 # Primitives whose outputs hold the operand's elements, moved.
@@ -71,6 +80,8 @@ MOVEMENTS: dict[str, Movement] = {
     "squeeze": _squeeze,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
+    "all_gather": _all_gather,
+    "all_gather_invariant": _all_gather,
     **dict.fromkeys(_KEEPING_AXES, unchanged),
 }
 

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from eformer._saving import write_file
 from eformer._text import as_json
 
 from ._distance import Distance
@@ -132,10 +133,8 @@ class Report:
         self, path: str | os.PathLike[str], *, title: str = "Quantization report", overwrite: bool = False
     ) -> Path:
         """Write one page that needs no network and no other file; it replaces a file only with `overwrite`."""
-        target, text = Path(path), page(self, title)
-        if target.exists() and not overwrite:
-            raise FileExistsError(f"{target} exists; `overwrite=True` replaces it")
-        target.write_text(text, encoding="utf-8")
+        target = Path(path)
+        write_file(target, page(self, title).encode(), overwrite=overwrite)
         return target
 
     def _repr_html_(self) -> str:

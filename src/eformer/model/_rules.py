@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from eformer._warnings import warn
 from eformer.ops.quantization import find_format, formats, gptq
 
+from ._finite import find_nonfinite
 from ._paths import Typed, is_weight
 
 if TYPE_CHECKING:
@@ -174,6 +176,7 @@ def apply_rule(rule: Rule | None, path: str, array: Any, statistic: Statistic | 
     encode = functools.partial(form.encode, **rule.options)
     with named_errors(path, array, rule):
         if not isinstance(array, jax.ShapeDtypeStruct):
+            _warn_nonfinite(path, array)
             weighed = {} if statistic is None or not form.takes_importance else {"importance": statistic.mean_square}
             made = encode(array, **weighed)
             return made if rule.method is None else with_gptq(made, array, statistic)
@@ -192,6 +195,17 @@ def with_gptq(made: Any, array: Any, statistic: Statistic | None) -> Any:
     moment = statistic.second_moment(axes)
     assert moment is not None
     return gptq(made, array, moment, axes)
+
+
+class NonfiniteWarning(UserWarning):
+    """A weight that is quantized holds NaN or infinity: what shares a scale with it becomes NaN."""
+
+
+def _warn_nonfinite(path: str, array: Any) -> None:
+    nan, infinite = find_nonfinite({path: array}).get(path, (0, 0)) if not isinstance(array, Tracer) else (0, 0)
+    if nan or infinite:
+        what = f"{path!r} holds {nan:,} NaN and {infinite:,} infinite elements"
+        warn(f"{what}: quantized, the whole slice or block of each becomes NaN", NonfiniteWarning)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ._movements import INDEXING, MOVEMENTS, SCALING, Axes, contracted_axes, type_of, unchanged
+from ._movements import CHOOSING, INDEXING, MOVEMENTS, SCALING, Axes, contracted_axes, type_of, unchanged
 from ._replay import Given, Op, Operand, Slice, Term
 
 MANY_ROWS = 256  # as in a prefill: a matmul that makes no weight dense then makes none for one token
@@ -112,10 +112,17 @@ def moved(eqn: JaxprEqn, operands: Values) -> list[Value] | None:
             move, indexed = INDEXING[name], True
     elif name in SCALING and len(values) == 1 and _is_all_weight(values[0], type_of(eqn.outvars[0]).shape):
         move = unchanged
-    if move is None or (name == "concatenate" and len(values) < len(operands)):
+    choosing = CHOOSING.get(name)
+    if move is None or (choosing is not None and not _are_joined(eqn, operands, choosing)):
         return None
     leaves = {leaf: move(axes, eqn) for value in values for leaf, axes in value.leaves.items()}
     return [Value(leaves, _term(eqn, operands, out), indexed) for out in range(len(eqn.outvars))]
+
+
+def _are_joined(eqn: JaxprEqn, operands: Values, choosing: int) -> bool:
+    """Whether the operands but the first ones, which choose by a single number, are all made from leaves."""
+    chosen_by = [type_of(var).size == 1 for var in eqn.invars[:choosing]]
+    return all(chosen_by) and not any(operands[:choosing]) and all(operands[choosing:])
 
 
 def _is_all_weight(value: Value, shape: Sequence[int]) -> bool:

@@ -90,7 +90,7 @@ def instruction_set(name: str) -> AbstractContextManager[None]:
 
 
 def _attributes(matrix: Matrix) -> dict[str, str | int]:
-    """The attributes that `csrc/problem.h` checks together with the buffers."""
+    """The attributes that `csrc/ffi/problem.h` checks together with the buffers."""
     return {
         "format": matrix.format,
         "rows": matrix.rows,

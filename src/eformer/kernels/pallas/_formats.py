@@ -53,13 +53,20 @@ class Format(NamedTuple):
         return self.table is not None and bool(np.isnan(self.table).any())
 
 
-FORMATS = {
-    "int8": Format((8,)),
-    "nf4": Format((4,), reference.NF4_CODES, block_scales=True, high_first=True),
-    "ternary": Format((2,), reference.TERNARY_CODES),
-    **{f"uint{bits}": Format(planes, block_scales=True) for bits, planes in grouped.PLANES.items()},
-    **{name: Format((4,), table, block_scales=True) for name, table in grouped.CODEBOOKS.items()},
-}
+class _Formats(dict[str, Format]):
+    def __missing__(self, name: str) -> Format:
+        """That of a table; tables may be registered at any time."""
+        return self.setdefault(name, Format((4,), grouped.kernel_tables()[name], block_scales=True))
+
+
+FORMATS = _Formats(
+    {
+        "int8": Format((8,)),
+        "nf4": Format((4,), reference.NF4_CODES, block_scales=True, high_first=True),
+        "ternary": Format((2,), reference.TERNARY_CODES),
+        **{f"uint{bits}": Format(planes, block_scales=True) for bits, planes in grouped.PLANES.items()},
+    }
+)
 
 
 def has_kernel(matrix: Matrix) -> bool:
@@ -67,8 +74,10 @@ def has_kernel(matrix: Matrix) -> bool:
 
     A scale per element, and offsets of values from a table, are left to XLA.
     """
-    known = FORMATS.get(matrix.format)
-    if known is None or len(matrix.codes) != len(known.planes):
+    if matrix.format not in {*FORMATS, *grouped.kernel_tables()}:
+        return False
+    known = FORMATS[matrix.format]
+    if len(matrix.codes) != len(known.planes):
         return False
     if known.block_scales:
         return matrix.block_size % known.codes_per_byte == 0 and (

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from eformer.jaximus import ImplicitArray, aux_field
 from eformer.kernels import Matrix
-from eformer.kernels.reference import cast
+from eformer.kernels.reference import SMALLEST, cast
 
 from ._notebook import array_html
 from ._sharding import ShardingType, checked_sharding, is_explicit, named_sharding, place
@@ -105,7 +105,8 @@ class QuantizedArray(ImplicitArray):
             relative, absolute = 0.0, 0.5
         else:
             info = jnp.finfo(self.dtype)
-            relative, absolute = float(info.eps) / 2, float(info.tiny)
+            tiny = SMALLEST if step.dtype == jnp.float32 else 0.0  # what is smaller became zero
+            relative, absolute = float(info.eps) / 2, max(float(info.tiny), tiny)
         rounding = 3 * float(jnp.finfo(jnp.float32).eps) + relative
         return step + x * rounding + step * rounding + absolute  # in this order nothing overflows
 
@@ -137,9 +138,10 @@ class QuantizedArray(ImplicitArray):
         blocks of the weights are no multiple of 32: to integers from -127 to 127 times a step, the block's largest
         magnitude / 127. Sums of a block are exact, and blocks are added in float32. So a term is off by at most
         half a step of its activation times the weight; scales along the contracted axis are applied before rounding,
-        and the values of NF4 are rounded too, to multiples of absmax / 127. Activations are not rounded where blocks of
-        the weights run along the other axis or are no multiple of 16, where a scale varies along both axes, where
-        activations are not finite, and without the core. On TPU this holds for INT8.
+        and the values of NF4 are rounded too, to multiples of absmax / 127, as are those of a registered table that no
+        power of two makes small integers. Activations are not rounded where blocks of the weights run along the other
+        axis or are no multiple of 16, where a scale varies along both axes, where activations are not finite, and
+        without the core. On TPU this holds for INT8.
         """
         int8_or_none("activation_dtype", activation_dtype)
         return self._replaced(activation_dtype=activation_dtype)

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 
@@ -33,9 +34,19 @@ def _gathered(
     if not tiled:
         return q._mapped_to(lambda _, leaf: lax.all_gather(leaf, axis_name, **gather), *inserted(q, axis, count))
     parts = _joinable(q, axis, axis_name)
+    if parts is None:  # devices may have scales of their own: then each part is a block
+        q = q._in_blocks(axis)
+        parts = _joinable(q, axis, axis_name)
     if parts is None:
         return NotImplemented
-    leaves = {n: leaf if shared else lax.all_gather(leaf, axis_name, **gather) for n, (leaf, shared) in parts.items()}
+
+    def gathered(leaf: jax.Array) -> jax.Array:
+        if not (jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 1):
+            return lax.all_gather(leaf, axis_name, **gather)
+        bits = lax.bitcast_convert_type(leaf, jnp.uint8)  # XLA on CPU would move float8 as float16
+        return lax.bitcast_convert_type(lax.all_gather(bits, axis_name, **gather), leaf.dtype)
+
+    leaves = {name: leaf if shared else gathered(leaf) for name, (leaf, shared) in parts.items()}
     return q._rebuilt(leaves, replaced(q.shape, axis, count * q.shape[axis]))
 
 

@@ -11,7 +11,7 @@ import jax
 from eformer.jaximus import ste
 
 from ._base import QuantizedArray
-from ._registry import find_format
+from ._registry import IMPORTANCE, Format, find_format
 from ._validation import a_bool, an_int, int8_or_none
 
 
@@ -41,6 +41,11 @@ class _OwnBlockSize(int):
 BLOCK_SIZE = _OwnBlockSize(64)
 
 
+def _no_option(form: Format, name: str) -> TypeError:
+    has = ", ".join(repr(option) for option in form.options if option not in ("use_kernel", "activation_dtype"))
+    return TypeError(f"the format {form.name!r} has no option {name!r}; it has {has or 'none'}")
+
+
 def format_name(dtype: str | None, format: str | None, default: str) -> str:
     """The name of the format that `dtype` or `format`, two names of one argument, asks for."""
     if dtype is not None and format is not None:
@@ -52,11 +57,11 @@ def format_name(dtype: str | None, format: str | None, default: str) -> str:
 class QuantizationConfig:
     """How to quantize; hashable, so it can be a static argument of a jitted function.
 
-    `format` is another name of `dtype`. `block_size` is for formats that have blocks, by default the format's own. With
-    `simulate`, `quantize` returns a dense array of quantized values, with the gradient of the identity.
-    `use_kernel=False` makes matmuls decode the whole array first. `activation_dtype="int8"` lets matmuls round the
-    activations: see `with_activation_dtype`. `fit` searches for scales with the smallest squared error, by default as
-    the format does. Config fields that a format does not have are ignored.
+    `format` is another name of `dtype`. `block_size` is for formats that have blocks, by default the format's own;
+    others refuse one that is not 64, the documented default. With `simulate`, `quantize` returns a dense array of
+    quantized values, with the gradient of the identity. `use_kernel=False` makes matmuls decode the whole array first.
+    `activation_dtype="int8"` lets matmuls round the activations: see `with_activation_dtype`. `fit` searches for scales
+    with the smallest squared error, by default as the format does.
     """
 
     dtype: QuantizationType | str = QuantizationType.NF4
@@ -77,10 +82,15 @@ class QuantizationConfig:
         *,
         format: str | None = None,
     ) -> None:
-        given = None if dtype is QuantizationType.NF4 else dtype
-        form = find_format(format_name(given, format, QuantizationType.NF4))
+        asked = None if dtype is QuantizationType.NF4 else dtype
+        form = find_format(format_name(asked, format, QuantizationType.NF4))
         name = QuantizationType(form.name) if form.name in set(QuantizationType) else form.name
         block_size = form.options.get("block_size", 64) if block_size is BLOCK_SIZE else block_size
+        # What has the documented default was perhaps not given.
+        given = {"block_size": block_size != 64, "fit": fit is not None, "use_kernel": use_kernel is not True}
+        for option, is_given in given.items():
+            if is_given and option not in form.options:
+                raise _no_option(form, option)
         check = form.array_type._rules.get("block_size", an_int)
         if callable(check):
             check("block_size", block_size)
@@ -161,9 +171,9 @@ def _encode(array: jax.Array, config: QuantizationConfig, options: dict[str, obj
     form = find_format(config.dtype)
     switches = {"use_kernel": config.use_kernel, "activation_dtype": config.activation_dtype}
     general = {"block_size": config.block_size, **switches}
-    known = [name for name in form.options if name not in general] + ["importance"] * form.takes_importance
+    names = [*form.options, *[IMPORTANCE] * form.takes_importance]
     general |= {} if config.fit is None else {"fit": config.fit}
     for name in options:
-        if name not in known:
-            raise TypeError(f"the format {form.name!r} has no option {name!r}; it has {', '.join(map(repr, known))}")
+        if name not in names or name in ("block_size", *switches):
+            raise _no_option(form, name)
     return form.encode(array, **{k: v for k, v in general.items() if k in form.options} | options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 from eformer.jaximus import register
 
 from ._base import Leaves
-from ._leafwise import ALL, LeafwiseArray, Moved
+from ._leafwise import ALL, LeafwiseArray, Moved, replaced
 
 
 @register("gather")
@@ -34,6 +35,10 @@ def gather(
     numbers = dimension_numbers
     indexed = numbers.start_index_map
     batched = numbers.operand_batching_dims
+    cut = [a for a in indexed if q._block(a) > 1]
+    if cut and not any(q._block(axis) > 1 for axis in batched):
+        how: dict[str, Any] = {"slice_sizes": slice_sizes, "mode": mode, "fill_value": fill_value, **params}
+        return _gather_along_blocks(primitive, q, indices, cut[0], numbers, **how)
     for axis, size in enumerate(slice_sizes):
         is_part, cuts = size != q.shape[axis], axis in indexed or axis in batched
         if q._block(axis) > 1 and (cuts or is_part or axis in numbers.collapsed_slice_dims):
@@ -98,3 +103,61 @@ def _fill_value(dtype: DTypeLike) -> float:
         return jnp.nan
     info = jnp.iinfo(dtype)
     return info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
+
+
+def _gather_along_blocks(
+    primitive: Primitive,
+    q: LeafwiseArray,
+    indices: jax.Array,
+    axis: int,
+    numbers: lax.GatherDimensionNumbers,
+    **params: Any,
+) -> jax.Array:
+    """The same gather from an array that has along `axis` just the elements it asks for, in their order."""
+    size, column = params["slice_sizes"][axis], list(numbers.start_index_map).index(axis)
+    starts, last = indices[..., column].astype(jnp.int32), q.shape[axis] - size
+    inside = jnp.clip(starts, 0, last)
+    within = jnp.arange(size, dtype=jnp.int32).reshape(*[1] * starts.ndim, size)
+    rows = rows_along(q, (inside[..., None] + within).reshape(-1), axis)
+    places = jnp.arange(starts.size, dtype=jnp.int32).reshape(starts.shape) * size
+    if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+        places = jnp.where(starts == inside, places, rows.shape[axis])
+    indices = indices.astype(jnp.int32).at[..., column].set(places)
+    return primitive.bind(rows, indices, dimension_numbers=numbers, **params)
+
+
+def rows_along(q: LeafwiseArray, at: jax.Array, axis: int) -> jax.Array:
+    """The elements at the positions `at` (n,) along `axis`, dense. They are decoded with those that share their bytes.
+
+    Not so many at once that these would be as long as the axis.
+    """
+    group, count = q._codes_together(axis), at.shape[0]
+    most = max(1, q.shape[axis] // (2 * group))
+    if count <= most:
+        return _rows_at_once(q, at, axis)
+    parts = jnp.pad(at, (0, -count % most)).reshape(-1, most)
+    found = lax.map(lambda part: _rows_at_once(q, part, axis), parts)
+    found = lax.collapse(jnp.moveaxis(found, 0, axis), axis, axis + 2)
+    return lax.slice_in_dim(found, 0, count, axis=axis)
+
+
+def _rows_at_once(q: LeafwiseArray, at: jax.Array, axis: int) -> jax.Array:
+    group, count = q._codes_together(axis), at.shape[0]
+    grains = {name: [q._grains(a)[name] for a in range(q.ndim)] for name in q._named_leaves()}
+
+    def taken(name: str, leaf: jax.Array) -> jax.Array:
+        grain = grains[name][axis]
+        if grain == ALL:
+            return leaf
+        if name not in q._code_fields:  # the entry of the element itself; for those beside it, it may be a wrong one
+            grains[name][axis] = group
+            return jnp.take(leaf, at // grain, axis=axis)
+        entries = jnp.arange(group // grain, dtype=at.dtype)[None]
+        return jnp.take(leaf, ((at // group)[:, None] * entries.size + entries).reshape(-1), axis=axis, mode="clip")
+
+    leaves = {name: taken(name, leaf) for name, leaf in q._named_leaves().items()}
+    part = q._of_parts(leaves, {name: tuple(each) for name, each in grains.items()})
+    dense = part._rebuilt(part._named_leaves(), replaced(q.shape, axis, count * group))._decoded()
+    groups = dense.reshape(*q.shape[:axis], count, group, *q.shape[axis + 1 :])
+    within = (at % group).reshape(*[1] * axis, count, *[1] * (q.ndim - axis))
+    return jnp.squeeze(jnp.take_along_axis(groups, within, axis=axis + 1), axis + 1)

@@ -149,9 +149,19 @@ class LeafwiseArray(MatmulOperand):
         """An equal array that has a leaf for its scale."""
         return self
 
+    def _in_blocks(self, axis: int) -> LeafwiseArray:
+        """An equal array whose scale, if it covers `axis` whole, is that of a block of this length; else this one."""
+        del axis
+        return self
+
     def _block(self, axis: int) -> int:
         """How many elements along `axis` share whole entries of every leaf, if none is broadcast; 1 without blocks."""
         return math.lcm(*(self._grain(name, axis) for name in self._named_leaves()))
+
+    def _codes_together(self, axis: int) -> int:
+        """How many elements along `axis` share whole entries of the leaves of codes."""
+        leaves = self._named_leaves()
+        return math.lcm(*(self._grain(name, axis) for name in self._code_fields if name in leaves))
 
     def is_stacked(self) -> bool:
         lengths = {leaf.shape[:1] for leaf in jtu.tree_leaves(self)}

@@ -21,6 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from eformer.jaximus import register
 
 from ._base import Leaves, MatmulOperand
+from ._gather import rows_along
 from ._leafwise import ALL, LeafwiseArray, Moved, replaced
 from ._sharding import asked_of
 
@@ -71,14 +72,17 @@ def slice_rule(
     limit_indices: Sequence[int],
     strides: Sequence[int] | None,
     **params: object,
-) -> Moved:
+) -> Moved | jax.Array:
     q = q._single()
     strides = strides or (1,) * q.ndim
     bounds = list(zip(start_indices, limit_indices, strides, strict=True))
-    for axis, (start, limit, stride) in enumerate(bounds):
-        at = q._alignment(axis)
-        if at > 1 and (start % at or stride != 1 or (limit % at and limit != q.shape[axis])):
-            return NotImplemented
+    cut = [
+        axis
+        for axis, (start, limit, stride) in enumerate(bounds)
+        if (at := q._alignment(axis)) > 1 and (start % at or stride != 1 or (limit % at and limit != q.shape[axis]))
+    ]
+    if cut:
+        return _slice_of_blocks(primitive, q, bounds, cut, **params)
 
     def part(name: str, leaf: jax.Array) -> jax.Array:
         ranges = [
@@ -89,7 +93,49 @@ def slice_rule(
         return primitive.bind(leaf, start_indices=starts, limit_indices=limits, strides=steps, **params)
 
     shape = tuple(-(-(limit - start) // stride) for start, limit, stride in bounds)
-    return q._mapped_to(part, shape)
+    return _as_part(q, q._mapped_to(part, shape))
+
+
+def _slice_of_blocks(
+    primitive: Primitive, q: LeafwiseArray, bounds: list[tuple[int, int, int]], cut: Sequence[int], **params: Any
+) -> Moved | jax.Array:
+    """A slice that cuts blocks along the axes `cut`: only its elements are decoded, or the blocks that hold them."""
+    bounds, whole = [*bounds], [*bounds]
+    for axis in cut:
+        at, (start, limit, _) = q._alignment(axis), bounds[axis]
+        whole[axis] = (start // at * at, min(-(-limit // at) * at, q.shape[axis]), 1)
+    asked = [range(*each) for each in bounds]
+    least = min(cut, key=lambda axis: len(asked[axis]) * q._codes_together(axis) / q.shape[axis])
+    by_row = len(asked[least]) * q._codes_together(least) < whole[least][1] - whole[least][0]
+    if by_row:
+        whole[least] = (0, q.shape[least], 1)
+        found = rows_along(_sliced(primitive, q, whole, **params), jnp.arange(*bounds[least], dtype=jnp.int32), least)
+        whole[least] = bounds[least] = (0, len(asked[least]), 1)
+    elif all((start, limit) == (0, size) for (start, limit, _), size in zip(whole, q.shape, strict=True)):
+        return NotImplemented
+    else:
+        found = _sliced(primitive, q, whole, **params)._decoded()
+    inside = [
+        (start - first, limit - first, stride) if axis in cut else (0, n, 1)
+        for axis, ((start, limit, stride), (first, _, _), n) in enumerate(zip(bounds, whole, found.shape, strict=True))
+    ]
+    return _sliced(primitive, found, inside, **params)
+
+
+def _sliced(primitive: Primitive, x: Any, bounds: Sequence[tuple[int, int, int]], **params: object) -> Any:
+    if [*bounds] == [(0, size, 1) for size in x.shape]:
+        return x
+    starts, limits, strides = zip(*bounds, strict=True)
+    run = slice_rule if isinstance(x, LeafwiseArray) else Primitive.bind
+    names = {"start_indices": starts, "limit_indices": limits, "strides": strides}
+    return run(primitive, x, **names, **params)
+
+
+def _as_part(q: LeafwiseArray, part: LeafwiseArray) -> LeafwiseArray:
+    """`part`, cut from `q`; a vector of a larger array counts as a row of it."""
+    if part.size < q.size and sum(size > 1 for size in part.shape) < 2:
+        part._keep(part=part.size)
+    return part
 
 
 @register("split")
@@ -209,8 +255,10 @@ def dynamic_slice(
     at = [q._alignment(axis) if size != q.shape[axis] else 1 for axis, size in enumerate(slice_sizes)]
     # The most blocks that `n` neighbouring elements can touch, wherever they begin.
     sizes = [n if b == 1 else (1 + -(-(n - 1) // b)) * b for n, b in zip(slice_sizes, at, strict=True)]
-    if any(n > d or (b > 1 and d % b) for n, d, b in zip(sizes, q.shape, at, strict=True)):
-        return NotImplemented
+    cut = [axis for axis, b in enumerate(at) if b > 1]
+    uneven = any(n > d or (b > 1 and d % b) for n, d, b in zip(sizes, q.shape, at, strict=True))
+    if cut and (uneven or slice_sizes[cut[0]] * q._codes_together(cut[0]) < sizes[cut[0]]):
+        return _dynamic_slice_by_row(primitive, q, clipped, slice_sizes, cut, **params)
     firsts = [
         start if b == 1 else jnp.minimum(start // b * b, d - n)
         for start, d, n, b in zip(clipped, q.shape, sizes, at, strict=True)
@@ -224,9 +272,27 @@ def dynamic_slice(
 
     found = q._mapped_to(part, tuple(sizes))
     if tuple(sizes) == tuple(slice_sizes) and max(at, default=1) == 1:
-        return found
+        return _as_part(q, found)
     within = [start - first for start, first in zip(clipped, firsts, strict=True)]
     return primitive.bind(found._decoded(), *within, slice_sizes=slice_sizes, **params)
+
+
+def _dynamic_slice_by_row(
+    primitive: Primitive,
+    q: LeafwiseArray,
+    starts: Sequence[jax.Array],
+    slice_sizes: Sequence[int],
+    cut: Sequence[int],
+    **params: Any,
+) -> jax.Array:
+    """A slice that cuts blocks along the axes `cut`, in which only its own elements along the first are decoded."""
+    axis, size = cut[0], slice_sizes[cut[0]]
+    first = [jnp.zeros_like(start) if a in cut else start for a, start in enumerate(starts)]
+    sizes = tuple(q.shape[a] if a in cut else n for a, n in enumerate(slice_sizes))
+    part: Any = q if sizes == q.shape else dynamic_slice(primitive, q, *first, slice_sizes=sizes, **params)
+    rows = rows_along(part, starts[axis] + jnp.arange(size, dtype=starts[axis].dtype), axis)
+    rest = [start if a in cut[1:] else jnp.zeros_like(start) for a, start in enumerate(starts)]
+    return primitive.bind(rows, *rest, slice_sizes=slice_sizes, **params)
 
 
 @register("dynamic_update_slice")

@@ -124,7 +124,8 @@ class PackedArray(LeafwiseArray):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = self._codes()[0].shape
+        first, count = next(iter(self._counts().items()))
+        shape = getattr(self, first).shape
         if not shape:
             return ()
         if self.axis < -len(shape):
@@ -133,7 +134,7 @@ class PackedArray(LeafwiseArray):
                 f"slices of the leaves may take axes before it only; inside `implicit` any axis works"
             )
         axis = self.axis % len(shape)
-        return (*shape[:axis], shape[axis] * self._first_count - self.padding, *shape[axis + 1 :])
+        return (*shape[:axis], shape[axis] * count - self.padding, *shape[axis + 1 :])
 
     def _counts(self) -> Mapping[str, int]:
         """Codes per byte of each leaf of codes that this array has."""
@@ -171,9 +172,7 @@ class PackedArray(LeafwiseArray):
         """`values`, of this array's shape, times the scales of their blocks."""
         if not self.ndim or self._per_scale == 1:
             return values.astype(scale.dtype) * scale
-        # Blocks are filled up, and a file chooses their length.
-        block = min(self._per_scale, max(self.shape[self.axis], 1))
-        return reference.scale_blocks(values, scale, block, self.axis)
+        return reference.scale_blocks(values, scale, self._per_scale, self.axis)
 
     def _unscaled(self) -> jax.Array:
         self._check_shapes()  # a tree may have been restructured since it was constructed

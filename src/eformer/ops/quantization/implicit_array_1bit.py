@@ -137,7 +137,8 @@ def _rounded(
     axis: int,
     importance: jax.Array | None,
 ) -> Leaves:
-    x = as_floats(x)
+    x = reference.without_tiny(as_floats(x))
+    x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     if scale == ABSMEAN:
         values, found = reference.absmean_ternary(x, range(x.ndim)[-2:])
         return {"weight": reference.pack_ternary(values, axis), "scale": found}

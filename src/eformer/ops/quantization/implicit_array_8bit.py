@@ -7,6 +7,8 @@ from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from eformer.jaximus import aux_field
@@ -18,6 +20,7 @@ from ._leafwise import AxisMap, LeafwiseArray
 from ._registry import register_format
 from ._sharding import ShardingType, laid_out
 from ._validation import FLOATS, Leaf, Rules, a_bool, check_fields
+from .implicit_array_grouped import ArrayGrouped
 
 
 class Array8B(LeafwiseArray):
@@ -123,6 +126,15 @@ class Array8B(LeafwiseArray):
     def _stored_matrix(self) -> Matrix:
         _, rows, cols = self.shape
         return Matrix("int8", (self.weight,), (self.scale,), rows, cols)
+
+    def _in_blocks(self, axis: int) -> LeafwiseArray:
+        """In the format "int8_grouped", whose codes are 128 more."""
+        if self.scale.shape[axis] != 1:
+            return self
+        codes = lax.bitcast_convert_type(self.weight, jnp.uint8) ^ np.uint8(128)
+        switches = {"use_kernel": self.use_kernel, "activation_dtype": self.activation_dtype, "dtype": self.dtype}
+        layout = {"bits": 8, "block_size": max(self.shape[axis], 1), "axis": axis - self.ndim}
+        return ArrayGrouped(codes, self.scale, **layout, **switches)
 
     def _encoded_again(self, array: jax.Array) -> Array8B:
         return self.quantize(array)

@@ -166,6 +166,12 @@ class ArrayFloat8(LeafwiseArray):
         scale = jnp.broadcast_to(reference.repeat_blocks(scale, blocks, self.shape), entries)
         return Matrix(self._kernel_format, (self.weight,), (scale,), rows, cols, axis - 1, size)
 
+    def _in_blocks(self, axis: int) -> ArrayFloat8:
+        if self.scale.shape[axis] != 1:
+            return self
+        grains = {a: self._grain("scale", a) for a in range(self.ndim)} | {axis: max(self.shape[axis], 1)}
+        return self._replaced(block_shape=self._with_grains(grains, self.ndim))
+
     def _encoded_again(self, array: jax.Array) -> ArrayFloat8:
         blocks = self.block_shape if 0 < len(self.block_shape) <= array.ndim else None
         return self.quantize(array, block_shape=blocks, code_dtype=self.weight.dtype)

@@ -9,18 +9,18 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from eformer.jaximus import aux_field
+from eformer.jaximus import ImplicitArray, aux_field
 from eformer.kernels import grouped, reference
 
 from ._base import Grain, Leaves
 from ._leafwise import replaced
 from ._packed import PackedArray
-from ._registry import find_format, register_format
+from ._registry import find_format, formats, register_format
 from ._validation import FLOATS, MAX_LENGTH, Leaf, Rules, a_bool, an_int
 
 SMALL = (jnp.uint8, jnp.int8)  # of scales and offsets that have a scale themselves
-CODEBOOKS = ("integer", *grouped.CODEBOOKS)
 SUPERBLOCK = 1024  # elements, or nearly so, that share the scale of their scales in double quantization
 FLOAT4 = {jnp.dtype(jnp.float8_e8m0fnu): "mxfp4", jnp.dtype(jnp.float8_e4m3fn): "nvfp4"}  # formats by their scales
 
@@ -41,8 +41,9 @@ def _a_length(least: int) -> Callable[[str, Any], None]:
 
 
 def _a_codebook(name: str, value: Any) -> None:
-    if value not in CODEBOOKS:
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, CODEBOOKS))}, got {value!r}")
+    known = ("integer", *grouped.CODEBOOKS)
+    if value not in known:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}, got {value!r}")
 
 
 class ArrayGrouped(PackedArray):
@@ -128,10 +129,13 @@ class ArrayGrouped(PackedArray):
         fit = fit or importance is not None
         levels = {"symmetric": symmetric, "scale_dtype": scale_dtype, "fit": fit, "importance": importance}
         encode = functools.partial(_encode, **levels, **options)
-        return cls._quantized(_name(bits), array, axis, encode, **options, use_kernel=use_kernel)
+        made = cls._quantized(_name(bits), array, axis, encode, **options, use_kernel=use_kernel)
+        _check_finite(array, made)
+        return made
 
     def _names_among(self, names: Sequence[str]) -> Sequence[str]:
-        own = _name(self.bits) if self.codebook == "integer" else FLOAT4.get(self.scale.dtype, self.codebook)
+        own = _name(self.bits) if self.codebook == "integer" else self.codebook
+        own = FLOAT4.get(self.scale.dtype, own) if own == "e2m1" else own
         return [name for name in names if name == own] or [self.codebook]
 
     def _counts(self) -> Mapping[str, int]:
@@ -139,7 +143,7 @@ class ArrayGrouped(PackedArray):
 
     @property
     def _kernel_format(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"uint{self.bits}" if self.codebook == "integer" else self.codebook
+        return f"uint{self.bits}" if self.codebook == "integer" else grouped.kernel_name(self.codebook)
 
     def _check_shapes(self) -> None:
         self._check_levels()
@@ -202,8 +206,7 @@ class ArrayGrouped(PackedArray):
         if not self.ndim:
             entries = [None if leaf is None else leaf[None] for leaf in (zero, offset)]
             return grouped.decode_blocks(values[None], scale[None], *entries, block_size=1, axis=0)[0]
-        block = min(self.block_size, max(self.shape[self.axis], 1))  # a file may choose any length
-        return grouped.decode_blocks(values, scale, zero, offset, block, self.axis)
+        return grouped.decode_blocks(values, scale, zero, offset, self.block_size, self.axis)
 
     def _factors(self) -> tuple[jax.Array, jax.Array | None]:
         return self.decode(), None
@@ -229,7 +232,13 @@ class ArrayGrouped(PackedArray):
 
     def _of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
         sizes = {"block_size": "scale", "superblock_size": "scale_scale"}
-        cut = {size: grains[name][self.axis] for size, name in sizes.items() if grains.get(name, (0,))[self.axis]}
+        cut = {
+            size: grains[name][self.axis]
+            for size, name in sizes.items()
+            if grains.get(name, (0,) * self.ndim)[self.axis]
+        }
+        if "block_size" in cut:
+            cut.setdefault("superblock_size", 0)  # one factor for all needs no length
         return self._mapped(lambda name, _: leaves[name])._replaced(**cut)
 
     def _grain(self, name: str, axis: int) -> int:
@@ -241,8 +250,9 @@ class ArrayGrouped(PackedArray):
         return (self.superblock_size or self.block_size) if name.endswith("_scale") else self.block_size
 
     def _encoded_again(self, array: jax.Array) -> ArrayGrouped:
-        if self.codebook == "e2m1":
-            made: Any = find_format(FLOAT4.get(self.scale.dtype, "mxfp4")).encode(array, self.block_size)
+        name = FLOAT4.get(self.scale.dtype, "mxfp4") if self.codebook == "e2m1" else self.codebook
+        if name in {form.name for form in formats()}:
+            made: Any = find_format(name).encode(array, self.block_size)
             return made
         symmetric = self.zero is None and self.offset is None
         double = self.scale_scale is not None
@@ -258,6 +268,19 @@ class ArrayGrouped(PackedArray):
         outside = jnp.maximum(jnp.minimum(*ends) - x, x - jnp.maximum(*ends))
         widest = jnp.full(self.shape, np.max(np.diff(table)) / 2)
         return jnp.maximum(outside, 0) + self._scaled_blocks(widest, jnp.abs(scale))
+
+
+def _check_finite(array: jax.Array, made: ArrayGrouped) -> None:
+    """A ValueError if a block is NaN and no element is, where values can be seen; it takes reading the scales."""
+    leaves = (array, made.scale if made.scale_scale is None else made.scale_scale)
+    if isinstance(array, (Tracer, ImplicitArray)) or any(isinstance(leaf, Tracer) for leaf in leaves):
+        return
+    if bool(jnp.any(jnp.isnan(leaves[1]))) and bool(jnp.all(jnp.isfinite(array))):
+        most = float(jnp.finfo(jnp.float32).max) * 0.98
+        raise ValueError(
+            f"a block of codes spans at most {most:.3g}, and one spans more here: codes times their scale would "
+            f"overflow; divide the array by a power of two, and multiply what it gives"
+        )
 
 
 @functools.partial(

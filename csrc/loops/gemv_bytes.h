@@ -1,0 +1,265 @@
+// A few rows of x as bytes times a matrix, contracted along its rows: some rows of codes are read side by side, from
+// left to right over a stripe of columns, while the sums of a block wait in L1.
+#pragma once
+
+#include "matrix/pack_bytes.h"
+
+namespace eformer::EFORMER_ISA {
+
+constexpr int64_t kStripeColumns = 4096;  // at most
+// Rows of bytes that are read side by side; the best from memory, on Zen 5.
+#if defined(EFORMER_BYTE_DOTS)
+constexpr int64_t kLineRows = 8;
+#else
+constexpr int64_t kLineRows = 16;
+#endif
+
+// Rows of x that share what is read, as registers allow; more are faster by panels.
+#if defined(EFORMER_BYTE_DOTS) && !defined(EFORMER_AMX)
+constexpr int kStripeRows = 4;
+#else
+constexpr int kStripeRows = 1;
+#endif
+
+// Prefetches the rows behind those that are read side by side, one after the other from end to end: of rows side by
+// side, memory gives less.
+template <bool kIntoL1>
+struct RowsAhead {
+  const uint8_t *at, *end;  // what is next, and where its row ends
+  int64_t stride, width;    // of rows
+
+  RowsAhead(const uint8_t* first, int64_t stride, int64_t width)
+      : at(first), end(first + width), stride(stride), width(width) {}
+
+  EFORMER_INLINE void Prefetch() {
+    kIntoL1 ? __builtin_prefetch(at, 0, 0) : __builtin_prefetch(at, 0, 2);
+    at += kIntBytes;
+    if (at >= end) end += stride, at = end - width;
+  }
+};
+
+// kRows rows of x.
+template <class Format, bool kPacked, int kParts, int kRows>
+struct Stripe {
+  static constexpr int kPlaces = kPacked ? kValuesPerByte<Format> : 1;
+  static constexpr bool kInBlocks = Format::kScales == ScaleKind::kPerBlock;
+  static constexpr bool kHasNaN = Int8Codes<Format>::kHasNaN;
+  static constexpr int kLines = kRows * kParts;
+  typedef DotsOf<Format> Dots;
+  typedef RowsAhead<(kLineRows * kStripeColumns <= 32768)> CodesAhead;
+
+  const Matrix m;
+  const ByteX& x;
+  const int64_t n, width;  // the first column, and the number of columns
+  const int64_t padded = CeilDiv(width, kPanelColumns) * kPanelColumns;
+  // Columns are in the order of panels, and kLineColumns of a row of x follow those of the row before it.
+  const Zeros<int32_t> sums{padded * kRows};  // of a block, or floats where x is in parts
+  const Floats totals{padded * kRows};
+  const Zeros<int32_t> nan{kHasNaN ? padded : 0};  // bits of columns
+  ScaleBuffers buffers;
+  RowOfScales scales;  // of a block
+  ScalesAhead scales_ahead;
+
+  Stripe(const Matrix& m, const ByteX& x, int64_t n, int64_t width) : m(m), x(x), n(n), width(width) {}
+
+  // Adds x[k : k + block] @ matrix[k : k + block].
+  void AddBlock(int64_t k) {
+    const int64_t first = k / kPlaces, rows = Min(x.order.block / kPlaces, CeilDiv(m.rows, kPlaces) - first);
+    for (int64_t r = 0; r < rows; r += kLineRows) {
+      const int64_t count = Min(kLineRows, rows - r);
+      const Lines lines = {first + r, count, k / x.order.block, k + r * kPlaces, r == 0, r + kLineRows >= rows};
+      const int64_t whole = count % 4 == 0 && kPacked ? width / kPanelColumns * kPanelColumns : 0;
+      const uint8_t* codes = m.planes[0] + lines.row * m.cols + n;
+      CodesAhead ahead(codes + count * m.cols, m.cols, width);
+      AddColumns(lines, codes, m.cols, 0, whole, [&] { ahead.Prefetch(); });
+      for (int64_t c = whole; c < width; c += kPanelColumns) {
+        alignas(64) uint8_t copy[kLineRows][kPanelColumns] = {};
+        CopyRows(lines, c, copy);
+        AddColumns(lines, copy[0], kPanelColumns, c, c + kPanelColumns, [] {});
+      }
+    }
+  }
+
+  // Finds the scales of a block of the matrix, and has those of the next prefetched.
+  void TakeScales(int64_t block) {
+    scales = buffers.Take(m, block, n, width, CentreOf<Format>(m));
+    scales_ahead = ScalesAhead(m, block + 1, n, width);
+  }
+
+  void Write(float* y) const {
+    for (int64_t row = 0; row < kRows; ++row, y += m.Width()) {
+      for (int64_t c = 0; c < width; c += kLineColumns) {
+        float* from = totals.values + c * kRows + row * kLineColumns;
+        for (int64_t i = 0; i < kLineColumns && kHasNaN; ++i) {
+          if (nan.values[c + i] != 0) from[i] = __builtin_nanf("");
+        }
+        Reals line[4];
+        for (int i = 0; i < 4; ++i) line[i] = LoadVector<Reals>(from + i * kIntLanes);
+        ToColumnOrder(line);
+        if (c + kLineColumns <= width) {
+          std::memcpy(y + c, line, sizeof line);
+        } else {
+          std::memcpy(y + c, line, (width - c) * sizeof(float));
+        }
+      }
+    }
+  }
+
+ private:
+  // Some rows of bytes of a block.
+  struct Lines {
+    int64_t row, count;  // the first row, and how many
+    int64_t block, k;    // of x, and the depth
+    bool starts, ends;   // the block
+  };
+
+  // Copies columns `c` and following, or their codes, with zeros behind the last row and column.
+  void CopyRows(const Lines& lines, int64_t c, uint8_t (&copy)[kLineRows][kPanelColumns]) const {
+    for (int64_t j = 0; j < lines.count; ++j) {
+      if constexpr (kPacked) {
+        std::memcpy(copy[j], m.planes[0] + (lines.row + j) * m.cols + n + c, Min(kPanelColumns, width - c));
+      } else {
+        Bytes codes[2] = {};
+        AddPlanes<Format>(m, lines.row + j, n + c, width - c, codes);
+        std::memcpy(copy[j], codes, sizeof codes);
+      }
+    }
+  }
+
+  // Adds rows of bytes times x, from columns `c0` to `c1`, and calls prefetch() for each row of each line.
+  template <class Prefetch>
+  EFORMER_INLINE void AddColumns(const Lines& lines, const uint8_t* from, int64_t stride, int64_t c0, int64_t c1,
+                                 const Prefetch& prefetch) {
+    const int64_t at = lines.block * kRows;
+    int32_t starts[kLines];
+    for (int line = 0; line < kLines; ++line) starts[line] = -BiasOf<Format>(m) * x.sums[at * kParts + line];
+    float steps[kRows];
+    for (int r = 0; r < kRows; ++r) steps[r] = x.steps[at + r] / Format::kInt8Steps;
+    const RowOfScales row_scales = scales;
+    ScalesAhead of_scales = scales_ahead;
+    for (int64_t c = c0; c < c1; c += kLineColumns, from += kLineColumns) {
+      int32_t* stored = sums.values + c * kRows;
+      float* to = totals.values + c * kRows;
+      of_scales.Prefetch();
+      Ints dots[kLines][4];
+#pragma GCC unroll 6
+      for (int line = 0; line < kLines; ++line) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          dots[line][i] = lines.starts  ? starts[line] - Ints{}
+                          : kParts == 1 ? LoadVector<Ints>(stored + line * kLineColumns + i * kIntLanes)
+                                        : Ints{};
+        }
+      }
+      AddLines(from, stride, lines.count, x.values + lines.k * kLines, c, dots, prefetch);
+      Reals found[kRows][4];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          int32_t* of_row = stored + r * kLineColumns + i * kIntLanes;
+          if constexpr (kParts == 1) {
+            if (!lines.ends) StoreVector(of_row, dots[r][i]);
+            found[r][i] = ToReals(dots[r][i]);
+          } else {
+            found[r][i] = Joined<kParts>([&](int part) { return dots[r * kParts + part][i]; });
+            if (!lines.starts) found[r][i] += LoadVector<Reals>(of_row);
+            if (!lines.ends) StoreVector(of_row, found[r][i]);
+          }
+        }
+      }
+      if (lines.ends) AddScaled(row_scales, c, steps, x.totals + at, found, to);
+    }
+    scales_ahead = of_scales;
+  }
+
+  // Adds rows of bytes times x, and calls prefetch() for each row.
+  template <class Prefetch>
+  EFORMER_INLINE void AddLines(const uint8_t* from, int64_t stride, int64_t count, const int8_t* xs, int64_t c,
+                               Ints (&dots)[kLines][4], const Prefetch& prefetch) const {
+    for (int64_t r = 0; r < count; r += 4, xs += 4 * kPlaces * kLines) {
+      IntBytes rows[4], quads[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j, from += stride) {
+        prefetch();
+        rows[j] = LoadVector<IntBytes>(from);
+      }
+      QuadsOfRows(rows, quads);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const IntBytes flipped = FlipPacked<Format, kPlaces>(quads[i]);
+        if constexpr (kHasNaN) {
+          int32_t* to = nan.values + c + i * kIntLanes;
+          StoreVector(to, LoadVector<IntBytes>(to) | FindNaN(flipped));
+        }
+        typename Dots::Sum sum[kLines];
+#pragma GCC unroll 6
+        for (int line = 0; line < kLines; ++line) sum[line] = Dots::Start(dots[line][i]);
+        ForEachPlace<kPlaces>([&](auto place) {
+          const auto codes = Dots::Prepare(BytesAt<Format, kPlaces, place>(flipped));
+#pragma GCC unroll 6
+          for (int line = 0; line < kLines; ++line) {
+            sum[line] = Dots::Add(sum[line], codes, SpreadFour(xs + 4 * (place * kLines + line)));
+          }
+        });
+#pragma GCC unroll 6
+        for (int line = 0; line < kLines; ++line) dots[line][i] = Dots::Finish(sum[line], dots[line][i]);
+      }
+    }
+  }
+
+  // Adds the sums of a block, scaled, to the totals.
+  EFORMER_INLINE static void AddScaled(const RowOfScales& row, int64_t c, const float (&steps)[kRows],
+                                       const float* x_sums, const Reals (&found)[kRows][4], float* totals) {
+    Reals scale[4], offset[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4 && kInBlocks; ++i) {
+      scale[i] = row.template Scale<Reals>(c + i * kIntLanes);
+      if (row.has_offsets) offset[i] = row.template Offset<Reals>(c + i * kIntLanes, scale[i]);
+    }
+    if (kInBlocks) ToPanelOrder(scale);
+    if (kInBlocks && row.has_offsets) ToPanelOrder(offset);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        float* to = totals + r * kLineColumns + i * kIntLanes;
+        Reals total = LoadVector<Reals>(to) + found[r][i] * (kInBlocks ? scale[i] * steps[r] : steps[r] - Reals{});
+        if (kInBlocks && row.has_offsets) total += offset[i] * x_sums[r];
+        StoreVector(to, total);
+      }
+    }
+  }
+};
+
+template <class Format, bool kPacked, int kParts, int kRows>
+static void StripesOf(const Matrix& m, const ByteX& x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
+  for (int64_t n = n0; n < n1; n += kStripeColumns) {
+    Stripe<Format, kPacked, kParts, kRows> stripe(m, x, n, Min(kStripeColumns, n1 - n));
+    for (int64_t k = k0; k < k1; k += x.order.block) {
+      if constexpr (Format::kScales == ScaleKind::kPerBlock) {
+        if (k == k0 || k % m.block == 0) stripe.TakeScales(k / m.block);
+      }
+      stripe.AddBlock(k);
+    }
+    stripe.Write(y + n);
+  }
+}
+
+// Up to this many rows of x.
+template <int kParts>
+constexpr int64_t kMostStripeRows = kParts == 1 ? kStripeRows : 1;
+
+// As Kernels::byte_matmul says, for contracted_axis 0 and so few rows.
+template <class Format, bool kPacked, int kParts>
+static void Stripes(const Matrix& m, const ByteX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
+                    float* y) {
+  if constexpr (kMostStripeRows<kParts> > 1) {
+    if (count == 2) return StripesOf<Format, kPacked, kParts, 2>(m, x, k0, k1, n0, n1, y);
+    if (count == 3) return StripesOf<Format, kPacked, kParts, 3>(m, x, k0, k1, n0, n1, y);
+    if (count == 4) return StripesOf<Format, kPacked, kParts, 4>(m, x, k0, k1, n0, n1, y);
+  }
+  StripesOf<Format, kPacked, kParts, 1>(m, x, k0, k1, n0, n1, y);
+}
+
+}  // namespace eformer::EFORMER_ISA
