@@ -75,6 +75,9 @@ LINEAR: dict[str, tuple[Any, tuple[int, ...]]] = {
     "padded": (lambda w: X @ jnp.pad(w, ((1, 2), (0, 0))), (3, 4)),
     "halves": (lambda w: [X @ each for each in jnp.split(w, 2, axis=1)], (6, 4)),
     "joined with itself": (lambda w: X @ jnp.concatenate([w, w[::-1]], axis=1), (6, 4)),
+    "tiled": (lambda w: X @ jnp.tile(w, (1, 2)), (6, 4)),
+    "tiled, each layer": (lambda w: X @ jnp.tile(w, (2, 1, 1)), (3, 6, 4)),
+    "chosen": (lambda w: X @ lax.select_n(INDEX[1] == 0, w[0], w[1]), (2, 6, 4)),
     "shared by a batch": (lambda w: jnp.broadcast_to(w, (2, 3, 4)) @ jnp.ones((4, 2)), (3, 4)),
     "scaled": (lambda w: X @ (2 * w), (6, 4)),
     "scaled by channel": (lambda w: X @ (w * jnp.arange(1.0, 5)), (6, 4)),
@@ -132,7 +135,7 @@ LINEAR: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 # A second moment has another form than one matrix for all outputs, or none.
 WITHOUT_MOMENT = {"scaled by channel", "divided by input", "padded", "every other row", "convolution, by group"}
-WITHOUT_MOMENT |= {"joined with itself"}
+WITHOUT_MOMENT |= {"joined with itself", "chosen"}
 
 
 def slopes_of(function: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -182,6 +185,21 @@ def test_an_array_that_occurs_twice_has_one_statistic_of_both_uses():
     assert found["in"] is found["out"]
     expected = jnp.mean(X**2, 0)[:, None] + jnp.mean(x**2, 0)
     np.testing.assert_allclose(found["in"].mean_square, expected, **TOLERANCE)
+
+
+def test_of_leaves_that_a_number_chooses_from_the_others_count_nothing():
+    w = [normal(6, 4), normal(6, 4)]
+    found = calibrate(lambda w, i: X @ lax.select_n(i, *w), second_moments=True)(w, jnp.array(1))
+    np.testing.assert_allclose(found["1"].second_moment(0)[0], X.T @ X / 5, **TOLERANCE)
+    assert "0" in found.missing
+
+
+def test_a_leaf_that_devices_send_each_other_is_missing():
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    local = lambda w, x: x @ lax.all_gather(w, "a", axis=0, tiled=True)  # noqa: E731
+    a = PartitionSpec("a")
+    function = jax.shard_map(local, mesh=mesh, in_specs=(a, a), out_specs=a)
+    assert "not known" in calibrate(function)(normal(8, 4), normal(6, 8)).missing[""]
 
 
 def test_means_are_those_of_all_inputs():

@@ -114,6 +114,29 @@ def _placed(total: jax.Array, shape: Sequence[int], starts: Sequence[Any], taken
     return lax.dynamic_update_slice(jnp.zeros(whole, total.dtype), jnp.broadcast_to(total, part), starts)
 
 
+def _tile(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+    del operands, out
+    for axis, (times, size) in enumerate(zip(eqn.params["reps"], _shape(eqn, at), strict=True)):
+        if total.shape[axis] == 1:
+            total = total * times if how.spread else total
+        else:
+            copies = total.reshape(*total.shape[:axis], times, size, *total.shape[axis + 1 :])
+            total = jnp.sum(copies, axis)
+    return total
+
+
+def _select(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+    """Of arrays that a single number chooses from, the others count 0."""
+    del eqn, out
+    chosen = jnp.asarray(operands[0]).reshape(()).astype(jnp.int32) == at - 1
+    return jnp.where(chosen, total, 0) if how.spread else total
+
+
+def _untold(*_: object) -> jax.Array:
+    """What devices send each other: their sums would have to be sent back."""
+    raise Untold
+
+
 def _slice(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
     starts, strides = eqn.params["start_indices"], eqn.params["strides"]
     taken = type_of(eqn.outvars[0]).shape
@@ -212,6 +235,9 @@ PULLS: Mapping[str, Pull] = {
     "pad": _transposed,
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
+    "tile": _tile,
+    "select_n": _select,
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_to_all", "ppermute"), _untold),
     **dict.fromkeys(("mul", "div"), _scaled),
     **dict.fromkeys(("convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient", "name"), _same),
     **dict.fromkeys(("neg", "sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"), _same),
