@@ -53,19 +53,19 @@ class ModelFile:
         self._checkpoint = checkpoint
         metadata = checkpoint.metadata
         if "general.architecture" in metadata:  # GGUF, or safetensors that were made of it
-            self.config, self._names = read_config(metadata), {name: name for name in checkpoint}
-            _check_names(self._names)
+            self.config, self.names = read_config(metadata), {name: name for name in checkpoint}
+            _check_names(self.names)
             self.tokenizer = functools.partial(Tokenizer.from_gguf, metadata)
         else:
             folder = path if path.is_dir() else path.parent
-            self.config, self._names = folder_config(read_json(folder / "config.json")), _gguf_names(checkpoint)
+            self.config, self.names = folder_config(read_json(folder / "config.json")), _gguf_names(checkpoint)
             self.tokenizer = functools.partial(Tokenizer.from_folder, folder)
 
     def read(self, change: Change | None = None, progress: Progress | None = None) -> dict[str, Any]:
         """The parameters; see `load_model`."""
         checkpoint, done, params = self._checkpoint, 0, {}
-        total = sum(checkpoint.info(name).nbytes for name in self._names)
-        for (name, own), array in zip(self._names.items(), _read_ahead(checkpoint.read, self._names), strict=True):
+        total = sum(checkpoint.info(name).nbytes for name in self.names)
+        for (name, own), array in zip(self.names.items(), _read_ahead(checkpoint.read, self.names), strict=True):
             params[own] = _changed(own, array, change)
             done += checkpoint.info(name).nbytes
             if progress is not None:
@@ -74,7 +74,7 @@ class ModelFile:
 
     def like(self, change: Change | None = None) -> dict[str, Any]:
         """The parameters that `read` will give, without values: JAX compiles a function of them meanwhile."""
-        likes = {own: self._checkpoint.entry(name).like for name, own in self._names.items()}
+        likes = {own: self._checkpoint.entry(name).like for name, own in self.names.items()}
 
         def params(arrays: Mapping[str, Any]) -> dict[str, Any]:
             return {own: _changed(own, array, change) for own, array in arrays.items()}

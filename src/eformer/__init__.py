@@ -22,6 +22,7 @@ run it          implicit, use_implicit, fuse, materialize
 look inside     explain, materialization_error, use_kernels
 files           load, save, open_checkpoint, quantize_checkpoint
 train it        partition, combine, straight_through, ste
+look at data    calibrate, Statistics, tune
 formats         Array8B (int8), ArrayGrouped (int2, int3, int4, int5, int6, int8_grouped, mxfp4, nvfp4), ArrayNF4 (nf4),
                 ArrayFloat8 (fp8, fp8_e5m2), Array1B (ternary, binary), RSROperatorBinary, RSROperatorTernary
 add your own    ImplicitArray, aux_field, register; QuantizedArray, register_format, formats
@@ -53,6 +54,8 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOMES` has the same names
     from .jaximus import use_implicit as use_implicit
     from .model import Report as Report
     from .model import Rule as Rule
+    from .model import Statistics as Statistics
+    from .model import calibrate as calibrate
     from .model import combine as combine
     from .model import default_rules as default_rules
     from .model import dequantize as dequantize
@@ -62,6 +65,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOMES` has the same names
     from .model import report as report
     from .model import rules_from_use as rules_from_use
     from .model import stored_bytes as stored_bytes
+    from .model import tune as tune
     from .ops.quantization import Array1B as Array1B
     from .ops.quantization import Array8B as Array8B
     from .ops.quantization import ArrayFloat8 as ArrayFloat8
@@ -84,8 +88,8 @@ _HOMES = {
     "ops.quantization": "Array1B Array8B ArrayFloat8 ArrayGrouped ArrayNF4 QuantizationConfig QuantizationType "
     "QuantizedArray RSROperatorBinary RSROperatorTernary formats fuse quantize register_format straight_through "
     "use_kernels",
-    "model": "Report Rule combine default_rules dequantize dequantize_model partition quantize_model report "
-    "rules_from_use stored_bytes",
+    "model": "Report Rule Statistics calibrate combine default_rules dequantize dequantize_model partition "
+    "quantize_model report rules_from_use stored_bytes tune",
     "checkpoint": "Checkpoint CheckpointError load open_checkpoint quantize_checkpoint save",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

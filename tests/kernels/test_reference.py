@@ -58,7 +58,7 @@ def test_nibbles(length, axis):
     codes = np.random.default_rng(0).integers(0, 16, shape)
     padded = np.concatenate([codes, np.zeros_like(np.take(codes, [0] * (length % 2), axis))], axis)
     even, odd = (np.take(padded, range(start, padded.shape[axis], 2), axis) for start in (0, 1))
-    packed = run(reference._pack_nibbles, codes.astype(np.uint8), axis)
+    packed = run(reference.pack_nf4, codes.astype(np.uint8), axis)
     np.testing.assert_array_equal(packed, even << 4 | odd)
 
 

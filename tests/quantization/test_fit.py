@@ -206,3 +206,49 @@ WRONG = {
 def test_bad_options_are_named(form: str, fit: Any, error: type[Exception], words: str):
     with pytest.raises(error, match=words):
         quantize(jnp.ones((4, 8)), format=form, fit=fit)
+
+
+WEIGHED = [
+    *(Case.of(each, block_size=BLOCK) for each in GROUPED),
+    Case.of("int4", block_size=BLOCK, symmetric=True),
+    Case.of("int3", block_size=BLOCK, double_quantization=True),
+    Case.of("int8"),
+    Case.of("nf4", block_size=BLOCK),
+    Case.of("nvfp4"),
+    Case.of("fp8"),
+    Case.of("fp8_e5m2", block_shape=(1, BLOCK)),
+    Case.of("ternary", scale="channel", axis=-1),
+]
+
+
+def importance() -> jax.Array:
+    return jnp.exp(2 * normal((1, 70), seed=2))
+
+
+@pytest.mark.parametrize("case", [*WEIGHED, Case.of("mxfp4")], ids=str)
+def test_importance_counts(case: Case):
+    """The error of what is important is smaller than with all alike, in sum over rows of ordinary numbers."""
+    w = jnp.asarray(normal((64, 70)))
+    plain, weighed = case(w, fit=True), case(w, importance=importance())
+    before, after = (float(jnp.sum(importance() * (dense(q) - w) ** 2)) for q in (plain, weighed))
+    assert after < before
+
+
+@pytest.mark.parametrize("case", WEIGHED, ids=str)
+def test_importance_that_is_the_same_for_all_changes_nothing_much(case: Case):
+    w = jnp.asarray(normal((64, 70)))
+    before, after = (f64(dense(case(w, **options))) for options in ({"fit": True}, {"importance": jnp.ones((1, 1))}))
+    assert np.sum((after - f64(w)) ** 2) <= np.sum((before - f64(w)) ** 2) * (1 + fitting.MARGIN)
+
+
+def test_every_format_that_is_fitted_takes_importance():
+    assert {form.name for form in formats() if "fit" in form.options and not form.takes_importance} == {"binary"}
+
+
+@pytest.mark.parametrize("given", [lambda zeros: zeros, lambda zeros: zeros.at[0, :BLOCK].set(1)])
+def test_inputs_that_never_came_leave_blocks_rounded(given):
+    w = jnp.asarray(normal((4, 64)))
+    plain = f64(quantize(w, format="int4", block_size=BLOCK).error_bound(w))
+    q = quantize(w, format="int4", block_size=BLOCK, importance=given(jnp.zeros((1, 64))))
+    assert np.max(f64(q.error_bound(w))) < 2 * np.max(plain)
+    assert_within(dense(q), w, q.error_bound(w))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from eformer._progress import Progress
 from eformer._saving import Target, is_sealed, reading
 from eformer._warnings import warn
-from eformer.model import Rule, apply_rule, find_rule, warn_unused_rules
+from eformer.model import Rule, Statistic, apply_rule, find_rule, warn_unused_rules
 from eformer.ops.quantization import QuantizedArray
 
 from ._arrays import Entry, Item, Value
@@ -47,13 +47,15 @@ def quantize_checkpoint(
     overwrite: bool = False,
     progress: Progress | None = None,
     max_shard_bytes: int | None = None,
+    statistics: Mapping[str, Statistic] | None = None,
 ) -> Path:
     """Write `source` again with its floating point arrays in the formats that `rules` say; the result is as `save`'s.
 
     The first rule that matches an array's name decides. An array that no rule matches is copied byte for byte, and so
     are integers and arrays that are quantized already. `source` is a file, an index of shards or a folder, of any kind
     that `open_checkpoint` reads; from folder to folder, the small files beside the weights (configuration, tokenizer)
-    are copied too. The target must not be a part of `source`.
+    are copied too. The target must not be a part of `source`. `statistics` by the names of arrays, of `calibrate`, are
+    what scales are fitted for, and what rules with `method="gptq"` need.
 
     Memory peaks at about three times the largest array, whatever the size of the model.
 
@@ -75,7 +77,9 @@ def quantize_checkpoint(
         weights = {name: e.like for name, e in entries.items() if jnp.issubdtype(e.like.dtype, jnp.floating)}
         chosen = {name: find_rule(rules, name, like) for name, like in weights.items()}
         warn_unused_rules(rules, chosen)
-        written = KINDS["safetensors"](_quantized(name, entry, chosen.get(name)) for name, entry in entries.items())
+        known = {} if statistics is None else statistics
+        items = (_quantized(name, entry, chosen.get(name), known.get(name)) for name, entry in entries.items())
+        written = KINDS["safetensors"](items)
         to = Target(target, overwrite, progress, *_beside(source, target))
         return write_safetensors(to, written, checkpoint.tree, text_metadata(checkpoint.metadata), max_shard_bytes)
 
@@ -113,7 +117,7 @@ def convert(
         return write_safetensors(to, written, checkpoint.tree, text_metadata(checkpoint.metadata), max_shard_bytes)
 
 
-def _quantized(name: str, entry: Entry, rule: Rule | None) -> Item:
+def _quantized(name: str, entry: Entry, rule: Rule | None, statistic: Statistic | None) -> Item:
     like = entry.like
     if rule is None or rule.format is None or isinstance(like, QuantizedArray):
         return Item(name, like, entry.host, entry.drop)
@@ -123,7 +127,7 @@ def _quantized(name: str, entry: Entry, rule: Rule | None) -> Item:
         host = np.asarray(entry.host())
         copy = aligned_copy(host if host.dtype == dtype else narrowed(name, host, dtype))
         entry.drop()
-        return jax.block_until_ready(apply_rule(rule, name, jax.device_put(copy)))
+        return jax.block_until_ready(apply_rule(rule, name, jax.device_put(copy), statistic))
 
     return Item(name, apply_rule(rule, name, jax.ShapeDtypeStruct(like.shape, dtype)), make)
 

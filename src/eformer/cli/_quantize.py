@@ -6,11 +6,12 @@ import argparse
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from eformer._text import as_bits, in_bytes
-from eformer.checkpoint import open_checkpoint, quantize_checkpoint
-from eformer.model import UnusedRuleWarning, default_rules
+from eformer.checkpoint import load, open_checkpoint, quantize_checkpoint
+from eformer.model import Rule, Statistics, UnusedRuleWarning, default_rules, plan_budget
 from eformer.ops.quantization import QuantizedArray
 
 from ._answer import Answer
@@ -25,6 +26,7 @@ EXAMPLE = f"""\
 examples:
   eformer quantize model.safetensors small.safetensors --format nf4
   eformer quantize ./model ./small --format nf4,block_size=32 --embeddings int8 --report small.html
+  eformer quantize ./model ./small --format int4 --statistics statistics.npz --method gptq
   eformer quantize ./model ./small --rule 'lm_head=int8,axis=-1' --rule 'layers[.]0[.]=keep'
 
 The first --rule whose pattern (a regular expression) is found in the name of an array decides. For all other arrays
@@ -52,6 +54,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a format for the arrays whose name matches the pattern; may be repeated",
     )
     parser.add_argument("--embeddings", choices=format_names(), metavar="FORMAT", help="quantize embeddings too")
+    parser.add_argument("--statistics", type=Path, metavar="FILE", help="what `eformer calibrate` found")
+    parser.add_argument("--method", choices=["gptq"], help="how codes are chosen; gptq needs statistics")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="BITS",
+        help="bits a weight on average: formats from 2 to 8 bits in place of those of the rules; needs statistics",
+    )
     parser.add_argument("--shard", type=byte_count, metavar="SIZE", help="write files of at most this size: 5GB, 500MB")
     parser.add_argument(
         "--report", type=page_path, metavar="PAGE.html", help="write a page with the error of each array"
@@ -68,6 +78,15 @@ def run(args: argparse.Namespace) -> Answer:
     if args.target.suffix == ".gguf":
         raise ValueError(f"{args.target}: `eformer quantize` writes safetensors; `eformer convert` makes GGUF of them")
     check_page(args.report, force=args.force)
+    statistics = None if args.statistics is None else Statistics.load(args.statistics)
+    if statistics is None and (args.method or args.budget):
+        raise ValueError("--method and --budget need --statistics, which `eformer calibrate` finds")
+    if args.method is not None:
+        rules = [replace(rule, method=args.method) if rule.format else rule for rule in rules]
+    if args.budget is not None:
+        arrays = load(args.source, flat=True)
+        rules = [*plan_budget(args.budget, arrays, rules, statistics=statistics), Rule("", None, optional=True)]
+        del arrays
     start = time.monotonic()
     with open_checkpoint(args.source) as checkpoint:
         before = Totals(checkpoint)
@@ -79,7 +98,13 @@ def run(args: argparse.Namespace) -> Answer:
     ):
         warnings.simplefilter("error", UnusedRuleWarning)  # stop at a misspelt pattern instead of writing
         written = quantize_checkpoint(
-            args.source, args.target, rules, overwrite=args.force, progress=progress, max_shard_bytes=args.shard
+            args.source,
+            args.target,
+            rules,
+            overwrite=args.force,
+            progress=progress,
+            max_shard_bytes=args.shard,
+            statistics=statistics,
         )
     with open_checkpoint(written) as checkpoint:
         after = Totals(checkpoint)

@@ -14,12 +14,13 @@ import eformer
 from eformer._text import printable
 from eformer.model import UnusedRuleWarning
 
-from . import _bench, _compare, _completion, _convert, _demo, _inspect, _lora, _quantize
+from . import _bench, _calibrate, _compare, _completion, _convert, _demo, _inspect, _lora, _quantize
 from ._interrupt import INTERRUPTED, LINE
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 COMMANDS = {
     "quantize": _quantize,
+    "calibrate": _calibrate,
     "inspect": _inspect,
     "compare": _compare,
     "convert": _convert,

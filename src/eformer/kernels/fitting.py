@@ -25,6 +25,8 @@ LONGEST = 2**13  # elements that are summed one after the other: a sum in float3
 MOST_ROWS, SOME_ROWS, LEAST_ROW, UNROLL = 256, 64, 2**11, 8
 RANGE = 2.0**48  # of magnitudes, and one over it: squares neither overflow nor vanish
 
+LEAST_WEIGHT = 1e-3  # of the mean: blocks that no input reached are still rounded well
+
 Line = tuple[jax.Array, jax.Array | None]  # scale and offset of each block
 Nearest = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]  # of blocks and a line: the nearest values
 
@@ -38,33 +40,35 @@ def fitted(
     *,
     peak: jax.Array,
     stored: Callable[[jax.Array], jax.Array] = lambda scale: scale,
-    present: jax.Array | None = None,
+    weight: jax.Array | None = None,
     moves: int = MOVES,
     in_one_pass: bool = True,
 ) -> Line:
     """The line for which `nearest` has the smallest squared error: the `plain` one, or one found from `starts`.
 
     `x` holds blocks over `axes`; lines have length 1 along these axes, as has `peak`, the largest magnitude. `stored`
-    rounds as a leaf does; `present` is False in the padding of blocks. A block with a NaN or an infinity keeps its
-    plain line, and so does one of magnitudes beyond 2**48 or below 2**-48. With `moves=0` only the `starts` themselves
-    are tried. Temporaries are of the size of `x` at most, however many lines are tried.
+    rounds as a leaf does; the squared error of an element counts `weight` times, 0 in the padding of blocks. A block
+    with a NaN or an infinity keeps its plain line, and so does one of magnitudes beyond 2**48 or below 2**-48. With
+    `moves=0` only the `starts` themselves are tried. Temporaries are of the size of `x` at most, however many lines are
+    tried.
     """
     usable = (peak > 1 / RANGE) & (peak < RANGE)
-    count = math.prod(x.shape[axis] for axis in axes) if present is None else sum_of(present.astype(x.dtype), axes)
-    mean = 0 if plain[1] is None else sum_of(x, axes) / count
-    square = sum_of(x * x, axes) - count * mean**2
+    weigh = (lambda each, weight: each) if weight is None else (lambda each, weight: each * weight)
+    count = math.prod(x.shape[axis] for axis in axes) if weight is None else sum_of(weight, axes)
+    mean = 0 if plain[1] is None else sum_of(weigh(x, weight), axes) / count
+    square = sum_of(weigh(x * x, weight), axes) - count * mean**2
 
     def step(number: jax.Array, state: tuple[Line, Line, jax.Array]) -> tuple[Line, Line, jax.Array]:
         """The line after this one, and the best so far."""
         line, best, least = state
         scale, offset = line
 
-        def terms(x: jax.Array, present: jax.Array | None) -> tuple[jax.Array, ...]:
+        def terms(x: jax.Array, weight: jax.Array | None) -> tuple[jax.Array, ...]:
             off = x - nearest(x, *line)
-            off = off if present is None else jnp.where(present, off, 0)
-            return off * off, off, off * x
+            weighed = weigh(off, weight)
+            return weighed * off, weighed, weighed * x
 
-        error, total_off, along = sums_of(terms, x, present, axes, in_one_pass)
+        error, total_off, along = sums_of(terms, x, weight, axes, in_one_pass)
         mean_off, across = total_off / count, error
         if offset is not None:
             along, across = along - count * mean_off * mean, across - count * mean_off**2
@@ -89,6 +93,13 @@ def fitted(
     return lax.fori_loop(0, 1 + len(starts) * (moves + 1), step, state)[1]
 
 
+def weights(importance: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """`importance`, which broadcasts to `shape`, with mean 1; what is of no importance at all counts a little."""
+    mean = jnp.mean(importance)
+    even = importance.astype(jnp.float32) / jnp.where(mean > 0, mean, 1)
+    return jnp.broadcast_to(jnp.maximum(jnp.where(mean > 0, even, 1), LEAST_WEIGHT), shape)
+
+
 def chosen(where: jax.Array, line: Line, other: Line) -> Line:
     (scale, offset), (other_scale, other_offset) = line, other
     either = None if offset is None or other_offset is None else jnp.where(where, offset, other_offset)
@@ -98,7 +109,7 @@ def chosen(where: jax.Array, line: Line, other: Line) -> Line:
 def sums_of(
     terms: Callable[[jax.Array, jax.Array | None], tuple[jax.Array, ...]],
     x: jax.Array,
-    present: jax.Array | None,
+    weight: jax.Array | None,
     axes: Sequence[int],
     in_one_pass: bool,
 ) -> list[jax.Array]:
@@ -108,19 +119,19 @@ def sums_of(
     does not vectorize several sums at once, so that is for terms that are quickly computed: `in_one_pass`.
     """
     if not axes:  # an element is a block of its own
-        return list(terms(x, present))
+        return list(terms(x, weight))
     axis, length, last = axes[0] % x.ndim, x.shape[axes[0]], x.ndim - 1
     rows = length if length <= MOST_ROWS else SOME_ROWS
     if len(axes) == 1 and axis == last and length <= LONGEST and in_one_pass:
-        found = terms(x, present)
+        found = terms(x, weight)
         zeros = (jnp.zeros((), x.dtype),) * len(found)
         found = lax.reduce(found, zeros, lambda a, b: tuple(map(jnp.add, a, b)), (axis,))
         return [jnp.expand_dims(each, axis) for each in found]
     if len(axes) > 1 or axis == last or length % rows or x.size < rows * LEAST_ROW:
-        return [sum_of(each, axes) for each in terms(x, present)]
+        return [sum_of(each, axes) for each in terms(x, weight)]
 
     def of_row(row: jax.Array | int) -> list[jax.Array]:
-        some = None if present is None else _every(present, rows, row, axis)
+        some = None if weight is None else _every(weight, rows, row, axis)
         return list(terms(_every(x, rows, row, axis), some))
 
     sums = lax.fori_loop(1, rows, lambda row, sums: list(map(jnp.add, sums, of_row(row))), of_row(0), unroll=UNROLL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,9 @@ def _nearest(x: jax.Array, scale: jax.Array, _: jax.Array | None = None) -> jax.
     return reference.round_to_float(x / jnp.where(scale == 0, jnp.inf, scale), E2M1) * scale
 
 
-def encode_mxfp4(x: jax.Array, block_size: int, axis: int, fit: bool = False) -> tuple[jax.Array, jax.Array]:
+def encode_mxfp4(
+    x: jax.Array, block_size: int, axis: int, fit: bool = False, importance: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Codes, two a byte along `axis`, and a scale for each block, as float8_e8m0fnu: 2 ** (floor(log2(peak)) - 2).
 
     With `fit` it may be the next power of two, above or below, if the squared error is smaller. A block with a NaN or
@@ -47,7 +50,8 @@ def encode_mxfp4(x: jax.Array, block_size: int, axis: int, fit: bool = False) ->
     if fit:
         plain = lax.bitcast_convert_type(scale << 23, jnp.float32)
         starts = [(plain * 2, None), (plain / 2, None)]
-        found, _ = fitting.fitted(blocks, (axis + 1,), (plain, None), starts, _nearest, peak=peak, moves=0)
+        options = {"weight": _weight(importance, x.shape, block_size, axis), "moves": 0}
+        found, _ = fitting.fitted(blocks, (axis + 1,), (plain, None), starts, _nearest, peak=peak, **options)
         scale = lax.bitcast_convert_type(found, jnp.int32) >> 23
     inverse = lax.bitcast_convert_type((254 - jnp.minimum(scale, 253)) << 23, jnp.float32)
     codes = nearest_e2m1(blocks * inverse)
@@ -55,7 +59,9 @@ def encode_mxfp4(x: jax.Array, block_size: int, axis: int, fit: bool = False) ->
     return _packed(codes, axis, x.shape[axis]), scale
 
 
-def encode_nvfp4(x: jax.Array, block_size: int, axis: int, fit: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+def encode_nvfp4(
+    x: jax.Array, block_size: int, axis: int, fit: bool = False, importance: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Codes, two a byte along `axis`; a scale for each block, as float8_e4m3fn; and its float32 scale for each matrix.
 
     With `fit` the scale of a block is the one with the smallest squared error that is found. A block with a NaN or an
@@ -71,14 +77,25 @@ def encode_nvfp4(x: jax.Array, block_size: int, axis: int, fit: bool = False) ->
     steps = jnp.minimum(divide(divide(finite, jnp.full_like(finite, LARGEST)), factor), LARGEST_SCALE)
     steps = jnp.where(jnp.isinf(jnp.squeeze(peak, axis + 1)), jnp.nan, steps)
     if fit:
-        steps = _fitted_steps(blocks, axis, steps, factor, peak)
+        steps = _fitted_steps(blocks, axis, steps, factor, peak, _weight(importance, x.shape, block_size, axis))
     scale = lax.optimization_barrier(steps.astype(jnp.float8_e4m3fn))  # else XLA may drop the cast and the one back
     whole = jnp.expand_dims(scale.astype(jnp.float32) * factor, axis + 1)
     codes = nearest_e2m1(divide(blocks, jnp.where(whole == 0, jnp.inf, whole)))
     return _packed(codes, axis, x.shape[axis]), scale, factor
 
 
-def _fitted_steps(blocks: jax.Array, axis: int, steps: jax.Array, factor: jax.Array, peak: jax.Array) -> jax.Array:
+def _weight(importance: jax.Array | None, shape: Sequence[int], block_size: int, axis: int) -> jax.Array | None:
+    return None if importance is None else reference.in_blocks(fitting.weights(importance, shape), axis, block_size)
+
+
+def _fitted_steps(
+    blocks: jax.Array,
+    axis: int,
+    steps: jax.Array,
+    factor: jax.Array,
+    peak: jax.Array,
+    weight: jax.Array | None,
+) -> jax.Array:
     """Better scales of blocks than `steps`, also by their `factor`, where there are such."""
     steps, factor = jnp.expand_dims(steps, axis + 1), jnp.expand_dims(factor, axis + 1)
 
@@ -87,7 +104,8 @@ def _fitted_steps(blocks: jax.Array, axis: int, steps: jax.Array, factor: jax.Ar
 
     plain = stored(steps * factor)
     starts = [(stored(plain * part), None) for part in NVFP4_STARTS]
-    found, _ = fitting.fitted(blocks, (axis + 1,), (plain, None), starts, _nearest, peak=peak, stored=stored)
+    options = {"peak": peak, "stored": stored, "weight": weight}
+    found, _ = fitting.fitted(blocks, (axis + 1,), (plain, None), starts, _nearest, **options)
     return jnp.squeeze(found / factor, axis + 1)
 
 

@@ -101,7 +101,7 @@ def _absmax_scale(peak: jax.Array, largest: float) -> jax.Array:
 
 
 def encode_int8(
-    x: jax.Array, axis: Sequence[int], largest: int = 127, fit: bool = False
+    x: jax.Array, axis: Sequence[int], largest: int = 127, fit: bool = False, importance: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """`weight`, int8 in [-largest, largest], and `scale`, with `x` within `scale / 2` of `weight * scale`.
 
@@ -122,9 +122,14 @@ def encode_int8(
         def nearest(x: jax.Array, scale: jax.Array) -> jax.Array:
             return jnp.clip(jnp.round(x * (1 / scale)), -largest, largest) * scale
 
-        scale = _fitted_scale(x, axis, scale, starts, nearest, _finite(peak), moves=0)
+        weight = _weights(importance, x.shape)
+        scale = _fitted_scale(x, axis, scale, starts, nearest, _finite(peak), weight=weight, moves=0)
     weight = steps(x, scale)
     return jnp.where(jnp.isnan(weight), 0, weight).astype(jnp.int8), scale
+
+
+def _weights(importance: jax.Array | None, shape: Sequence[int]) -> jax.Array | None:
+    return None if importance is None else fitting.weights(importance, shape)
 
 
 def _fitted_scale(
@@ -171,7 +176,12 @@ def round_to_float(x: jax.Array, info: Any) -> jax.Array:  # a `finfo` of NumPy 
 
 
 def encode_float8(
-    x: jax.Array, axis: Sequence[int], blocks: Mapping[int, int], dtype: DTypeLike, fit: bool = False
+    x: jax.Array,
+    axis: Sequence[int],
+    blocks: Mapping[int, int],
+    dtype: DTypeLike,
+    fit: bool = False,
+    importance: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`weight`, of an 8-bit floating point `dtype`, and `scale`, with which the largest element has the largest code.
 
@@ -186,7 +196,8 @@ def encode_float8(
     largest = float(jnp.finfo(dtype).max)
     scale = _absmax_scale(peak, largest)
     if fit:
-        scale = _fitted_float8(x.astype(scale.dtype), axis, blocks, scale, peak, jnp.finfo(dtype))
+        weight = _weights(importance, x.shape)
+        scale = _fitted_float8(x.astype(scale.dtype), axis, blocks, scale, peak, jnp.finfo(dtype), weight)
     unit = jnp.clip(divide(x.astype(scale.dtype), repeat_blocks(scale, blocks, x.shape)), -largest, largest)
     return jnp.where(jnp.isnan(unit), 0, unit).astype(dtype), scale
 
@@ -198,17 +209,17 @@ def _fitted_float8(
     scale: jax.Array,
     peak: jax.Array,
     info: Any,  # as `round_to_float` takes
+    weight: jax.Array | None,
 ) -> jax.Array:
     """`scale`, or a better one. Codes are as dense as their values are small, so only digits of the scale matter."""
     axes = list(axis)
     for along, block in sorted(blocks.items(), reverse=True):  # the last first: `split` moves what is behind
         axes = [each + (each > along) for each in axes] + [along + 1]
-        x = in_blocks(x, along, block)
+        x, weight = in_blocks(x, along, block), None if weight is None else in_blocks(weight, along, block)
         scale, peak = (jnp.expand_dims(each, along + 1) for each in (scale, peak))
     starts = [scale * part for part in FLOAT8_STARTS]
-    found = _fitted_scale(
-        x, axes, scale, starts, lambda x, scale: round_to_float(x / scale, info) * scale, _finite(peak), moves=0
-    )
+    nearest = lambda x, scale: round_to_float(x / scale, info) * scale  # noqa: E731
+    found = _fitted_scale(x, axes, scale, starts, nearest, _finite(peak), weight=weight, moves=0)
     for along in blocks:
         found = jnp.squeeze(found, along + 1)
     return found
@@ -270,12 +281,14 @@ def nearest_in_table(x: jax.Array, table: np.ndarray, *, as_values: bool = False
     return nearest
 
 
-def nf4_scales(x: jax.Array, block_size: int, axis: int, fit: bool = False) -> jax.Array:
+def nf4_scales(
+    x: jax.Array, block_size: int, axis: int, fit: bool = False, importance: jax.Array | None = None
+) -> jax.Array:
     """The largest magnitude of each block, or with `fit` the scale of the smallest squared error.
 
     It is NaN for a block with a NaN or an infinity.
     """
-    axis = axis % x.ndim
+    axis, shape = axis % x.ndim, x.shape
     blocks = in_blocks(without_tiny(x), axis, block_size)
     peak = _finite(absmax(blocks, (axis + 1,)))
 
@@ -286,7 +299,9 @@ def nf4_scales(x: jax.Array, block_size: int, axis: int, fit: bool = False) -> j
         starts = [peak * part for part in NF4_STARTS]
         x = blocks.astype(peak.dtype)
         # A second move gains 1%, and then fitting takes more than five times as long as rounding.
-        peak = _fitted_scale(x, (axis + 1,), peak, starts, nearest, peak, moves=1, in_one_pass=False)
+        weight = None if importance is None else in_blocks(fitting.weights(importance, shape), axis, block_size)
+        options = {"weight": weight, "moves": 1, "in_one_pass": False}
+        peak = _fitted_scale(x, (axis + 1,), peak, starts, nearest, peak, **options)
     return jnp.squeeze(peak, axis + 1)
 
 
@@ -295,10 +310,11 @@ def nf4_codes(x: jax.Array, scale: jax.Array, block_size: int, axis: int) -> jax
     axis, length = axis % x.ndim, x.shape[axis % x.ndim]
     blocks, scale = in_blocks(x, axis, block_size), jnp.expand_dims(scale, axis + 1)
     unit = divide(blocks.astype(scale.dtype), jnp.where(scale == 0, 1, scale))
-    return _pack_nibbles(merge(nearest_in_table(unit, NF4_CODES), axis, length), axis)
+    return pack_nf4(merge(nearest_in_table(unit, NF4_CODES), axis, length), axis)
 
 
-def _pack_nibbles(codes: jax.Array, axis: int) -> jax.Array:
+def pack_nf4(codes: jax.Array, axis: int) -> jax.Array:
+    """Two uint8 codes a byte along `axis`, the first in the high bits."""
     pairs = split(codes, axis, 2)
     if axis == codes.ndim - 1:  # one 16-bit word a pair: XLA:CPU reads it four times faster than every other byte
         words = lax.bitcast_convert_type(pairs, jnp.uint16)
@@ -426,7 +442,7 @@ def absmean_ternary(x: jax.Array, axis: Sequence[int]) -> tuple[jax.Array, jax.A
 
 
 def fitted_ternary(
-    x: jax.Array, values: jax.Array, scale: jax.Array, axis: Sequence[int]
+    x: jax.Array, values: jax.Array, scale: jax.Array, axis: Sequence[int], importance: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Values and scales over `axis` nearer to `x` than `values` times `scale`, which must have its best scale."""
 
@@ -436,7 +452,8 @@ def fitted_ternary(
     # A good threshold, half a scale, is about 0.7 of the mean magnitude (Li et al., arXiv 1605.04711).
     starts = [1.4 * mean_magnitude(x, jnp.ones_like(x), axis)]
     x, peak = x.astype(scale.dtype), _finite(absmax(x, axis))
-    found = _fitted_scale(x, axis, scale, starts, lambda x, scale: nearest(x, scale) * scale, peak)
+    weight = _weights(importance, x.shape)
+    found = _fitted_scale(x, axis, scale, starts, lambda x, scale: nearest(x, scale) * scale, peak, weight=weight)
     return jnp.where(jnp.isnan(values), values, nearest(x, found)), found
 
 

@@ -34,3 +34,12 @@ from ._rules import find_rule as find_rule
 from ._rules import parse_rule as parse_rule
 from ._rules import warn_unused_rules as warn_unused_rules
 from ._table import SORTS as SORTS
+from .calibration import OutputErrors as OutputErrors
+from .calibration import Plan as Plan
+from .calibration import Statistic as Statistic
+from .calibration import Statistics as Statistics
+from .calibration import UncalibratedWarning as UncalibratedWarning
+from .calibration import calibrate as calibrate
+from .calibration import compare_outputs as compare_outputs
+from .calibration import plan_budget as plan_budget
+from .calibration import tune as tune

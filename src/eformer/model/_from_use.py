@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -44,18 +45,12 @@ def rules_from_use(
     ^scale$=keep | the function does not use it
     ^w$=nf4,axis=-3 | summed over axis -3 by dot_general
     """
-    named, structure = named_leaves(params)
+    named, arguments, call = flat_call(function, params, inputs)
     leaves = [leaf for _, leaf in named]
-    flat_inputs, input_structure = jax.tree.flatten(inputs)
-    run = implicit(function) if any(map(is_quantized, leaves)) else function
-
-    def call(flat: list[Any]) -> object:
-        params = jax.tree.unflatten(structure, flat[: len(leaves)])
-        return run(params, *jax.tree.unflatten(input_structure, flat[len(leaves) :]))
-
+    method = options.pop("method", None)
     weights = {i: leaf for i, leaf in enumerate(leaves) if is_weight(leaf) and not is_quantized(leaf)}
     large = {i: leaf for i, leaf in weights.items() if math.prod(leaf.shape) >= max(min_size, 1)}
-    found = find_uses(call, [*leaves, *flat_inputs], large)
+    found = find_uses(call, arguments, large)
     # An array that occurs twice is quantized once, for all its uses; of abstract ones that can't be told.
     array = {i: i if is_abstract(leaf) else id(leaf) for i, leaf in large.items()}
     of_array: dict[int, list[Use]] = {}
@@ -65,7 +60,24 @@ def rules_from_use(
     structs = {i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for i, leaf in large.items()}
     choose = Choice(structs, {i: of_array[array[i]] for i in large}, format, embeddings, options)
     small = Decision(f"fewer than {min_size:,} elements")
-    return tuple(_as_rules({named[i][0]: choose(i) if i in large else small for i in weights}))
+    rules = _as_rules({named[i][0]: choose(i) if i in large else small for i in weights})
+    return tuple(replace(rule, method=method) if rule.format == format else rule for rule in rules)
+
+
+def flat_call(
+    function: Callable[..., object], params: object, inputs: Sequence[object]
+) -> tuple[list[tuple[str, Any]], list[Any], Callable[[list[Any]], object]]:
+    """The leaves of `params` with their paths, those and the leaves of the inputs, and the function of the latter."""
+    named, structure = named_leaves(params)
+    leaves = [leaf for _, leaf in named]
+    flat_inputs, input_structure = jax.tree.flatten(tuple(inputs))
+    run = implicit(function) if any(map(is_quantized, leaves)) else function
+
+    def call(flat: list[Any]) -> object:
+        params = jax.tree.unflatten(structure, flat[: len(leaves)])
+        return run(params, *jax.tree.unflatten(input_structure, flat[len(leaves) :]))
+
+    return named, [*leaves, *flat_inputs], call
 
 
 def _as_rules(decided: Mapping[str, Decision]) -> Iterator[Rule]:

@@ -8,19 +8,24 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from eformer._warnings import warn
-from eformer.ops.quantization import find_format, formats
+from eformer.ops.quantization import find_format, formats, gptq
 
 from ._finite import find_nonfinite
 from ._paths import Typed, is_weight
 
+if TYPE_CHECKING:
+    from .calibration import Statistic
+
 KEEP = "keep"  # how the command line writes `format=None`
+
+METHODS = (None, "gptq")  # how codes are chosen: each for itself, or so that errors make up for each other
 
 # The pattern is as short as can be, so that it may hold "=" and "," of its own: "(?=attn).*=nf4,axis=-2".
 _RULE = re.compile(r"(?P<pattern>.+?)=(?P<format>[A-Za-z]\w*)(?P<options>(,[A-Za-z]\w*=(\([^()]*\)|[^,()=]+))*)")
@@ -66,6 +71,8 @@ class Rule:
     called with path and leaf, which has `shape` and `dtype` and perhaps no values. Unknown formats and options raise
     here. If a rule matches nothing, `quantize_model` warns, unless it is `optional`. A `report` shows the `reason`.
 
+    With `method="gptq"`, which may be among the options, codes are chosen by GPTQ from the `statistics` of the leaf.
+
     >>> from eformer.model import Rule
     >>> str(Rule(r"mlp.*kernel$", "nf4", {"axis": -2, "block_size": 32}))
     'mlp.*kernel$=nf4,axis=-2,block_size=32'
@@ -76,6 +83,7 @@ class Rule:
     options: Mapping[str, Any] = Options()
     optional: bool = field(default=False, kw_only=True, repr=False)
     reason: str = field(default="", kw_only=True, repr=False, compare=False)
+    method: str | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.pattern, str):
@@ -85,7 +93,11 @@ class Rule:
                 raise ValueError(f"the pattern {self.pattern!r} is no regular expression: {error}") from None
         elif not callable(self.pattern):
             raise TypeError(f"`pattern` must be a str or a function of path and leaf, got {self.pattern!r}")
-        object.__setattr__(self, "options", Options(self.options))
+        options = dict(self.options)
+        object.__setattr__(self, "method", options.pop("method", self.method))
+        object.__setattr__(self, "options", Options(options))
+        if self.method not in METHODS:
+            raise ValueError(f"`method={self.method!r}` must be one of {', '.join(map(repr, METHODS))}")
         names = [form.name for form in formats()]
         if self.format not in (None, *names):
             raise ValueError(
@@ -106,7 +118,8 @@ class Rule:
         """The text that `parse_rule` reads, if the pattern is a string."""
         pattern = self.pattern if isinstance(self.pattern, str) else repr(self.pattern)
         # Tuples have no spaces, so that a shell takes them without quotes.
-        values = (f"{name}={str(value).replace(' ', '')}" for name, value in self.options.items())
+        named = {**self.options, **({"method": self.method} if self.method else {})}
+        values = (f"{name}={str(value).replace(' ', '')}" for name, value in named.items())
         return f"{pattern}={','.join([self.format or KEEP, *values])}"
 
 
@@ -152,17 +165,36 @@ def rule_for(rules: Sequence[Rule], path: str, leaf: object) -> Rule | None:
     return find_rule(rules, path, leaf) if is_weight(leaf) else None
 
 
-def apply_rule(rule: Rule | None, path: str, array: Any) -> Any:
-    """`array` in the rule's format; without values if it has none. An error names the leaf, the rule and the reason."""
+def apply_rule(rule: Rule | None, path: str, array: Any, statistic: Statistic | None = None) -> Any:
+    """`array` in the rule's format; without values if it has none. An error names the leaf, the rule and the reason.
+
+    With a `statistic` of what the array is multiplied by, errors count as much as they change products.
+    """
     if rule is None or rule.format is None:
         return array
-    encode = functools.partial(find_format(rule.format).encode, **rule.options)
+    form = find_format(rule.format)
+    encode = functools.partial(form.encode, **rule.options)
     with named_errors(path, array, rule):
         if not isinstance(array, jax.ShapeDtypeStruct):
             _warn_nonfinite(path, array)
-            return encode(array)
+            weighed = {} if statistic is None or not form.takes_importance else {"importance": statistic.mean_square}
+            made = encode(array, **weighed)
+            return made if rule.method is None else with_gptq(made, array, statistic)
         made = jax.eval_shape(encode, jax.ShapeDtypeStruct(array.shape, array.dtype))
         return made.with_sharding(array.sharding) if isinstance(array.sharding, NamedSharding) else made
+
+
+def with_gptq(made: Any, array: Any, statistic: Statistic | None) -> Any:
+    """`made` from `array`, with codes by GPTQ."""
+    axes = () if statistic is None else statistic.axes_with_moment(getattr(made, "axis", None))
+    if statistic is None or not axes:
+        why = "it has no statistics" if statistic is None else "it has no second moment"
+        raise ValueError(
+            f'`method="gptq"` needs `calibrate(function, second_moments=True)(...)` as `statistics`: {why}'
+        )
+    moment = statistic.second_moment(axes)
+    assert moment is not None
+    return gptq(made, array, moment, axes)
 
 
 class NonfiniteWarning(UserWarning):

@@ -44,7 +44,7 @@ Values = Sequence[Value | None]  # None for an array that is made from no leaf
 AnyJaxpr = Jaxpr | ClosedJaxpr
 
 
-def _opened(jaxpr: AnyJaxpr) -> Jaxpr:
+def opened(jaxpr: AnyJaxpr) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
@@ -54,7 +54,7 @@ class Walk:
 
     def jaxpr(self, jaxpr: AnyJaxpr, values: Values, times: int) -> list[Value | None]:
         """Follow the `values` of the inputs through a jaxpr that runs `times` times; returns the outputs' values."""
-        jaxpr = _opened(jaxpr)
+        jaxpr = opened(jaxpr)
         known = {var: value for var, value in zip(jaxpr.invars, values, strict=True) if value is not None}
 
         def find(var: Var | Literal) -> Value | None:
@@ -72,15 +72,15 @@ class Walk:
         if name in _CONTROL:
             return _CONTROL[name](self, eqn, operands, times)
         inner = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
-        if inner is not None and len(_opened(inner).invars) == len(operands):
+        if inner is not None and len(opened(inner).invars) == len(operands):
             if name == "shard_map":  # inside, arrays are shards, which can't be replayed
                 operands = [value and Value(value.leaves, None, value.indexed) for value in operands]
             return self.jaxpr(inner, operands, times)
         if name == "optimization_barrier":
             return operands
-        moved = _moved(eqn, operands)
-        if moved is not None:
-            return moved
+        outs = moved(eqn, operands)
+        if outs is not None:
+            return outs
         for position, value in enumerate(operands):
             if value is not None:
                 self._note(eqn, operands, position, value, times)
@@ -100,7 +100,7 @@ class Walk:
             self.uses.setdefault(leaf, []).append(Use(eqn.primitive.name, along, gathered, work, term, dense))
 
 
-def _moved(eqn: JaxprEqn, operands: Values) -> list[Value] | None:
+def moved(eqn: JaxprEqn, operands: Values) -> list[Value] | None:
     """The outputs, if the operation only moves or scales elements; None for an operation that a leaf ends in."""
     name = eqn.primitive.name
     values = [value for value in operands if value is not None]
@@ -153,9 +153,9 @@ def _other_operand(eqn: JaxprEqn, position: int) -> jax.ShapeDtypeStruct:
 
 
 def _scan(walk: Walk, eqn: JaxprEqn, operands: Values, times: int) -> Values:
-    inner = _opened(eqn.params["jaxpr"])
+    inner = opened(eqn.params["jaxpr"])
     values = [
-        _sliced(value) if value and type_of(var).ndim < type_of(outer).ndim else value
+        sliced(value) if value and type_of(var).ndim < type_of(outer).ndim else value
         for value, var, outer in zip(operands, inner.invars, eqn.invars, strict=True)
     ]
     outs = walk.jaxpr(inner, values, times * eqn.params["length"])
@@ -163,7 +163,7 @@ def _scan(walk: Walk, eqn: JaxprEqn, operands: Values, times: int) -> Values:
     return [value if carry else None for value, carry in zip(outs, carried, strict=True)]
 
 
-def _sliced(value: Value) -> Value:
+def sliced(value: Value) -> Value:
     leaves = {leaf: axes[1:] for leaf, axes in value.leaves.items()}
     return Value(leaves, value.term and Slice(value.term), value.indexed)
 
@@ -183,22 +183,33 @@ def _cond(walk: Walk, eqn: JaxprEqn, operands: Values, times: int) -> Values:
 _CONTROL: dict[str, Callable[[Walk, JaxprEqn, Values, int], Values]] = {"scan": _scan, "while": _while, "cond": _cond}
 
 
-def find_uses(
-    function: Callable[[list[Any]], object], leaves: Sequence[Any], followed: Collection[int]
-) -> dict[int, list[Use]]:
-    """The uses of the leaves with the indices `followed`, in `function(leaves)`, which is traced and not run."""
+Traced = tuple[ClosedJaxpr, list[int | None]]  # a program, and for each of its inputs the leaf that it is, as a whole
+
+
+def traced(function: Callable[[list[Any]], object], leaves: Sequence[Any]) -> Traced:
+    """The program of `function(leaves)`; its inputs are arrays among the leaves, and the parts of quantized ones."""
     given = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
 
     def run(arrays: dict[int, Any]) -> list[jax.Array]:
         out = function([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
         return [x for x in jax.tree.leaves(out) if isinstance(x, jax.Array)]
 
+    parts = {i: jax.tree.leaves(leaf) for i, leaf in given.items()}
+    whole = [i if each[0] is given[i] else None for i, each in parts.items() for _ in each]
+    return jax.make_jaxpr(run)(given), whole
+
+
+def of_leaf(leaf: int, ndim: int) -> Value:
+    """The value of a leaf itself; its axes are counted from the end."""
+    return Value({leaf: tuple(frozenset([axis]) for axis in range(-ndim, 0))}, Given(leaf))
+
+
+def find_uses(
+    function: Callable[[list[Any]], object], leaves: Sequence[Any], followed: Collection[int]
+) -> dict[int, list[Use]]:
+    """The uses of the leaves with the indices `followed`, in `function(leaves)`, which is traced and not run."""
+    program, whole = traced(function, leaves)
     walk = Walk()
-    values: list[Value | None] = []
-    for i, leaf in given.items():
-        if i in followed:
-            values.append(Value({i: tuple(frozenset([axis]) for axis in range(-len(leaf.shape), 0))}, Given(i)))
-        else:  # a leaf that is quantized already has several inputs
-            values += [None] * len(jax.tree.leaves(leaf))
-    walk.jaxpr(jax.make_jaxpr(run)(given), values, 1)
+    values = [None if i is None or i not in followed else of_leaf(i, len(leaves[i].shape)) for i in whole]
+    walk.jaxpr(program, values, 1)
     return walk.uses

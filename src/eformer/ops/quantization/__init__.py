@@ -13,6 +13,7 @@ from ._config import QuantizationConfig as QuantizationConfig
 from ._config import QuantizationType as QuantizationType
 from ._config import quantize as quantize
 from ._config import straight_through as straight_through
+from ._gptq import gptq as gptq
 from ._learned_scales import has_learned_scale as has_learned_scale
 from ._learned_scales import initial_scale as initial_scale
 from ._learned_scales import quantize_with_scale as quantize_with_scale
@@ -38,6 +39,9 @@ from ._stored import check_codes as check_codes
 from ._stored import code_version as code_version
 from ._stored import declares_leaves as declares_leaves
 from ._stored import recode as recode
+from ._trained import dense_with_scales as dense_with_scales
+from ._trained import scales_of as scales_of
+from ._trained import with_scales as with_scales
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_8bit import Array8B as Array8B
 from .implicit_array_float8 import ArrayFloat8 as ArrayFloat8

@@ -11,7 +11,7 @@ import jax
 from eformer.jaximus import ste
 
 from ._base import QuantizedArray
-from ._registry import Format, find_format
+from ._registry import IMPORTANCE, Format, find_format
 from ._validation import a_bool, an_int, int8_or_none
 
 
@@ -122,9 +122,10 @@ def quantize(
     """`array` in the format named `dtype`, or `format`, which means the same; "nf4" by default.
 
     `formats()` lists the names, and `find_format(name).options` the options a format takes, such as `axis` for "nf4"
-    and "int8" or `scale="channel"` for "ternary". `block_size` is by default the format's own. A `config` is taken
-    instead of the arguments after it. With `simulate`, the result is the dense array of the quantized values, with the
-    gradient of the identity (`straight_through`); otherwise an implicit array, without gradient.
+    and "int8" or `scale="channel"` for "ternary". Formats that can be fitted take an `importance`, which broadcasts to
+    the array: how much the squared error of each element counts. `block_size` is by default the format's own. A
+    `config` is taken instead of the arguments after it. With `simulate`, the result is the dense array of the quantized
+    values, with the gradient of the identity (`straight_through`); otherwise an implicit array, without gradient.
     `activation_dtype="int8"` trades exactness of its matmuls for speed: see `QuantizedArray.with_activation_dtype`.
 
     >>> import jax.numpy as jnp
@@ -170,8 +171,9 @@ def _encode(array: jax.Array, config: QuantizationConfig, options: dict[str, obj
     form = find_format(config.dtype)
     switches = {"use_kernel": config.use_kernel, "activation_dtype": config.activation_dtype}
     general = {"block_size": config.block_size, **switches}
+    names = [*form.options, *[IMPORTANCE] * form.takes_importance]
     general |= {} if config.fit is None else {"fit": config.fit}
     for name in options:
-        if name not in form.options or name in ("block_size", *switches):
+        if name not in names or name in ("block_size", *switches):
             raise _no_option(form, name)
     return form.encode(array, **{k: v for k, v in general.items() if k in form.options} | options)

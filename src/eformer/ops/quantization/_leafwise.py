@@ -76,6 +76,15 @@ class LeafwiseArray(MatmulOperand):
                         f"axis {axis} it must have {entries} entries{'' if is_code else ' or 1'}"
                     )
 
+    def _code_bits(self) -> int:
+        """The bits of a code."""
+        return 8
+
+    def _coded(self, codes: jax.Array) -> Self:
+        """This array with other `codes`, uint8 of its shape; its scales stay."""
+        (name,) = self._code_fields
+        return self._replaced(**{name: lax.bitcast_convert_type(codes, getattr(self, name).dtype)})
+
     def _factors(self) -> tuple[jax.Array, jax.Array | None]:
         """`values` and `scale`, of this array's rank, with `values * scale == decode()`; a scale of None is 1."""
         return self.decode(), None

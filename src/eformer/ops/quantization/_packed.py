@@ -143,6 +143,18 @@ class PackedArray(LeafwiseArray):
     def _codes(self) -> list[jax.Array]:
         return [getattr(self, name) for name in self._counts()]
 
+    def _code_bits(self) -> int:
+        return sum(8 // count for count in self._counts().values())
+
+    def _coded(self, codes: jax.Array) -> Self:
+        """This array with other `codes`, uint8 of its shape, packed with the low bits in the first leaf."""
+        leaves, below = {}, 0
+        for name, count in self._counts().items():
+            width = 8 // count
+            leaves[name] = reference.pack(codes >> below & (2**width - 1), count, self.axis % self.ndim)
+            below += width
+        return self._replaced(**leaves)
+
     @property
     def _first_count(self) -> int:
         return next(iter(self._counts().values()))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ._base import QuantizedArray
 
+IMPORTANCE = "importance"  # an array, so no option that a rule or a file could name
 Class = TypeVar("Class", bound=type[QuantizedArray])
 
 
@@ -24,8 +25,16 @@ class Format:
     @property
     def options(self) -> dict[str, Any]:
         """The names and defaults of the options that `encode` takes after the array."""
-        parameters = list(inspect.signature(self.encode).parameters.values())[1:]
-        return {p.name: p.default for p in parameters} | {"activation_dtype": None}
+        return {p.name: p.default for p in self._parameters if p.name != IMPORTANCE} | {"activation_dtype": None}
+
+    @property
+    def takes_importance(self) -> bool:
+        """Whether `encode` has a fit that takes how much the error of each element counts."""
+        return any(p.name == IMPORTANCE for p in self._parameters)
+
+    @property
+    def _parameters(self) -> list[inspect.Parameter]:
+        return list(inspect.signature(self.encode).parameters.values())[1:]
 
     def __str__(self) -> str:
         return self.name

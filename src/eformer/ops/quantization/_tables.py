@@ -39,10 +39,13 @@ def register_table_format(
         axis: int = -1,
         fit: bool = False,
         use_kernel: bool = True,
+        importance: jax.Array | None = None,
     ) -> ArrayGrouped:
         a_bool("fit", fit)
+        fit = fit or importance is not None
         fields = {"bits": 4, "block_size": block_size, "codebook": name, "use_kernel": use_kernel}
-        encode = functools.partial(_encode, table=tuple(table), block_size=block_size, dtype=scale_dtype, fit=fit)
+        options = {"table": tuple(table), "block_size": block_size, "dtype": scale_dtype, "fit": fit}
+        encode = functools.partial(_encode, **options, importance=importance)
         return ArrayGrouped._quantized(name, array, axis, encode, **fields)
 
     made = register_format(name, ArrayGrouped, quantize)
@@ -51,7 +54,15 @@ def register_table_format(
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "table", "block_size", "dtype", "fit"))
-def _encode(x: jax.Array, axis: int, table: tuple[float, ...], block_size: int, dtype: DTypeLike, fit: bool) -> Leaves:
-    codes, scale = grouped.encode_table(x, np.asarray(table, np.float32), block_size, axis, dtype, fit)
+def _encode(
+    x: jax.Array,
+    axis: int,
+    table: tuple[float, ...],
+    block_size: int,
+    dtype: DTypeLike,
+    fit: bool,
+    importance: jax.Array | None,
+) -> Leaves:
+    codes, scale = grouped.encode_table(x, np.asarray(table, np.float32), block_size, axis, dtype, fit, importance)
     [packed] = grouped.pack_codes(codes, 4, axis)
     return {"packed": packed, "scale": scale}

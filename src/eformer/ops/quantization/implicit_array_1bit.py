@@ -129,7 +129,14 @@ _packed = jax.jit(reference.pack_ternary, static_argnums=1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 4))
-def _rounded(rule: Callable[[jax.Array], jax.Array], scale: str | None, fit: bool, x: jax.Array, axis: int) -> Leaves:
+def _rounded(
+    rule: Callable[[jax.Array], jax.Array],
+    scale: str | None,
+    fit: bool,
+    x: jax.Array,
+    axis: int,
+    importance: jax.Array | None,
+) -> Leaves:
     x = reference.without_tiny(as_floats(x))
     x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     if scale == ABSMEAN:
@@ -141,7 +148,7 @@ def _rounded(rule: Callable[[jax.Array], jax.Array], scale: str | None, fit: boo
     axes = range(x.ndim) if scale == "tensor" else [axis % x.ndim] if x.ndim > 1 else []
     found = reference.mean_magnitude(x, values, axes)
     if fit:
-        values, found = reference.fitted_ternary(x, values, found, axes)
+        values, found = reference.fitted_ternary(x, values, found, axes, importance)
     return {"weight": reference.pack_ternary(values, axis), "scale": found}
 
 
@@ -153,16 +160,18 @@ def _quantize(
     axis: int | None,
     fit: bool,
     use_kernel: bool,
+    importance: jax.Array | None = None,
 ) -> Array1B:
     known = (*SCALES, ABSMEAN) if rule is reference.ternary else SCALES
     if scale not in known:
         raise ValueError(f"`scale={scale!r}` must be one of {', '.join(map(repr, known))}")
     a_bool("fit", fit)
+    fit = fit or importance is not None
     if fit and scale == ABSMEAN:
         raise ValueError("`fit=True` fits a scale, and that of `scale='absmean'` is given; use `scale='channel'`")
     scale = "tensor" if fit and scale is None else scale
     fit = fit and rule is reference.ternary  # of signs, the mean magnitude is the best scale already
-    encode = functools.partial(_rounded, rule, scale, fit)
+    encode = functools.partial(_rounded, rule, scale, fit, importance=importance)
     along = _pack_axis(getattr(array, "ndim", 0)) if axis is None else axis
     return Array1B._quantized(name, array, along, encode, use_kernel=use_kernel)
 
@@ -180,20 +189,26 @@ def quantize_binary(
 
 
 def quantize_ternary(
-    array: jax.Array, scale: str | None = None, *, axis: int | None = None, fit: bool = False, use_kernel: bool = True
+    array: jax.Array,
+    scale: str | None = None,
+    *,
+    axis: int | None = None,
+    fit: bool = False,
+    use_kernel: bool = True,
+    importance: jax.Array | None = None,
 ) -> Array1B:
     """1 above half a standard deviation of the whole array, -1 below minus that, else 0; of integers, if that is exact.
 
     `scale`, "tensor" or "channel" (per slice along `axis`), keeps the mean magnitude of what is not 0. Four values
     along `axis`, the first of a matrix if it is None, share a byte: matmuls that contract it are fastest. `fit`
     searches for scales with the smallest squared error, their thresholds at half a scale; without a `scale`, for one
-    of the whole array. `scale="absmean"` is the rule of BitNet b1.58 (arXiv 2402.17764), for training: the scale of
-    each matrix is the mean magnitude of all its elements, and an element becomes the nearest of -1, 0 and 1 times it.
-    With a NaN or an infinity the array, or with "absmean" the matrix, becomes all NaN. On a sharded array the
-    deviation is summed in another order, so an element that lies on the threshold to the last bit can fall on its
-    other side.
+    of the whole array; errors count as much as their `importance`, if it is given. `scale="absmean"` is the rule of
+    BitNet b1.58 (arXiv 2402.17764), for training: the scale of each matrix is the mean magnitude of all its elements,
+    and an element becomes the nearest of -1, 0 and 1 times it. With a NaN or an infinity the array, or with "absmean"
+    the matrix, becomes all NaN. On a sharded array the deviation is summed in another order, so an element that lies on
+    the threshold to the last bit can fall on its other side.
     """
-    return _quantize("ternary", reference.ternary, array, scale, axis, fit, use_kernel)
+    return _quantize("ternary", reference.ternary, array, scale, axis, fit, use_kernel, importance)
 
 
 register_format("ternary", Array1B, quantize_ternary)

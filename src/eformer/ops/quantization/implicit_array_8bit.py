@@ -91,19 +91,21 @@ class Array8B(LeafwiseArray):
         *,
         fit: bool = False,
         use_kernel: bool = True,
+        importance: jax.Array | None = None,
     ) -> Self:
         """`array` in INT8, with a scale per slice along `axis`, the last by default; any axes, in any number.
 
         `dtype` is that of the dense array this stands for, by default `array`'s. The sharding is kept. With `fit` a
         scale is not that of the largest magnitude but of the smallest squared error, and what lies beyond 127 scales is
-        clipped. Integers raise a ValueError unless they are held exactly, as those up to 127 always are.
+        clipped; errors count as much as their `importance`, if it is given, which broadcasts to the array. Integers
+        raise a ValueError unless they are held exactly, as those up to 127 always are.
         """
         a_bool("fit", fit)
         x = checked_array(array)
         axes = normalized_axes(tuple(range(x.ndim))[-1:] if axis is None else axis, x.ndim)
 
         def make(x: jax.Array) -> Self:
-            weight, scale = _encode(x, axes, fit=fit)
+            weight, scale = _encode(x, axes, fit=fit or importance is not None, importance=importance)
             return cls(scale, weight, axes, dtype=x.dtype if dtype is None else dtype, use_kernel=use_kernel)
 
         return without_loss(lambda x: laid_out(make, x), x, "int8", 127)

@@ -76,13 +76,15 @@ class ArrayFloat8(LeafwiseArray):
         code_dtype: DTypeLike = jnp.float8_e4m3fn,
         fit: bool = False,
         use_kernel: bool = True,
+        importance: jax.Array | None = None,
     ) -> Self:
         """`array` in FP8 with a float32 scale per slice along `axis`, the last by default; any axes, in any number.
 
         With `block_shape`, such as (128, 128), there is a scale for each block along the last axes instead, whatever
         `axis` is. The sharding is kept. `fit` tries larger scales, too, and takes the one with the smallest squared
         error; codes are as dense as their values are small, so it gains little, and the less the more elements share a
-        scale. Integers raise a ValueError unless they are held exactly.
+        scale. Errors count as much as their `importance`, if it is given, which broadcasts to the array. Integers raise
+        a ValueError unless they are held exactly.
         """
         a_bool("fit", fit)
         x, name = checked_array(array), _code_name(code_dtype)
@@ -95,7 +97,7 @@ class ArrayFloat8(LeafwiseArray):
         _a_block_shape("block_shape", lengths)
 
         def make(x: jax.Array) -> Self:
-            weight, scale = _encode(x, axes, lengths, CODES[name], fit)
+            weight, scale = _encode(x, axes, lengths, CODES[name], fit or importance is not None, importance)
             return cls(weight, scale, block_shape=lengths, dtype=x.dtype, use_kernel=use_kernel)
 
         return without_loss(lambda x: laid_out(make, x), x, NAMES[name])
@@ -222,9 +224,14 @@ def _blocks(block_shape: Sequence[int], shape: Sequence[int]) -> dict[int, int]:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _encode(
-    x: jax.Array, axis: tuple[int, ...], block_shape: tuple[int, ...], dtype: DTypeLike, fit: bool
+    x: jax.Array,
+    axis: tuple[int, ...],
+    block_shape: tuple[int, ...],
+    dtype: DTypeLike,
+    fit: bool,
+    importance: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    return reference.encode_float8(x, axis, _blocks(block_shape, x.shape), dtype, fit)
+    return reference.encode_float8(x, axis, _blocks(block_shape, x.shape), dtype, fit, importance)
 
 
 def _register(code: str) -> None:
@@ -235,8 +242,10 @@ def _register(code: str) -> None:
         block_shape: Sequence[int] | None = None,
         fit: bool = False,
         use_kernel: bool = True,
+        importance: jax.Array | None = None,
     ) -> ArrayFloat8:
         options: dict[str, Any] = {"block_shape": block_shape, "fit": fit, "use_kernel": use_kernel}
+        options |= {"importance": importance}
         return ArrayFloat8.quantize(array, axis, code_dtype=CODES[code], **options)
 
     register_format(NAMES[code], ArrayFloat8, encode)

@@ -108,6 +108,7 @@ class ArrayGrouped(PackedArray):
         double_quantization: bool = False,
         fit: bool = True,
         use_kernel: bool = True,
+        importance: jax.Array | None = None,
     ) -> Self:
         """`array` in codes of `bits` bits with blocks of `block_size` along `axis`; the sharding is kept.
 
@@ -115,7 +116,8 @@ class ArrayGrouped(PackedArray):
         bfloat16, and float32 for 8 bits. With `double_quantization` they are 8-bit integers, under a scale for each
         1,024 elements: blocks of 32 then take as many bits as blocks of 64 do without, and are more exact. `fit`
         searches for those with the smallest squared error, up to five times as long; without, they span the extremes
-        of a block. Integers raise a ValueError unless they are held exactly.
+        of a block. The squared error of an element counts as much as its `importance`, which broadcasts to the array,
+        such as the mean square of what it is multiplied by. Integers raise a ValueError unless they are held exactly.
         """
         a_bool("symmetric", symmetric)
         a_bool("double_quantization", double_quantization)
@@ -124,7 +126,9 @@ class ArrayGrouped(PackedArray):
         scale_dtype = jnp.dtype(jnp.float32 if bits == 8 else jnp.bfloat16)
         superblock = block_size * max(SUPERBLOCK // block_size, 1) if double_quantization else 0
         options = {"bits": bits, "block_size": block_size, "superblock_size": superblock}
-        encode = functools.partial(_encode, symmetric=symmetric, scale_dtype=scale_dtype, fit=fit, **options)
+        fit = fit or importance is not None
+        levels = {"symmetric": symmetric, "scale_dtype": scale_dtype, "fit": fit, "importance": importance}
+        encode = functools.partial(_encode, **levels, **options)
         made = cls._quantized(_name(bits), array, axis, encode, **options, use_kernel=use_kernel)
         _check_finite(array, made)
         return made
@@ -302,9 +306,11 @@ def _register(name: str, bits: int) -> None:
         double_quantization: bool = False,
         fit: bool = True,
         use_kernel: bool = True,
+        importance: jax.Array | None = None,
     ) -> ArrayGrouped:
         levels = {"symmetric": symmetric, "double_quantization": double_quantization, "fit": fit}
-        return ArrayGrouped.quantize(array, block_size, bits=bits, axis=axis, use_kernel=use_kernel, **levels)
+        options = {"axis": axis, "use_kernel": use_kernel, **levels}
+        return ArrayGrouped.quantize(array, block_size, bits=bits, importance=importance, **options)
 
     register_format(name, ArrayGrouped, encode)
 

@@ -122,16 +122,20 @@ class ArrayNF4(PackedArray):
         fit: bool = False,
         verbose: bool = False,
         use_kernel: bool = True,
+        importance: jax.Array | None = None,
     ) -> Self:
         """`array` in NF4 with blocks of `block_size`, even, along `axis`; the sharding is kept.
 
         For a weight (K, N) that is used as `x @ w`, `axis=0` puts blocks along the contracted axis, as most checkpoints
         do. `double_quantization` takes 4.127 bits a weight instead of 4.5. With `fit` an absmax is the scale of the
-        smallest squared error: a little less than the largest magnitude, and what lies beyond is clipped. `verbose`
-        prints what was made. Integers raise a ValueError unless they are held exactly, as those up to 4 always are.
+        smallest squared error: a little less than the largest magnitude, and what lies beyond is clipped; of errors
+        that count as much as their `importance`, if it is given, which broadcasts to the array. `verbose` prints what
+        was made. Integers raise a ValueError unless they are held exactly, as those up to 4 always are.
         """
         a_bool("fit", fit)
-        encode = functools.partial(_encode, block_size=block_size, nested=double_quantization, fit=fit)
+        fit = fit or importance is not None
+        options = {"block_size": block_size, "nested": double_quantization, "fit": fit, "importance": importance}
+        encode = functools.partial(_encode, **options)
         exact = 0 if double_quantization else 4  # a quantized absmax is not exact itself
         made = cls._quantized("nf4", array, axis, encode, exact, block_size=block_size, use_kernel=use_kernel)
         if verbose:
@@ -140,6 +144,9 @@ class ArrayNF4(PackedArray):
 
     def _values(self, codes: Leaves, axis: int, length: int) -> jax.Array:
         return reference.unpack_nf4(codes["packed"], axis, length)
+
+    def _coded(self, codes: jax.Array) -> Self:
+        return self._replaced(packed=reference.pack_nf4(codes, self.axis % self.ndim))
 
     def _scale(self) -> jax.Array:
         if self.nested is None or self.offset is None:
@@ -192,8 +199,8 @@ class ArrayNF4(PackedArray):
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "block_size", "nested", "fit"))
-def _encode(x: jax.Array, axis: int, block_size: int, nested: bool, fit: bool) -> Leaves:
-    absmax = reference.nf4_scales(x, block_size, axis, fit)
+def _encode(x: jax.Array, axis: int, block_size: int, nested: bool, fit: bool, importance: jax.Array | None) -> Leaves:
+    absmax = reference.nf4_scales(x, block_size, axis, fit, importance)
     if not nested:
         return {"packed": reference.nf4_codes(x, absmax, block_size, axis), "absmax": absmax}
     matrix = absmax.reshape(*absmax.shape[:-2], math.prod(absmax.shape[-2:]))
