@@ -39,6 +39,9 @@ from ._stored import check_codes as check_codes
 from ._stored import code_version as code_version
 from ._stored import declares_leaves as declares_leaves
 from ._stored import recode as recode
+from ._trained import dense_with_scales as dense_with_scales
+from ._trained import scales_of as scales_of
+from ._trained import with_scales as with_scales
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_8bit import Array8B as Array8B
 from .implicit_array_float8 import ArrayFloat8 as ArrayFloat8
@@ -51,9 +54,6 @@ from .implicit_array_rsr import RSROperatorTernary as RSROperatorTernary
 from ._documented import straight_through_1bit as straight_through_1bit  # isort: skip  # after the formats it adds to
 from ._documented import straight_through_8bit as straight_through_8bit  # isort: skip
 from ._documented import straight_through_nf4 as straight_through_nf4  # isort: skip
-from ._trained import dense_with_scales as dense_with_scales  # isort: skip
-from ._trained import scales_of as scales_of  # isort: skip
-from ._trained import with_scales as with_scales  # isort: skip
 
 for _module in _pkgutil.iter_modules(__path__):  # a format registers itself when its file is imported
     if _module.name.startswith("implicit_array_"):
