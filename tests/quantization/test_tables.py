@@ -142,3 +142,13 @@ def test_of_two_as_near_the_lower():
     assert_same_array(reference.nearest_in_table(x, table), jnp.asarray([1, 1, 0, 2, 2, 1], jnp.uint8))
     assert_same_array(reference.nearest_in_table(x, table, as_values=True), jnp.asarray([0.0, 0, 1, 2, 2, 0]))
     assert reference.nearest_in_table(x.astype(jnp.float16), table, as_values=True).dtype == jax.numpy.float16
+
+
+@pytest.mark.parametrize("block_size", [16, 64])  # the latter longer than the axis
+@every_table
+def test_importance_counts(name, block_size):
+    importance = jnp.exp(normal((40, 24), seed=1))
+    options = {"format": name, "block_size": block_size, "axis": 0}
+    plain, weighed = quantize(W, **options, fit=True), quantize(W, **options, importance=importance)
+    before, after = (float(jnp.sum(importance * (q.materialize() - W) ** 2)) for q in (plain, weighed))
+    assert after < before
