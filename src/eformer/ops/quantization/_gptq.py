@@ -162,6 +162,7 @@ def _solve(
             code = nearest(own[i], block)
             value = jnp.take_along_axis(values[:, block], code[None], axis=0)[0]
             error = (own[i] - value) / inside[i, i]
+            error = jnp.where(jnp.isfinite(error), error, 0)  # a NaN of the weight stays in its own block
             later = jnp.where(jnp.arange(GROUP) > i, inside[i], 0)
             own = own - later[:, None] * error[None]
             return own, errors.at[i].set(error), codes.at[i].set(code)

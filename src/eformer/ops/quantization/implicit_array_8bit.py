@@ -20,7 +20,6 @@ from ._leafwise import AxisMap, LeafwiseArray
 from ._registry import register_format
 from ._sharding import ShardingType, laid_out
 from ._validation import FLOATS, Leaf, Rules, a_bool, check_fields
-from .implicit_array_grouped import ArrayGrouped
 
 
 class Array8B(LeafwiseArray):
@@ -134,6 +133,8 @@ class Array8B(LeafwiseArray):
         codes = lax.bitcast_convert_type(self.weight, jnp.uint8) ^ np.uint8(128)
         switches = {"use_kernel": self.use_kernel, "activation_dtype": self.activation_dtype, "dtype": self.dtype}
         layout = {"bits": 8, "block_size": max(self.shape[axis], 1), "axis": axis - self.ndim}
+        from .implicit_array_grouped import ArrayGrouped  # here: formats are registered in the order of their files
+
         return ArrayGrouped(codes, self.scale, **layout, **switches)
 
     def _encoded_again(self, array: jax.Array) -> Array8B:
