@@ -9,6 +9,7 @@ import pytest
 from eformer.model import add_lora, check_finite, find_nonfinite, quantize_model
 
 
+@pytest.mark.filterwarnings("ignore::eformer.model.NonfiniteWarning")
 def test_every_kind_of_leaf_is_named():
     tree = quantize_model({"one": {"kernel": jnp.ones((64, 64)).at[3, 5].set(jnp.nan)}, "bias": jnp.zeros(4)})
     found = find_nonfinite({"params": tree, "loss": jnp.float32(jnp.inf), "step": jnp.int32(1), "name": "x"})

@@ -89,6 +89,7 @@ def test_corners(before, after, expected):
     np.testing.assert_equal((leaf.error, leaf.snr, leaf.cosine), expected)
 
 
+@pytest.mark.filterwarnings("ignore::eformer.model.NonfiniteWarning")
 def test_nan_is_counted_and_left_out():
     w = normal(6, 10).at[0, 0].set(jnp.nan).at[1, 0].set(jnp.inf)
     found = report({"w": w}, quantize_model({"w": w}, RULES))

@@ -94,7 +94,7 @@ def calculated(before: Sequence[Leaf], after: Sequence[Leaf], frame: FrameType |
             continue
         inner_old, inner_new = _innermost(old), _innermost(new)
         if isinstance(inner_new, Tracer):
-            found = _is_traced_from(inner_new, inner_old)
+            found = _is_traced_from(inner_new, inner_old, [_innermost(leaf) for leaf in _beside(frame, old)])
         else:
             found = not isinstance(inner_old, Tracer) and _is_function_of(inner_new, inner_old, _beside(frame, old))
         if found:
@@ -115,10 +115,12 @@ def _innermost(leaf: Leaf) -> Leaf:
 # Traced leaves, by the equations that made them.
 
 
-def _is_traced_from(new: Any, old: Leaf) -> bool:
-    """Whether a primitive that calculates lies between `old` and `new`, which is made of it."""
+def _is_traced_from(new: Any, old: Leaf, beside: Sequence[Leaf]) -> bool:
+    """Whether a primitive that calculates lies between `new` and `old`, or a leaf `beside` it, which `new` is made of."""
 
     def is_old(tracer: Any) -> bool:
+        if any(tracer is each for each in beside):
+            return True
         if isinstance(old, Tracer):
             return tracer is old
         # A constant of the program stands in it as a tracer of its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eformer._saving import write_file
 from eformer._text import table
 from eformer._warnings import warn
 
@@ -162,11 +164,9 @@ class Statistics(Mapping[str, Statistic]):
                 key = f"{name}|{','.join(map(str, statistic.shape))}|{','.join(map(str, axes))}"
                 arrays.update({f"{key}|{field}": np.asarray(x) for field, x in use._asdict().items() if x is not None})
         reasons = [f"{name}\n{why}" for name, why in self.missing.items()]
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        with temporary.open("wb") as file:
-            np.savez(file, **{"|missing": np.array(reasons, dtype=np.str_), **arrays})
-        temporary.replace(target)
+        memory = io.BytesIO()
+        np.savez(memory, **{"|missing": np.array(reasons, dtype=np.str_), **arrays})
+        write_file(Path(path), memory.getvalue(), overwrite=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
@@ -202,7 +202,8 @@ class Statistics(Mapping[str, Statistic]):
         """Draw how uneven the channels of each leaf are, the largest mean square by the mean, as an SVG file."""
         from ._plot import unevenness
 
-        Path(path).write_text(unevenness({name: _unevenness(each) for name, each in self.items()}), encoding="utf-8")
+        picture = unevenness({name: _unevenness(each) for name, each in self.items()})
+        write_file(Path(path), picture.encode(), overwrite=True)
 
 
 def _by_reason(missing: Mapping[str, str]) -> dict[str, list[str]]:
