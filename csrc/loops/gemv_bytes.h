@@ -14,7 +14,7 @@ constexpr int64_t kLineRows = 8;
 constexpr int64_t kLineRows = 16;
 #endif
 
-// Rows of x that share what is read. More are multiplied by panels: four took 0.7 to 1.3 times as long in stripes.
+// Rows of x that share what is read; more are multiplied by panels.
 constexpr int kStripeRows = 1;
 
 // Prefetches the rows behind those that are read side by side, one after the other from end to end: of rows side by

@@ -116,7 +116,7 @@ def _innermost(leaf: Leaf) -> Leaf:
 
 
 def _is_traced_from(new: Any, old: Leaf, beside: Sequence[Leaf]) -> bool:
-    """Whether a primitive that calculates lies between `new` and `old`, or a leaf `beside` it, which `new` is made of."""
+    """Whether a primitive that calculates lies between `new` and `old`, or a leaf `beside` it, of which it is made."""
 
     def is_old(tracer: Any) -> bool:
         if any(tracer is each for each in beside):
