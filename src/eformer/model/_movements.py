@@ -27,6 +27,11 @@ def _squeeze(axes: Axes, eqn: JaxprEqn) -> Axes:
     return tuple(each for axis, each in enumerate(axes) if axis not in gone)
 
 
+def _unstack(axes: Axes, eqn: JaxprEqn) -> Axes:
+    at = eqn.params["axis"] % len(axes)
+    return (*axes[:at], *axes[at + 1 :])
+
+
 def _broadcast(axes: Axes, eqn: JaxprEqn) -> Axes:
     came_from = {new: old for old, new in enumerate(eqn.params["broadcast_dimensions"])}
     return tuple(axes[came_from[new]] if new in came_from else _NONE for new in range(len(eqn.params["shape"])))
@@ -78,6 +83,7 @@ _KEEPING_AXES = (
 MOVEMENTS: dict[str, Movement] = {
     "transpose": lambda axes, eqn: tuple(axes[old] for old in eqn.params["permutation"]),
     "squeeze": _squeeze,
+    "unstack": _unstack,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "all_gather": _all_gather,

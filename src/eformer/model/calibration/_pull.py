@@ -152,6 +152,15 @@ def _split(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: in
     return _placed(total, shape, starts, type_of(eqn.outvars[out]).shape, how)
 
 
+def _unstack(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+    del operands, at
+    shape = _shape(eqn, 0)
+    axis = eqn.params["axis"] % len(shape)
+    starts = [out if i == axis else 0 for i in range(len(shape))]
+    taken = [1 if i == axis else n for i, n in enumerate(shape)]
+    return _placed(jnp.expand_dims(total, axis), shape, starts, taken, how)
+
+
 def _dynamic_slice(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
     del at, out
     shape, taken = _shape(eqn, 0), eqn.params["slice_sizes"]
@@ -230,6 +239,7 @@ PULLS: Mapping[str, Pull] = {
     "reshape": _reshape,
     "slice": _slice,
     "split": _split,
+    "unstack": _unstack,
     "concatenate": _concatenate,
     "rev": _reverse,
     "pad": _transposed,
