@@ -96,7 +96,7 @@ def test_collectives_agree_with_dense(case, move):
 
 @pytest.mark.parametrize("case", [NF4_ROWS, INT8_ROWS], ids=str)
 def test_what_devices_share_is_not_known_unchecked(case):
-    """A scale per column is one for all rows. Where JAX does not look, those of devices may differ: they are of blocks."""
+    """A scale per column is one for all rows; where JAX does not look, devices may differ, and each is of a block."""
     q, dense = example(case, SHAPE)
     function = over_devices(MOVES["gather_rows"], check_vma=False)
     assert made_dense(function, q) == 0
