@@ -234,7 +234,14 @@ EFORMER_INLINE void PlacesAcross(const Matrix& m, int64_t row, int64_t c, PlaneP
 template <class Format>
 struct CopiedCodes {
   static constexpr int64_t kStride = kRunValues;
-  static constexpr int kMaxRows = 8;  // of bytes
+  // Of bytes: 8 in the first plane, and as many in each as hold the same rows of the matrix.
+  static constexpr int MaxRows() {
+    int rows = 8;
+    for (int bits : Format::kPlaneBits)
+      rows = 8 * bits > rows * Format::kPlaneBits[0] ? 8 * bits / Format::kPlaneBits[0] : rows;
+    return rows;
+  }
+  static constexpr int kMaxRows = MaxRows();
   alignas(64) uint8_t all[kPlanes<Format>][kMaxRows][kStride] = {};
   PlanePlaces<Format> places;
 
