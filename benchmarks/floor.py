@@ -205,10 +205,10 @@ def from_memory(groups: Iterable[Sequence[Cell]], yardsticks: Sequence[Cell], se
     return found
 
 
-def report(found: Mapping[Cell, float], floor: float, what: str, write: Callable[[float], str]) -> bool:
-    """Whether all cells are above the floor; prints the worst ten."""
+def report(found: Mapping[Cell, float], count: int, floor: float, what: str, write: Callable[[float], str]) -> bool:
+    """Whether all cells are above the floor; prints the `count` worst."""
     below = sum(speed < floor for speed in found.values())
-    worst = sorted(found, key=found.__getitem__)[:10]
+    worst = sorted(found, key=found.__getitem__)[:count]
     print(f"\n{below} of {len(found)} cells are below {write(floor)} of {what}; the slowest:\n")
     print(markdown(["cell", "speed"], [[str(cell), write(found[cell])] for cell in worst]), flush=True)
     return not below
@@ -337,6 +337,7 @@ def main() -> None:
     parser.add_argument("--instruction-set", default="", help="of our kernels, and of float32")
     parser.add_argument("--ring", type=float, default=0.3, help="GB of weights from memory, 0 for none (0.3)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for each cell ({SECONDS})")
+    parser.add_argument("--worst", type=int, default=10, metavar="N", help="cells to print (10)")
     parser.add_argument("--quick", action="store_true", help="few row counts, and nothing from memory")
     parser.add_argument("--core", help="the file of a core, in place of the installed one")
     parser.add_argument("--compare", help="the file of another core, or the Python of another installation")
@@ -369,17 +370,17 @@ def measure_all(args: argparse.Namespace) -> bool:
         other = (sys.executable, [*same, f"--core={args.compare}"]) if is_core else (args.compare, same)
         new, old = Served(sys.executable, [*same, *[f"--core={args.core}"] * bool(args.core)]), Served(*other)
         found = beside_core(itertools.chain(groups, memory), new, old, args.seconds)
-        passed = report(found, FLOOR, "the other core's speed", "{:.2f}x".format)
+        passed = report(found, args.worst, FLOOR, "the other core's speed", "{:.2f}x".format)
     else:
         print(peak())
         found = beside_float32(groups, args.seconds)
-        passed = report(found, FLOOR, "JAX float32's speed", "{:.2f}x".format)
+        passed = report(found, args.worst, FLOOR, "JAX float32's speed", "{:.2f}x".format)
         if memory:
             yardsticks = [
                 cell for cells in memory_cells([YARDSTICK], size, args.activations, ring_bytes) for cell in cells
             ]
             shares = from_memory(memory, yardsticks, max(args.seconds, 0.1))
-            passed &= report(shares, MEMORY_FLOOR, "NF4's GB/s", "{:.0%}".format)
+            passed &= report(shares, args.worst, MEMORY_FLOOR, "NF4's GB/s", "{:.0%}".format)
     print(f"\n{time.perf_counter() - start:.0f} s")
     return passed
 

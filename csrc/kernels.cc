@@ -18,17 +18,22 @@ template <class Format>
 constexpr Kernels KernelsOf() {
   FormatInfo info = DescribeFormat<Format>();
   info.reorders = kReorders<Format>;
-  return {info,
-          Gemv<Format>,
-          GemvAny<Format>,
-          FloatDots<Format>,
-          DotsAny<Format>,
-          Matmul<Format>,
-          kBfloatMatmul<Format>,
-          ByteOrderOf<Format>,
-          ByteDotsOrNull<Format>(),
-          ByteMatmulOrNull<Format>(),
-          DecodeRows<Format>};
+  Kernels found = {info,
+                   GemvAny<Format>,
+                   GemvAny<Format>,
+                   DotsAny<Format>,
+                   DotsAny<Format>,
+                   Matmul<Format>,
+                   kBfloatMatmul<Format>,
+                   ByteOrderOf<Format>,
+                   ByteDotsOrNull<Format>(),
+                   ByteMatmulOrNull<Format>(),
+                   DecodeRows<Format>};
+  if constexpr (kHasLookups) {
+    found.gemv = Gemv<Format>;
+    found.dots = FloatDots<Format>;
+  }
+  return found;
 }
 
 #define EFORMER_CHECK_FORMAT(Format, file_name) \

@@ -195,9 +195,9 @@ struct DotsOfRows {
 #endif
         const IntBytes flipped = FlipPacked<Format, kEach>(packed);
         if constexpr (Int8Codes<Format>::kHasNaN) nan[r] |= flipped & ShiftDown(flipped, 1);
-        const auto dot = [&](int part, Ints first) {
+        const auto dot = [&](int part, Ints first) EFORMER_INLINED {
           typename Multiply::Sum sum = Multiply::Start(first);
-          ForEachPlace<kEach>([&](auto place) {
+          ForEachPlace<kEach>([&](auto place) EFORMER_INLINED {
             const auto bytes = Multiply::Prepare(BytesAt<Format, kEach, place>(flipped));
             sum = Multiply::Add(sum, bytes, fours[part][place]);
           });

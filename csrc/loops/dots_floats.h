@@ -315,7 +315,7 @@ class Dots {
           offsets[c] = part.offsets[c] != nullptr ? Pick(Load(part.offsets[c] + run * part.run_blocks), at) : Vec{};
         }
       }
-      ForEach<2>([&](auto half) {
+      ForEach<2>([&](auto half) EFORMER_INLINED {
         Strip values[kColumns];
         if constexpr (kAlong) {
 #pragma GCC unroll 4
@@ -329,7 +329,7 @@ class Dots {
         } else {
           DecodeAcross<half>(local, codes[0], part.stride, part.first, values);
         }
-        ForEach<kStripVecs>([&](auto i) {
+        ForEach<kStripVecs>([&](auto i) EFORMER_INLINED {
           constexpr int kVector = half * kStripVecs + i;
           Vec of_columns[kColumns];
 #pragma GCC unroll 4
@@ -388,8 +388,8 @@ class Dots {
                                           int64_t stride, int first, Strip (&values)[kColumns]) {
     PlanePlaces<Format> at;
     for (int plane = 0; plane < kPlanes<Format>; ++plane) at[plane] = run[plane] + kHalf * kStripSize;
-    const auto decode = [&](auto from) {
-      ForEach<kColumns>([&](auto c) {
+    const auto decode = [&](auto from) EFORMER_INLINED {
+      ForEach<kColumns>([&](auto c) EFORMER_INLINED {
         constexpr int kRow = from + c, kUnits = kRow / kUnit;
         PlanePlaces<Format> row;
         for (int plane = 0; plane < kPlanes<Format>; ++plane) {

@@ -67,7 +67,7 @@ struct Stripe {
       const int64_t whole = count % 4 == 0 && kPacked ? width / kPanelColumns * kPanelColumns : 0;
       const uint8_t* codes = m.planes[0] + lines.row * m.cols + n;
       CodesAhead ahead(codes + count * m.cols, m.cols, width);
-      AddColumns(lines, codes, m.cols, 0, whole, [&] { ahead.Prefetch(); });
+      AddColumns(lines, codes, m.cols, 0, whole, [&]() EFORMER_INLINED { ahead.Prefetch(); });
       for (int64_t c = whole; c < width; c += kPanelColumns) {
         alignas(64) uint8_t copy[kLineRows][kPanelColumns] = {};
         CopyRows(lines, c, copy);
@@ -158,7 +158,7 @@ struct Stripe {
             if (!lines.ends) StoreVector(of_row, dots[r][i]);
             found[r][i] = ToReals(dots[r][i]);
           } else {
-            found[r][i] = Joined<kParts>([&](int part) { return dots[r * kParts + part][i]; });
+            found[r][i] = Joined<kParts>([&](int part) EFORMER_INLINED { return dots[r * kParts + part][i]; });
             if (!lines.starts) found[r][i] += LoadVector<Reals>(of_row);
             if (!lines.ends) StoreVector(of_row, found[r][i]);
           }
@@ -191,7 +191,7 @@ struct Stripe {
         typename Dots::Sum sum[kLines];
 #pragma GCC unroll 6
         for (int line = 0; line < kLines; ++line) sum[line] = Dots::Start(dots[line][i]);
-        ForEachPlace<kPlaces>([&](auto place) {
+        ForEachPlace<kPlaces>([&](auto place) EFORMER_INLINED {
           const auto codes = Dots::Prepare(BytesAt<Format, kPlaces, place>(flipped));
 #pragma GCC unroll 6
           for (int line = 0; line < kLines; ++line) {

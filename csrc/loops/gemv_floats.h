@@ -87,8 +87,9 @@ struct GemvAcross {
     const bool is_whole = group.row + group.units * kUnit <= m.rows, is_full = group.units == kGroup / kUnit;
     for (; n + kGemvColumns <= width && is_whole; n += kGemvColumns) {
       if (kGemvColumns == 64 || n % 64 == 0) {
-        ForEach<kPlanes<Format>>(
-            [&](auto plane) { ahead[plane].template Prefetch<kGroup * Format::kPlaneBits[plane] / 8>(); });
+        ForEach<kPlanes<Format>>([&](auto plane) EFORMER_INLINED {
+          ahead[plane].template Prefetch<kGroup * Format::kPlaneBits[plane] / 8>();
+        });
       }
       of_scales.Prefetch();
       PlanePlaces<Format> places;
@@ -126,7 +127,7 @@ struct GemvAcross {
     Line line = kInBlocks && group.starts ? Line{} : Line::From(held + n);
     const float* xs = x + group.row;
     const Decoder<Format> local = decoder;
-    const auto add_unit = [&](int64_t u) {
+    const auto add_unit = [&](int64_t u) EFORMER_INLINED {
 #pragma GCC unroll 2
       for (int i = 0; i < kGemvStrips; ++i) {
         PlanePlaces<Format> at;
@@ -136,14 +137,14 @@ struct GemvAcross {
         if constexpr (kPairs) {
           AddPairs(at[0], u, line.v[i]);
         } else {
-          ForEach<kUnit>([&](auto row) {
+          ForEach<kUnit>([&](auto row) EFORMER_INLINED {
             AddProduct(line.v[i], local.template Across<row>(at, stride), Spread(xs[u * kUnit + row]));
           });
         }
       }
     };
     if constexpr (kFull && kUnit < 8) {  // more would not fit into registers
-      ForEach<kGroup / kUnit>([&](auto u) { add_unit(u); });
+      ForEach<kGroup / kUnit>([&](auto u) EFORMER_INLINED { add_unit(u); });
     } else {
       for (int64_t u = 0; u < group.units; ++u) add_unit(u);
     }
@@ -316,7 +317,7 @@ struct GemvAlong {
       Vec shared{};
       if constexpr (kKind == kRuns) shared = Spread(factor[*block]);
       if constexpr (kKind == kInLanes) shared = Pick(Load(factor + *block), of_lanes);
-      ForEach<2>([&](auto half) {
+      ForEach<2>([&](auto half) EFORMER_INLINED {
         const Strip values = kKind == kRuns || kKind == kInLanes ? local.template AlongInLanes<half>(at)
                                                                  : local.template Along<half>(at);
         for (int i = 0; i < kStripVecs; ++i) {

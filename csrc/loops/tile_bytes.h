@@ -259,7 +259,7 @@ struct ByteTile {
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
           float* to = totals + r * kPanelColumns + v * kIntLanes;
-          const Reals sum = Joined<kParts>([&](int i) { return dots[r * kParts + i][v]; });
+          const Reals sum = Joined<kParts>([&](int i) EFORMER_INLINED { return dots[r * kParts + i][v]; });
           Reals total = LoadVector<Reals>(to) + sum * (scale * x.steps[b * kRows + r]);
           if (part.has_offsets) total += offset * x.totals[b * kRows + r];
           StoreVector(to, total);

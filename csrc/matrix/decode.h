@@ -135,7 +135,7 @@ struct Decoder {
   }
 
   // The values of 64 bytes, one for each code.
-  EFORMER_INLINE void OfBytes(const uint8_t* codes, Strip (&values)[2]) const {
+  EFORMER_INLINE_DECODE void OfBytes(const uint8_t* codes, Strip (&values)[2]) const {
     for (int half = 0; half < 2; ++half, codes += kStripSize) {
       if constexpr (kHasStrips) {
         values[half] = Format::Values(codes);
@@ -147,14 +147,15 @@ struct Decoder {
 
   // Half kHalf of a run of 64 columns of a row.
   template <int kHalf>
-  EFORMER_INLINE Strip Along(const PlanePlaces<Format>& run) const {
+  EFORMER_INLINE_DECODE Strip Along(const PlanePlaces<Format>& run) const {
     if constexpr (kHasStrips) {
       return Format::Values(run[0] + kHalf * kStripSize);
     } else {
       Strip found;
-      ForEach<kStripVecs>([&](auto i) {
+      ForEach<kStripVecs>([&](auto i) EFORMER_INLINED {
         constexpr int kVector = kHalf * kStripVecs + i;
-        found.v[i] = Of(JoinPlanes<Format>([&](auto plane) { return WordsAlong<Format, kVector, plane>(run[plane]); }));
+        found.v[i] = Of(JoinPlanes<Format>(
+            [&](auto plane) EFORMER_INLINED { return WordsAlong<Format, kVector, plane>(run[plane]); }));
       });
       return found;
     }
@@ -162,13 +163,13 @@ struct Decoder {
 
   // The same in the order of LanePlace, for formats that kReorders.
   template <int kHalf>
-  EFORMER_INLINE Strip AlongInLanes(const PlanePlaces<Format>& run) const {
+  EFORMER_INLINE_DECODE Strip AlongInLanes(const PlanePlaces<Format>& run) const {
 #if defined(EFORMER_AVX512)
     if constexpr (kReorders<Format>) {
       const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(run[0]));
       const Words words = (Words)_mm512_broadcast_i64x4(codes);
       Strip found;
-      ForEach<kStripVecs>([&](auto i) {
+      ForEach<kStripVecs>([&](auto i) EFORMER_INLINED {
         constexpr int kVector = kHalf * kStripVecs + i;
         const Words shifts = ShiftsOf<Format, 4>([](int lane) { return LanePlace(kVector, lane) % 8; });
         found.v[i] = Of(ShiftEach(words, shifts));
@@ -181,14 +182,15 @@ struct Decoder {
 
   // 32 columns of row kRow of a unit.
   template <int kRow>
-  EFORMER_INLINE Strip Across(const PlanePlaces<Format>& columns, int64_t stride) const {
+  EFORMER_INLINE_DECODE Strip Across(const PlanePlaces<Format>& columns, int64_t stride) const {
     if constexpr (kHasStrips) {
       return Format::Values(columns[0] + kRow * stride);
     } else {
       Strip found;
-      ForEach<kStripVecs>([&](auto i) {
-        found.v[i] = Of(JoinPlanes<Format>(
-            [&](auto plane) { return WordsAcross<Format, kRow, plane>(columns[plane] + i * kLanes, stride); }));
+      ForEach<kStripVecs>([&](auto i) EFORMER_INLINED {
+        found.v[i] = Of(JoinPlanes<Format>([&](auto plane) EFORMER_INLINED {
+          return WordsAcross<Format, kRow, plane>(columns[plane] + i * kLanes, stride);
+        }));
       });
       return found;
     }

@@ -240,7 +240,7 @@ struct RowDecoder {
       for (int half = 0; half < 2; ++half) {
         PlanePlaces<Format> at;
         for (int plane = 0; plane < kPlanes<Format>; ++plane) at[plane] = places[plane] + half * kStripSize;
-        ForEach<kUnit>([&](auto i) {
+        ForEach<kUnit>([&](auto i) EFORMER_INLINED {
           Strip values = local.template Across<i>(at, cols);
           if constexpr (kThen == kScale) values = Times(values, scales[half]);
           if constexpr (kThen == kAll) {
@@ -294,7 +294,7 @@ struct RowDecoder {
       } else if constexpr (kThen == kScale) {
         for (int half = 0; half < 2; ++half) scale[half] = BroadcastScales(row0 + k, n + half * kStripSize);
       }
-      ForEach<2>([&](auto half) {
+      ForEach<2>([&](auto half) EFORMER_INLINED {
         Strip values = local.template Along<half>(places);
         if constexpr (kThen == kScale) values = Times(values, scale[half]);
         if constexpr (kThen == kAll) values = local_rule.Scaled(values, scale[half], other[half]);

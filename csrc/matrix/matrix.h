@@ -11,6 +11,13 @@ namespace eformer {
 
 // This file is compiled for several instruction sets, and the linker would keep the copy of one: inline everything.
 #define EFORMER_INLINE inline __attribute__((always_inline))
+#if defined(__AVX2__) || defined(EFORMER_NEON)
+#define EFORMER_INLINED __attribute__((always_inline))  // the same, of a lambda
+#define EFORMER_INLINE_DECODE EFORMER_INLINE
+#else  // there is nothing to gain, and compiling would take ten times as long
+#define EFORMER_INLINED
+#define EFORMER_INLINE_DECODE __attribute__((noinline))
+#endif
 #define EFORMER_NOINLINE __attribute__((noinline, unused))
 
 // Rounds a / b up, for a >= 0 and b > 0, without overflow.

@@ -167,7 +167,7 @@ struct BytePanels {
   EFORMER_INLINE void Put(Vector packed, int64_t quad, int64_t at, uint8_t (&nan)[kQuadRowBytes]) {
     const Vector flipped = FlipPacked<Format, kPlaces>(packed);
     if constexpr (Int8Codes<Format>::kHasNaN) StoreVector(nan + at, LoadVector<Vector>(nan + at) | FindNaN(flipped));
-    ForEachPlace<kPlaces>([&](auto place) {
+    ForEachPlace<kPlaces>([&](auto place) EFORMER_INLINED {
       StoreVector(bytes + (quad + place) * kQuadRowBytes + at, BytesAt<Format, kPlaces, place>(flipped));
     });
   }

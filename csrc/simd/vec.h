@@ -37,6 +37,13 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
+// Whether an instruction looks values of codes up. Without it, codes are decoded a row at a time, whatever the loop.
+#if defined(__AVX2__) || defined(EFORMER_NEON)
+constexpr bool kHasLookups = true;
+#else
+constexpr bool kHasLookups = false;
+#endif
+
 static inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
 
