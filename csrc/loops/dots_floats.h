@@ -289,7 +289,7 @@ class Dots {
   template <int kRows, Kind kKind, bool kAlong>
   static void Tile(const Decoder<Format>& decoder, const Part& part, int64_t size) {
     constexpr int kColumns = Columns(kRows);
-    constexpr bool kScalesTable = kKind == kRuns && Decoder<Format>::kLooksUp && decltype(decoder.table)::kCanScale;
+    constexpr bool kScalesTable = kKind == kRuns && Decoder<Format>::kScalesTable;
     constexpr int64_t kReadBytes = kColumns * kRunValues / kValuesPerByte<Format>;
     Vec sums[kRows][kColumns] = {};
     const float* x[kRows];
@@ -302,9 +302,8 @@ class Dots {
       Decoder<Format> scaled[kScalesTable ? kColumns : 1];
       scaled[0] = local;
 #pragma GCC unroll 4
-      for (int c = 0; c < kColumns && kScalesTable; ++c) {
-        const float* offset = part.offsets[c] != nullptr ? part.offsets[c] + run : nullptr;
-        scaled[kScalesTable ? c : 0].table.Scale(local.table, part.scales[c][run], offset);
+      for (int c = 0; c < kColumns; ++c) {
+        if constexpr (kScalesTable) scaled[c] = local.With(Scaled(local.table.Values(), part, c, run));
       }
       Vec scales[kColumns], offsets[kColumns];  // of all vectors of a run, if they are alike
       if constexpr (kKind == kVectors && kReorders<Format>) {
@@ -321,10 +320,7 @@ class Dots {
 #pragma GCC unroll 4
           for (int c = 0; c < kColumns; ++c) {
             values[c] = scaled[kScalesTable ? c : 0].template AlongInLanes<half>(codes[c]);
-            if constexpr (kKind == kRuns && !kScalesTable) {
-              values[c] = Times(values[c], Spread(part.scales[c][run]));
-              if (part.offsets[c] != nullptr) values[c] = Plus(values[c], SpreadStrip(part.offsets[c][run]));
-            }
+            if constexpr (kKind == kRuns && !kScalesTable) values[c] = Scaled(values[c], part, c, run);
           }
         } else {
           DecodeAcross<half>(local, codes[0], part.stride, part.first, values);
@@ -364,6 +360,12 @@ class Dots {
       }
       AddSums(four, part.starts, *reinterpret_cast<float (*)[4]>(part.sums + i));
     }
+  }
+
+  // For runs that share a scale.
+  EFORMER_INLINE static Strip Scaled(Strip values, const Part& part, int c, int64_t run) {
+    values = Times(values, Spread(part.scales[c][run]));
+    return part.offsets[c] != nullptr ? Plus(values, SpreadStrip(part.offsets[c][run])) : values;
   }
 
   template <int kVector>

@@ -225,7 +225,7 @@ struct GemvAlong {
 
   static Kind KindOf(const Matrix& m) {
     if (!kInBlocks || m.block % kRunValues == 0) return kRuns;
-    if (kReorders<Format> && kRunValues % m.block == 0 && m.block % 8 == 0) return kInLanes;
+    if (kReorders<Format> && kRunValues % m.block == 0 && m.block % 4 == 0) return kInLanes;
     return m.block < kLanes ? kShort : kVectors;
   }
 

@@ -22,19 +22,25 @@ constexpr int BitsBelow(int plane) {
 template <class Format>
 using PlanePlaces = const uint8_t * [kPlanes<Format>];
 
-// Whether words of codes are looked up where they lie, which saves a shuffle: lane i of vector v of a run then has the
-// value LanePlace(v, i), and x or the sums have that order too.
+// Whether rows of codes are decoded in the order of LanePlace, where each lane has four neighbouring codes of a run in
+// its own bits of a word: all that is left to do for a vector is to shift. x, or the sums, have that order too.
 template <class Format>
-constexpr bool kReorders = kLanes == 16 && kPlanes<Format> == 1 && Format::kPlaneBits[0] == 4;
+constexpr bool kReorders = kLanes == 16 && CodeBits<Format>() < 8;
 
 constexpr int LanePlace(int vector, int lane) { return lane % 8 * 8 + lane / 8 * 4 + vector; }
+
+// Where the code of a place is among those of its byte, counted from the lowest bits.
+template <class Format, int kBits>
+constexpr int PlaceInByte(int place) {
+  return Format::kHighBitsFirst ? place ^ (8 / kBits - 1) : place;
+}
 
 // How far to shift each word for codes of kBits at the places first, first + 1, ... of it.
 template <class Format, int kBits>
 EFORMER_INLINE Words ShiftsOf(int (*place)(int lane)) {
   Words shifts;
   for (int i = 0; i < kLanes; ++i) {
-    shifts[i] = static_cast<uint32_t>(kBits * (Format::kHighBitsFirst ? place(i) ^ (8 / kBits - 1) : place(i)));
+    shifts[i] = static_cast<uint32_t>(kBits * PlaceInByte<Format, kBits>(place(i)));
   }
   return shifts;
 }
@@ -78,14 +84,41 @@ EFORMER_INLINE Words WordsAlong(const uint8_t* run) {
   }
 }
 
+// words << -kBits for kBits < 0, else words >> kBits.
+template <int kBits>
+EFORMER_INLINE Words Shift(Words words) {
+  if constexpr (kBits < 0) return words << -kBits;
+  return kBits > 0 ? words >> (kBits > 0 ? kBits : 0) : words;
+}
+
 // The same for kLanes columns of row kRow of a unit. Rows of bytes are `stride` apart.
 template <class Format, int kRow, int kPlane>
 EFORMER_INLINE Words WordsAcross(const uint8_t* columns, int64_t stride) {
   constexpr int kBits = Format::kPlaneBits[kPlane], kPerByte = 8 / kBits, kPlace = kRow % kPerByte;
   constexpr int kShift = kBits * (Format::kHighBitsFirst ? kPerByte - 1 - kPlace : kPlace) - BitsBelow<Format>(kPlane);
-  const Words words = LoadWords(columns + kRow / kPerByte * stride);
-  if constexpr (kShift < 0) return words << -kShift;
-  return kShift > 0 ? words >> (kShift > 0 ? kShift : 0) : words;
+  return Shift<kShift>(LoadWords(columns + kRow / kPerByte * stride));
+}
+
+// The bits that a plane has of a run, those of each lane from bit BitsBelow on, the rest is any.
+template <class Format, int kPlane>
+EFORMER_INLINE Words WordsInLanes(const uint8_t* run) {
+  constexpr int kBits = Format::kPlaneBits[kPlane], kBelow = BitsBelow<Format>(kPlane);
+  const Words shifts = ShiftsOf<Format, kBits>([](int lane) { return lane / 8 * 4; }) & ~(4u * kBits - 1);
+  Words words{};
+#if defined(EFORMER_AVX512)
+  if constexpr (kBits == 4) {
+    words = (Words)_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(run)));
+  } else if constexpr (kBits == 2) {
+    const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(run));
+    words = (Words)_mm512_cvtepu16_epi32(_mm256_broadcastsi128_si256(eight));
+  } else if constexpr (kBits == 1) {
+    int64_t eight;
+    std::memcpy(&eight, run, sizeof eight);
+    words = (Words)_mm512_cvtepu8_epi32(_mm_set1_epi64x(eight));
+  }
+  if constexpr (kBelow > 0) return (Words)_mm512_rorv_epi32((__m512i)words, (__m512i)((shifts - kBelow) & 31));
+#endif
+  return ShiftEach(words, shifts);
 }
 
 // Codes joined from planes: `words_of` gives the bits of a plane, above those of the planes before it.
@@ -106,20 +139,31 @@ struct Decoder {
   static constexpr int kBits = CodeBits<Format>();
   static constexpr uint32_t kMask = (1u << kBits) - 1;
   static constexpr bool kHasStrips = !std::is_null_pointer_v<decltype(Format::Values)>;
+  static constexpr bool kHasTable = kBits <= kMaxTableBits;
   // Integers are counted where a lookup takes several operations.
-  static constexpr bool kLooksUp = kHasTable<Format> && !(Format::kIsInteger && kBits > 3 && kLanes == 8);
+  static constexpr bool kLooksUp = kHasTable && !(Format::kIsInteger && kBits > 3 && kLanes == 8);
 
-  Table<kHasTable<Format> ? kBits : 4> table;
+  // Whether a table is scaled in place of what it gives, for values that share a scale.
+  static constexpr bool kScalesTable = kLooksUp && kLanes == 16;
+
+  Table<kHasTable ? kBits : 1> table;
   float centre;
 
   Decoder() = default;
   explicit Decoder(const Matrix& m, float centre = Format::kCentre) : centre(centre) {
     (void)m;
-    if constexpr (kHasTable<Format>) {
-      float values[16];
-      for (int i = 0; i < 16; ++i) values[i] = ValueIn<Format>(m, i & kMask) - centre;
+    if constexpr (kHasTable) {
+      float values[kMaxTable];
+      for (int i = 0; i < kMaxTable; ++i) values[i] = ValueIn<Format>(m, i & kMask) - centre;
       table = decltype(table)(values);
     }
+  }
+
+  // The same codes with other values, as Table::Values has them.
+  EFORMER_INLINE Decoder With(const Strip& values) const {
+    Decoder changed = *this;
+    changed.table.Set(values);
+    return changed;
   }
 
   EFORMER_INLINE Vec Of(Words code) const {
@@ -161,22 +205,20 @@ struct Decoder {
     }
   }
 
-  // The same in the order of LanePlace, for formats that kReorders.
+  // The same in the order of LanePlace, if the format kReorders.
   template <int kHalf>
   EFORMER_INLINE_DECODE Strip AlongInLanes(const PlanePlaces<Format>& run) const {
-#if defined(EFORMER_AVX512)
     if constexpr (kReorders<Format>) {
-      const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(run[0]));
-      const Words words = (Words)_mm512_broadcast_i64x4(codes);
       Strip found;
       ForEach<kStripVecs>([&](auto i) EFORMER_INLINED {
         constexpr int kVector = kHalf * kStripVecs + i;
-        const Words shifts = ShiftsOf<Format, 4>([](int lane) { return LanePlace(kVector, lane) % 8; });
-        found.v[i] = Of(ShiftEach(words, shifts));
+        found.v[i] = Of(JoinPlanes<Format>([&](auto plane) EFORMER_INLINED {
+          constexpr int kBits = Format::kPlaneBits[plane];
+          return Shift<kBits * (PlaceInByte<Format, kBits>(kVector) % 4)>(WordsInLanes<Format, plane>(run[plane]));
+        }));
       });
       return found;
     }
-#endif
     return Along<kHalf>(run);
   }
 

@@ -133,11 +133,11 @@ struct BlocksOfRun {
     for (int i = 0; i < kRunVectors; ++i) of[i] = (n + i * kLanes) / block - n0 / block;
   }
 
-  // Their numbers for each column. kLong: the run is in one block.
+  // Their numbers for each column. kLong: each strip is in one block.
   template <bool kLong>
   EFORMER_INLINE void Strips(const float* numbers, Strip (&to)[2]) const {
     if constexpr (kLong) {
-      to[0] = to[1] = SpreadStrip(numbers[first]);
+      for (int half = 0; half < 2; ++half) to[half] = SpreadStrip(numbers[of[half * kStripVecs]]);
     } else if (in_vectors) {
       for (int i = 0; i < kRunVectors; ++i) to[i / kStripVecs].v[i % kStripVecs] = Spread(numbers[of[i]]);
     } else {
@@ -264,7 +264,7 @@ struct RowDecoder {
     scales.Take(row0, count);
     offsets.Take(row0, count);
     if constexpr (kInBlocks) {
-      const bool is_long = m.block % kRunValues == 0;
+      const bool is_long = m.block % kStripSize == 0;
       if (rule.OnlyScales() && is_long) return DecodeRowsAlong<kScale, true>(row0, count, n, ahead, to, stride);
       if (rule.OnlyScales()) return DecodeRowsAlong<kScale, false>(row0, count, n, ahead, to, stride);
       if (is_long) return DecodeRowsAlong<kAll, true>(row0, count, n, ahead, to, stride);
@@ -275,7 +275,7 @@ struct RowDecoder {
     }
   }
 
-  // kLong: a run is in one block.
+  // kLong: a strip is in one block.
   template <Then kThen, bool kLong>
   EFORMER_NOINLINE void DecodeRowsAlong(int64_t row0, int64_t count, int64_t n, const PrefetchDistances& ahead,
                                         float* to, int64_t stride) const {
@@ -295,9 +295,15 @@ struct RowDecoder {
         for (int half = 0; half < 2; ++half) scale[half] = BroadcastScales(row0 + k, n + half * kStripSize);
       }
       ForEach<2>([&](auto half) EFORMER_INLINED {
-        Strip values = local.template Along<half>(places);
-        if constexpr (kThen == kScale) values = Times(values, scale[half]);
-        if constexpr (kThen == kAll) values = local_rule.Scaled(values, scale[half], other[half]);
+        Strip values;
+        if constexpr (kLong && Decoder<Format>::kScalesTable) {
+          const auto scaled = local.With(local_rule.Scaled(local.table.Values(), scale[half], other[half]));
+          values = scaled.template Along<half>(places);
+        } else {
+          values = local.template Along<half>(places);
+          if constexpr (kThen == kScale) values = Times(values, scale[half]);
+          if constexpr (kThen == kAll) values = local_rule.Scaled(values, scale[half], other[half]);
+        }
         StoreStrip(to + half * kStripSize, values);
       });
       for (int plane = 0; plane < kPlanes<Format>; ++plane) {

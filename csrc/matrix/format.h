@@ -48,10 +48,6 @@ constexpr int CodeBits() {
   return bits;
 }
 
-// Whether the values of all codes fit into a table for lookups.
-template <class Format>
-constexpr bool kHasTable = CodeBits<Format>() <= 4;
-
 // What a code stands for in a matrix, before its scale.
 template <class Format>
 EFORMER_INLINE float ValueIn(const Matrix&, int code) {

@@ -253,14 +253,20 @@ EFORMER_INLINE Words Select(uint32_t mask, Words a, Words b) {
 #endif
 }
 
-// Up to sixteen floats, to be looked up by the lowest kBits of words.
+constexpr int kMaxTableBits = kLanes == 16 ? 5 : 4;
+constexpr int kMaxTable = 1 << kMaxTableBits;
+
+// Floats to be looked up by the lowest kBits of words.
 template <int kBits>
 struct Table {
-  static_assert(kBits <= 4);
+  static_assert(kBits <= kMaxTableBits);
 #if defined(EFORMER_AVX512)
-  Vec all;
+  Vec all, others;  // the others are behind the first sixteen
 
-  EFORMER_INLINE Vec LookUp(Words words) const { return (Vec)_mm512_permutexvar_ps((__m512i)words, (__m512)all); }
+  EFORMER_INLINE Vec LookUp(Words words) const {
+    if constexpr (kBits <= 4) return (Vec)_mm512_permutexvar_ps((__m512i)words, (__m512)all);
+    return (Vec)_mm512_permutex2var_ps((__m512)all, (__m512i)words, (__m512)others);
+  }
 #elif defined(__AVX2__)
   __m256 low, high;
 
@@ -290,9 +296,10 @@ struct Table {
 #endif
 
   Table() = default;
-  explicit Table(const float (&values)[16]) {  // repeated, if there are fewer
+  explicit Table(const float (&values)[kMaxTable]) {  // repeated, if there are fewer
 #if defined(EFORMER_AVX512)
     all = Load(values);
+    others = Load(values + kLanes);
 #elif defined(__AVX2__)
     low = (__m256)Load(values);
     high = (__m256)Load(values + 8);
@@ -303,18 +310,10 @@ struct Table {
 #endif
   }
 
-  // Whether the whole table is scaled as fast as one vector of what it gives.
-  static constexpr bool kCanScale = kLanes == 16;
-
-  // values * scale, plus *offset unless that is nullptr.
-  EFORMER_INLINE void Scale(const Table& from, float scale, const float* offset) {
 #if defined(EFORMER_AVX512)
-    all = from.all * Spread(scale);
-    if (offset != nullptr) all += Spread(*offset);
-#else
-    (void)from, (void)scale, (void)offset;
+  EFORMER_INLINE Strip Values() const { return {{all, others}}; }
+  EFORMER_INLINE void Set(const Strip& values) { all = values.v[0], others = values.v[1]; }
 #endif
-  }
 };
 
 // Words below 2^23 as floats, less `centre`: the mantissa of 2^23 counts ones.
