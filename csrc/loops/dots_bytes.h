@@ -54,7 +54,7 @@ struct DotsOfRows {
   const ByteX& x;
   const int64_t blocks = CeilDiv(m.cols, x.order.block);
   const float centre = CentreOf<Format>(m);
-  const int64_t lanes = (x.depth + 8 * kSpan) / 4;  // at most, in a field
+  const int64_t lanes = CeilDiv(x.depth + 8 * kSpan, 64) * 16;  // at most, in a field
   Floats steps{kInBlocks ? blocks : kFields * lanes};
   Zeros<int32_t> corrections{2 * lanes};
   Zeros<int8_t> ordered{kFields > 1 ? kFields * kParts * 4 * lanes : 0};
@@ -111,8 +111,8 @@ struct DotsOfRows {
           if (part == 1) sum <<= 8;
           for (int place = 0; place < kEach; ++place) sum += SumOfFours(FoursOfX(field, t * kEach + place, part, h));
         }
-        int32_t* to = field.corrections + 2 * (t * kSpanLanes + h * kIntLanes);
-        for (int i = 0; i < 2; ++i) StoreVector(to + i * kIntLanes, sums[i] * -bias);
+        int32_t* to = field.corrections + t * kSpanLanes + h * kIntLanes;
+        for (int i = 0; i < 2; ++i) StoreVector(to + i * lanes, sums[i] * -bias);
       }
     }
     for (int h = 0; h < kSpanVectors; ++h) {
@@ -179,7 +179,7 @@ struct DotsOfRows {
       const Ints places = LoadVector<Ints>(field.places[h]);
       Ints correction[2] = {};
       for (int i = 0; i < 2 && kField == 0; ++i) {
-        correction[i] = LoadVector<Ints>(field.corrections + 2 * lane + i * kIntLanes);
+        correction[i] = LoadVector<Ints>(field.corrections + i * lanes + lane);
       }
       const Reals step = kInBlocks ? Reals{} : LoadVector<Reals>(field.steps + lane);
       const float* of_row = factor + field.first_block[h];

@@ -35,8 +35,9 @@ template <class Format>
 struct GemvAcross {
   static constexpr bool kInBlocks = Format::kScales == ScaleKind::kPerBlock;
   static constexpr int kUnit = UnitRows<Format>();
-  // Rows whose codes are read side by side: 8 rows of bytes. With 8 more in the same set of L1, there is no room.
-  static constexpr int64_t kGroup = 8 * kValuesPerByte<Format>;
+  // Rows whose codes are read side by side: 8 rows of bytes, or 4 if each byte is a value. With 8 more in the same set
+  // of L1, there is no room.
+  static constexpr int64_t kGroup = (kValuesPerByte<Format> == 1 ? 4 : 8) * kValuesPerByte<Format>;
   // Two codes of two bits are looked up at once, in a table of what they add for two values of x.
   static constexpr bool kPairs = kLanes == 16 && kPlanes<Format> == 1 && Format::kPlaneBits[0] == 2;
 
