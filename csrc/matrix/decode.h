@@ -214,7 +214,7 @@ struct Decoder {
         constexpr int kVector = kHalf * kStripVecs + i;
         found.v[i] = Of(JoinPlanes<Format>([&](auto plane) EFORMER_INLINED {
           constexpr int kBits = Format::kPlaneBits[plane];
-          return Shift<kBits * (PlaceInByte<Format, kBits>(kVector) % 4)>(WordsInLanes<Format, plane>(run[plane]));
+          return Shift<kBits*(PlaceInByte<Format, kBits>(kVector) % 4)>(WordsInLanes<Format, plane>(run[plane]));
         }));
       });
       return found;

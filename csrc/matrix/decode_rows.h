@@ -295,14 +295,15 @@ struct RowDecoder {
         for (int half = 0; half < 2; ++half) scale[half] = BroadcastScales(row0 + k, n + half * kStripSize);
       }
       ForEach<2>([&](auto half) EFORMER_INLINED {
+        const auto scaled = [&](const Strip& values) EFORMER_INLINED {
+          if constexpr (kThen == kAll) return local_rule.Scaled(values, scale[half], other[half]);
+          return kThen == kScale ? Times(values, scale[half]) : values;
+        };
         Strip values;
         if constexpr (kLong && Decoder<Format>::kScalesTable) {
-          const auto scaled = local.With(local_rule.Scaled(local.table.Values(), scale[half], other[half]));
-          values = scaled.template Along<half>(places);
+          values = local.With(scaled(local.table.Values())).template Along<half>(places);
         } else {
-          values = local.template Along<half>(places);
-          if constexpr (kThen == kScale) values = Times(values, scale[half]);
-          if constexpr (kThen == kAll) values = local_rule.Scaled(values, scale[half], other[half]);
+          values = scaled(local.template Along<half>(places));
         }
         StoreStrip(to + half * kStripSize, values);
       });
