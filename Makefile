@@ -150,5 +150,5 @@ $(VENV)/.llm: $(CORE) $(VENV)/bin/python
 # With `test`, so that `make lint test` builds the core once.
 $(VENV)/.linters: $(CORE) $(VENV)/bin/python
 	@echo "installing the package, the linters and the test dependencies into $(VENV)"
-	@$(PIP) --editable '.[test,lint]'
+	@$(PIP) $(WITH_CORE) --editable '.[test,lint]'
 	@touch $(VENV)/.tests $@

@@ -56,11 +56,12 @@ from eformer.checkpoint import atomic_file, load, save
 from eformer.jaximus import materialize, ste
 from eformer.kernels import reference
 from eformer.model import Rule, add_lora, fake_quantize, finalize
+from eformer.ops.quantization import FormatSpec
 
 LINEAR = r"^(query|key|value|output|gate|up|down)\.weight$"
 OPTIONS: dict[str, dict[str, Any]] = {
     "ternary": {"scale": "absmean"},
-    "int4": {"axis": -1, "block_size": 32},
+    "int4": {"axis": -1, "block_size": 32, "double_quantization": False},
     "nf4": {"axis": -1, "block_size": 8, "double_quantization": True, "fit": True},  # 5.02 bits a weight; int4 takes 5
 }
 RATES = {"ternary": 2e-3, "int4": 1e-3, "nf4": 1e-3}  # of Adam
@@ -129,7 +130,7 @@ def likely_tokens(teacher: Params, states: jax.Array, count: int) -> np.ndarray:
 
 
 def rules(format: str) -> tuple[Rule, ...]:
-    return (Rule(LINEAR, format, OPTIONS[format]),)
+    return (Rule(LINEAR, FormatSpec(format), OPTIONS[format]),)
 
 
 class Student(NamedTuple):

@@ -39,7 +39,7 @@ examples:
   echo "What is 2 + 2?" | python -m eformer.examples.llm model.gguf - --chat
 
 formats: float32 decodes all weights; int8, int4, nf4, ... quantize them again as they are loaded, one array at a time,
-with options after commas (int4,block_size=32,fit=false). Embeddings and the output layer get --embeddings.
+with options after commas (int4,block_size=64,fit=false). Embeddings and the output layer get --embeddings.
 --activations int8 rounds the activations too, as llama.cpp always does: faster, and a little less exact.
 
 The first run compiles, for some seconds. JAX keeps what it compiled if JAX_COMPILATION_CACHE_DIR names a folder; each

@@ -12,9 +12,10 @@ import jax
 
 from eformer._text import in_bytes, table
 from eformer.model import Rule, default_rules, quantize_model
+from eformer.ops.quantization import find_format
 
 from ._answer import Answer
-from ._arguments import Problem, add_format, byte_count, format_rule, formats_help, positive, problem
+from ._arguments import Problem, add_format, byte_count, format_rule, format_text, formats_help, positive, problem
 from ._progress import stage
 
 HELP = "time matmuls with quantized weights against float32"
@@ -42,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "problems", type=problem, nargs="*", default=default, metavar="MxKxN", help="default: 1x4096x4096"
     )
-    add_format(parser, "--format", "a contender, may be repeated (default: int8, nf4, ternary)", action="append")
+    add_format(parser, "--format", "a contender, may be repeated (default: int8, int4, ternary)", action="append")
     parser.add_argument("--repeats", type=positive, default=20, metavar="COUNT", help="turns of each (default: 20)")
     parser.add_argument(
         "--ring",
@@ -54,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    contenders = args.format or [format_rule(name) for name in ("int8", "nf4", "ternary")]
+    contenders = args.format or [format_rule(name) for name in ("int8", "int4", "ternary")]
     if any(each.format is None for each in contenders):
         raise ValueError("--format keep is float32, which is always there; name a format to compare it with")
     device = jax.devices()[0].device_kind
@@ -76,8 +77,8 @@ def measure(problem: Problem, contenders: Sequence[Rule], repeats: int, ring_byt
     rings: dict[str, list[jax.Array]] = {DENSE: weights}
     for each in contenders:
         assert each.format is not None  # `run` checks it
-        rules = default_rules(each.format, min_size=1, **each.options)
-        rings[str(each).removeprefix(".=")] = [quantize_model({"w": w}, rules)["w"] for w in weights]
+        rules = default_rules(find_format(each.format), min_size=1, **each.options)
+        rings[format_text(each) or DENSE] = [quantize_model({"w": w}, rules)["w"] for w in weights]
     x = jax.random.normal(jax.random.key(1), (m, k))
     times = interleaved({name: _burst(x, ring) for name, ring in rings.items()}, repeats)
     return [Timed(name, times[name] / count, ring[0].nbytes) for name, ring in rings.items()]

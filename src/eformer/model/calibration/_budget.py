@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from eformer._text import in_bytes, table
 from eformer.jaximus import implicit, materialize
 from eformer.model._paths import is_quantized, named_leaves, nbytes, stored_bytes
 from eformer.model._rules import Rule, apply_rule, rule_for
+from eformer.ops.quantization import find_format
 
 from ._calibrate import as_batches
 from ._statistics import Statistic, Statistics
@@ -136,9 +138,10 @@ def _options(
     axis = {"axis": rule.options["axis"]} if "axis" in rule.options else {}
     exact = f"^{re.escape(path)}$"
     found: list[tuple[Rule, int, float, float]] = []
-    for form, options in candidates:
-        chosen = Rule(exact, form, {**axis, **options}, method=rule.method, reason="for the budget")
-        made = apply_rule(Rule(exact, form, {**axis, **options}), path, leaf, statistic)
+    for name, options in candidates:
+        plain = Rule(exact, find_format(name), {**axis, **options}, reason="for the budget")
+        chosen = replace(plain, method=rule.method)
+        made = apply_rule(plain, path, leaf, statistic)
         importance = jnp.ones((1,) * leaf.ndim) if statistic is None else statistic.mean_square
         error, moved = jax.device_get(_errors(leaf, made, importance, list(slopes)))
         found.append((chosen, nbytes(made), float(error), float(moved)))

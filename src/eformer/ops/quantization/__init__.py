@@ -33,6 +33,10 @@ from ._registry import formats as formats
 from ._registry import register_array_type as register_array_type
 from ._registry import register_format as register_format
 from ._sharding import checked_sharding as checked_sharding
+from ._spelling import FormatLike as FormatLike
+from ._spelling import FormatName as FormatName
+from ._spelling import FormatSpec as FormatSpec
+from ._spelling import read_format as read_format
 from ._stored import array_from_fields as array_from_fields
 from ._stored import check_array as check_array
 from ._stored import check_codes as check_codes

@@ -17,25 +17,31 @@ from ._base import Leaves, QuantizedArray
 from ._registry import find_format
 from .implicit_array_1bit import Array1B
 from .implicit_array_8bit import Array8B
-from .implicit_array_grouped import ArrayGrouped
+from .implicit_array_grouped import ArrayGrouped, has_two_levels
 
+BITS = {**{f"int{bits}": bits for bits in (2, 3, 4, 5, 6)}, "int8_grouped": 8}
 # The least and the largest code of the formats whose values are `code * scale` with integer codes.
 RANGES = {
     "int8": (-127, 127),
     "ternary": (-1, 1),
-    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (2, 3, 4, 5, 6)},
-    "int8_grouped": (-128, 127),
+    **{name: (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for name, bits in BITS.items()},
 }
-HOW = "formats with learned scales are 'int8', 'ternary' with a `scale`, and int2 to int8_grouped with `symmetric=True`"
+HOW = (
+    "formats with learned scales are 'int8', 'ternary' with a `scale`, and int2 to int8_grouped with `symmetric=True` "
+    "and blocks of 64 or more, or without `double_quantization`"
+)
 
 
 def has_learned_scale(format: str, /, **options: Any) -> bool:
     """Whether the scale of this format can be trained: a value must be an integer code times a scale, and no offset."""
     if format not in RANGES:
         return False
-    symmetric = options.get("symmetric", find_format(format).options.get("symmetric", True))
-    scale = options.get("scale", find_format(format).options.get("scale", ""))
-    return bool(symmetric) and scale is not None
+    form = find_format(format)
+    options = {**form.options, **options}
+    if form.array_type is ArrayGrouped:
+        bits, double = BITS[form.name], options["double_quantization"]
+        return bool(options["symmetric"]) and not has_two_levels(bits, options["block_size"], double)
+    return options.get("scale", "") is not None
 
 
 def initial_scale(array: jax.Array, format: str, /, **options: Any) -> jax.Array:

@@ -61,7 +61,7 @@ class ArrayGrouped(PackedArray):
     >>> from eformer.ops.quantization import ArrayGrouped
     >>> q = ArrayGrouped.quantize(jnp.ones((128, 256)), bits=3, axis=0)
     >>> q.shape, q.nbytes * 8 / q.size
-    ((128, 256), 3.5)
+    ((128, 256), 3.75)
     """
 
     _code_fields = ("packed", "high")
@@ -100,31 +100,33 @@ class ArrayGrouped(PackedArray):
     def quantize(
         cls,
         array: jax.Array,
-        block_size: int = 64,
+        block_size: int | None = None,
         *,
         bits: int = 4,
         axis: int = -1,
         symmetric: bool = False,
-        double_quantization: bool = False,
+        double_quantization: bool | None = None,
         fit: bool = True,
         use_kernel: bool = True,
         importance: jax.Array | None = None,
     ) -> Self:
         """`array` in codes of `bits` bits with blocks of `block_size` along `axis`; the sharding is kept.
 
-        `symmetric` leaves out the offsets, which saves 16 bits a block; zero is exact then. Scales and offsets are
-        bfloat16, and float32 for 8 bits. With `double_quantization` they are 8-bit integers, under a scale for each
-        1,024 elements: blocks of 32 then take as many bits as blocks of 64 do without, and are more exact. `fit`
+        `double_quantization` stores scales and offsets as 8-bit integers, under a scale for each 1,024 elements; by
+        default those of blocks shorter than 64. Otherwise they are bfloat16, and float32 for 8 bits. By default blocks
+        have 32 elements, which so take half a bit an element, as blocks of 64 do, and are more exact; with 8 bits they
+        have 64. `symmetric` leaves out the offsets, which halves what scales take; zero is exact then. `fit`
         searches for those with the smallest squared error, up to five times as long; without, they span the extremes
         of a block. The squared error of an element counts as much as its `importance`, which broadcasts to the array,
         such as the mean square of what it is multiplied by. Integers raise a ValueError unless they are held exactly.
         """
+        block_size = default_block_size(bits) if block_size is None else block_size
         a_bool("symmetric", symmetric)
-        a_bool("double_quantization", double_quantization)
         a_bool("fit", fit)
         _a_length(1)("block_size", block_size)
+        two_levels = has_two_levels(bits, block_size, double_quantization)
         scale_dtype = jnp.dtype(jnp.float32 if bits == 8 else jnp.bfloat16)
-        superblock = block_size * max(SUPERBLOCK // block_size, 1) if double_quantization else 0
+        superblock = block_size * max(SUPERBLOCK // block_size, 1) if two_levels else 0
         options = {"bits": bits, "block_size": block_size, "superblock_size": superblock}
         fit = fit or importance is not None
         levels = {"symmetric": symmetric, "scale_dtype": scale_dtype, "fit": fit, "importance": importance}
@@ -296,14 +298,27 @@ def _name(bits: int) -> str:
     return "int8_grouped" if bits == 8 else f"int{bits}"
 
 
+def default_block_size(bits: int) -> int:
+    """The best that half a bit an element of scales can do (docs/models.md); 8 bits are exact enough with more."""
+    return 64 if bits == 8 else 32
+
+
+def has_two_levels(bits: int, block_size: int, double_quantization: bool | None) -> bool:
+    """Whether scales have scales: by default those of blocks that are too short for 16 bits each."""
+    if double_quantization is None:
+        return bits != 8 and block_size < 64
+    a_bool("double_quantization", double_quantization)
+    return double_quantization
+
+
 def _register(name: str, bits: int) -> None:
     def encode(
         array: jax.Array,
-        block_size: int = 64,
+        block_size: int = default_block_size(bits),
         *,
         axis: int = -1,
         symmetric: bool = False,
-        double_quantization: bool = False,
+        double_quantization: bool | None = None,
         fit: bool = True,
         use_kernel: bool = True,
         importance: jax.Array | None = None,
