@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from quantization.cases import normal
 
+from eformer._src.checkpoint.gguf import read as gguf
+from eformer._src.checkpoint.gguf.blocks import IDS, PLAIN, TYPES
+from eformer._src.checkpoint.gguf.grouped import GROUPED
+from eformer._src.kernels.reference import NF4_CODES
 from eformer.checkpoint import CheckpointError, load, open_checkpoint, save, save_bitsandbytes, save_gguf
-from eformer.checkpoint import _gguf as gguf
-from eformer.checkpoint._gguf_blocks import IDS, PLAIN, TYPES
-from eformer.checkpoint._gguf_grouped import GROUPED
-from eformer.kernels.reference import NF4_CODES
 from eformer.ops.quantization import Array8B, quantize
 
 from .files import ours, parts_of, safetensors_file, with_header
