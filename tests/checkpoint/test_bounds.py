@@ -137,8 +137,8 @@ def test_memory_of_layouts(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Codes are unpacked some at a time: all of them are up to four times as large as the file."""
-    for module in ("_grouped_like", "_layout_awq", "_layout_bitnet"):
-        monkeypatch.setattr(f"eformer.checkpoint.{module}.AT_ONCE", 1 << 18)
+    for module in ("prequantized.grouped_like", "layouts.awq", "layouts.bitnet"):
+        monkeypatch.setattr(f"eformer._src.checkpoint.{module}.AT_ONCE", 1 << 18)
     folder = write_folder(tmp_path, {f"layer.{name}": each for name, each in make().items()}, config)
     load(folder)  # what is compiled or imported once is not counted
     assert peak(lambda: load(folder)) <= 2 * (folder / "model.safetensors").stat().st_size + SLACK

@@ -33,7 +33,7 @@ COMMANDS = ["quantize", "inspect", "compare", "convert", "lora", "bench", "demo"
         ([], "the following arguments are required: COMMAND"),
         (["quantise"], "invalid choice: 'quantise'"),
         (["quantize", "a"], "the following arguments are required: OUT"),
-        (["quantize", "a", "b", "--format", "nf5"], "unknown format 'nf5'; there are ternary, binary, int8, "),
+        (["quantize", "a", "b", "--format", "nf5"], "unknown format 'nf5'; there are fp8, fp8_e5m2, int2, "),
         (["quantize", "a", "b", "--format", "nf4,block=3"], "has no option 'block'; it has 'block_size'"),
         (["quantize", "a", "b", "--embeddings", "q4"], "invalid choice: 'q4'"),
         (["quantize", "a", "b", "--rule", "kernel"], "'kernel' is no rule: write PATTERN=FORMAT"),
@@ -206,14 +206,14 @@ time.sleep(600)
 """,
     "a call that hears nothing": """
 import ctypes, pathlib, sys
-from eformer.checkpoint import _write
+from eformer._src.checkpoint.saving import save
 from eformer.cli import main
 def write(*args):
     pathlib.Path("begun").touch()
     mutex = ctypes.create_string_buffer(64)
     while True:
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
-_write._write_piece = write
+save._write_piece = write
 sys.exit(main())
 """,
 }

@@ -12,7 +12,6 @@ import pytest
 from jax import lax
 
 from eformer._src.kernels import cpu
-from eformer.ops.quantization.implicit_array_8bit import matmul_bf16_int8_weight_only
 from eformer._src.quantization.matmul import tiles as tiles_module
 from eformer.jaximus import explain, implicit, materialization_error
 from eformer.ops.quantization import (
@@ -25,6 +24,7 @@ from eformer.ops.quantization import (
     quantize,
     use_kernels,
 )
+from eformer.ops.quantization.implicit_array_8bit import matmul_bf16_int8_weight_only
 
 from .cases import (
     Case,

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eformer._src.kernels import reference
-from eformer.ops.quantization.implicit_array_nf4 import safe_delete, safe_materialize
 from eformer.jaximus import implicit
 from eformer.ops.quantization import ArrayNF4, quantize
+from eformer.ops.quantization.implicit_array_nf4 import safe_delete, safe_materialize
 
 from .cases import assert_same_array, largest_float, normal
 
