@@ -142,7 +142,7 @@ def test_shared_arrays_count_once():
 @pytest.mark.parametrize("how", ["freed", "abstract"])
 def test_without_the_values_before_there_are_sizes(how):
     tree = {"w": normal(6, 10)}
-    after = quantize_model(tree, RULES, free=how == "freed")
+    after = quantize_model(tree, RULES, donate=how == "freed")
     found = report(jax.eval_shape(lambda: tree) if how == "abstract" else tree, after)
     assert (found.bytes_before, found.bytes_after) == (240, after["w"].nbytes)
     assert (found.leaves[0].error, found.distance, found.worst, found.histogram) == (None, None, None, None)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax import tree_util as jtu
 
+from eformer._src.jaximus.function import check_function
 from eformer._src.text import table
 
 from .instrumentation import Met, Recorder, mode
@@ -40,6 +41,8 @@ def explain(function: Callable[..., Any]) -> Callable[..., Explanation]:
     `f` is only traced, not run, so a large model costs nothing to explain; if `f` branches on values it is run. The
     body of a scan is counted as often as it runs; the body of a `while_loop`, whose length is not known, once.
     """
+
+    check_function(function, "explain")
 
     @functools.wraps(function)
     def explained(*args: Any, **kwargs: Any) -> Explanation:

@@ -60,6 +60,9 @@ class Matrices:
     min_size: int
     path: str = ""
 
+    def __repr__(self) -> str:
+        return f"matrices that are contracted along axis {self.axis}"
+
     def __call__(self, path: str, leaf: Typed) -> bool:
         shape = leaf.shape
         return (
@@ -92,7 +95,7 @@ def default_rules(
     >>> from eformer.model import Rule, default_rules, quantize_model
     >>> rules = (Rule("lm_head", "int8", {"axis": -2}), *default_rules("nf4", block_size=32))
     """
-    form, options = read_format(format, options, also=("method",))
+    form, options = read_format(format, options, also=("method", "embeddings", "min_size", "axes"))
     layouts = (*axes, *AXES)
     for pattern, axis in layouts:
         if not (isinstance(axis, int) and axis < 0):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -92,6 +94,12 @@ def quantize_model(
     >>> quantize_model({"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}, "int8")["kernel"]
     Array8B(float32[256, 512], 133,120 bytes)
     """
+    if isinstance(tree, (str, os.PathLike)):
+        raise TypeError(
+            f"quantize_model takes a tree of arrays, got the text {str(tree)!r}: `quantize_checkpoint` takes files"
+        )
+    if inspect.isroutine(tree):
+        raise TypeError("quantize_model takes a tree of arrays, got a function: give it as `function`, after the tree")
     if "free" in options:
         raise TypeError("`free` is called `donate` here, as in JAX: `quantize_model(tree, donate=True)`")
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
@@ -109,7 +117,9 @@ def quantize_model(
     if method is not None:
         given = tuple(replace(rule, method=method) if rule.format and not rule.method else rule for rule in given)
     if budget is not None:
-        planned = plan_budget(budget, tree, given, function=function, inputs=iter(batches), statistics=statistics)
+        planned = plan_budget(
+            budget, tree, given, function=function, inputs=iter(batches) if batches else (), statistics=statistics
+        )
         given = (*planned, Rule("", None, optional=True))
     named, structure = named_leaves(tree)
     steps = [_Step(path, leaf, rule_for(given, path, leaf)) for path, leaf in named]
@@ -205,6 +215,10 @@ def asked_format(
     """The rules and the format, of which the second argument of a function may be either."""
     if not isinstance(rules, (str, Format)):
         return rules, format
+    if isinstance(rules, str) and "=" in rules.partition(",")[0]:
+        raise TypeError(
+            f"`rules` must be a format or a sequence of `Rule`s, got {rules!r}: `[parse_rule(text)]` reads it"
+        )
     if format is not None:
         raise TypeError(f"the format is given twice: the second argument is {str(rules)!r}, and `format` {format!r}")
     return None, rules
@@ -252,7 +266,8 @@ def checked_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     for rule in rules:
         if not isinstance(rule, Rule):
             raise TypeError(
-                f"`rules` must hold `Rule`s, got {type(rule).__name__} {rule!r}; `parse_rule` reads strings"
+                f"`rules` must hold `Rule`s, got {type(rule).__name__} {rule!r}: `Rule(pattern, format)` makes one, "
+                f"and `parse_rule` reads a text"
             )
     return tuple(rules)
 

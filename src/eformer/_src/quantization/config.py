@@ -274,10 +274,8 @@ def _asked(
         raise TypeError(
             f"the format is given twice: {' and '.join(f'{how} is {name!r}' for how, name in asked.items())}"
         )
-    if config is not None and not isinstance(config, (str, Format)):
-        raise TypeError(
-            f"the second argument is a format or a QuantizationConfig, got {type(config).__name__} {config!r}"
-        )
+    if config is QuantizationConfig:
+        raise TypeError("`QuantizationConfig` is a class, and was given as a format: write `QuantizationConfig(...)`")
     name = next(iter(asked.values()), QuantizationType.NF4)
     form = read_format(name)[0]
     given = {} if block_size is BLOCK_SIZE else {"block_size": block_size}

@@ -38,7 +38,7 @@ def _instead(array: object) -> str:
     if isinstance(array, (str, os.PathLike)):
         return "`load` reads a checkpoint, and `quantize_checkpoint` quantizes one on disk"
     if array is None:
-        return "it has no values"
+        return "there is nothing to quantize"
     leaves = jax.tree.leaves(array)
     if leaves and all(hasattr(leaf, "dtype") for leaf in leaves):
         return "`quantize_model` takes a tree of arrays"

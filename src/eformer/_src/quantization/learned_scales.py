@@ -28,7 +28,7 @@ RANGES = {
 }
 HOW = (
     "formats with learned scales are 'int8', 'ternary' with a `scale`, and int2 to int8_grouped with `symmetric=True` "
-    "and blocks of 64 or more, or without `double_quantization`"
+    "and blocks of 32 or more, or `double_quantization=False`"
 )
 
 
@@ -39,8 +39,8 @@ def has_learned_scale(format: str, /, **options: Any) -> bool:
     form = find_format(format)
     options = {**form.options, **options}
     if form.array_type is ArrayGrouped:
-        bits, double = BITS[form.name], options["double_quantization"]
-        return bool(options["symmetric"]) and not has_two_levels(bits, options["block_size"], double)
+        how = [options[name] for name in ("block_size", "symmetric", "double_quantization")]
+        return bool(options["symmetric"]) and not has_two_levels(BITS[form.name], *how)
     return options.get("scale", "") is not None
 
 

@@ -103,7 +103,8 @@ def find_format(name: object) -> Format:
     """The format registered under `name`, in any case; a TypeError or ValueError lists the names there are."""
     known = ", ".join(map(repr, _formats))
     if not isinstance(name, str):
-        raise TypeError(f"a quantization type is a name, one of {known}, got {type(name).__name__} {name!r}")
+        hint = f"; for {name} bits write 'int{name}'" if f"int{name}" in _formats else ""
+        raise TypeError(f"a format is a name, one of {known}; got {type(name).__name__} {name!r}{hint}")
     if name in _formats:
         return _formats[name]
     folded = {each.lower(): form for each, form in _formats.items()}
@@ -112,4 +113,4 @@ def find_format(name: object) -> Format:
         return folded[lower]
     near = _ELSEWHERE.get(lower) or next(iter(difflib.get_close_matches(lower, folded, 1, 0.6)), None)
     hint = f"; did you mean {near!r}?" if near in _formats else ""
-    raise ValueError(f"unknown quantization type {name!r}; there are {known}{hint}")
+    raise ValueError(f"unknown format {name!r}; there are {known}{hint}")

@@ -138,6 +138,8 @@ def _hint(form: Format, name: str, also: tuple[str, ...]) -> str:
         return ". The number of bits is in the name of the format: 'int4', 'int3', 'int8'"
     if name in ("quant_type", "qtype", "scheme", "method_name"):
         return ". What is stored is the format itself: 'int4', 'nf4', 'fp8'"
+    if _MEANT.get(name.lower(), name.lower()) == "block_size" and "block_size" not in form.options:
+        return ". Its scales are per slice; 'int8_grouped', 'int4' and 'nf4' have blocks"
     names = [*form.options, *[IMPORTANCE] * form.takes_importance, *also]
     meant = _MEANT.get(name.lower()) or next(iter(difflib.get_close_matches(name.lower(), names, 1, 0.7)), None)
     return f". Did you mean {meant!r}?" if meant in names else ""

@@ -98,6 +98,8 @@ def plan_budget(
     outputs, logits, times the error, squared, is on average twice the divergence that the error adds. Without, what
     `statistics` tell of the leaf's products.
     """
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
+        raise TypeError(f"`budget` is a number of bits a weight, such as 4.5, or of bytes, got {budget!r}")
     named, _ = named_leaves(params)
     chosen = {path: rule for path, leaf in named if (rule := rule_for(rules, path, leaf)) and rule.format}
     leaves = {path: leaf for path, leaf in named if path in chosen and not is_quantized(leaf)}

@@ -31,9 +31,9 @@ def init_scales(
 
     >>> import jax.numpy as jnp
     >>> from eformer.model import init_scales
-    >>> scales = init_scales({"kernel": jnp.ones((128, 64))}, "int4", symmetric=True, block_size=64)
+    >>> scales = init_scales({"kernel": jnp.ones((128, 64))}, "int4", symmetric=True)
     >>> {path: scale.shape for path, scale in scales.items()}
-    {'kernel': (2, 64)}
+    {'kernel': (4, 64)}
     """
     given = asked_rules(rules, format, options, "int8")
     scales = {}

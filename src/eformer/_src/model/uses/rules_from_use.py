@@ -47,7 +47,11 @@ def rules_from_use(
     ^scale$=keep | the function does not use it
     ^w$=int4,axis=-3 | summed over axis -3 by dot_general
     """
-    form, options = read_format(format, options, also=("method",))
+    if not callable(function):
+        raise TypeError(
+            f"`rules_from_use(function, params, *inputs)` takes a function first, got {type(function).__name__}"
+        )
+    form, options = read_format(format, options, also=("method", "embeddings", "min_size"))
     method: Any = options.pop("method", None)
     theirs = None if embeddings is None else read_format(embeddings)
     if theirs is not None and theirs == (form, {}):

@@ -111,10 +111,10 @@ class ArrayGrouped(PackedArray):
     ) -> Self:
         """`array` in codes of `bits` bits with blocks of `block_size` along `axis`; the sharding is kept.
 
-        `double_quantization` stores scales and offsets as 8-bit integers, under a scale for each 1,024 elements; by
-        default those of blocks shorter than 64. Otherwise they are bfloat16, and float32 for 8 bits. By default blocks
-        have 32 elements, which so take half a bit an element, as blocks of 64 do, and are more exact; with 8 bits they
-        have 64. `symmetric` leaves out the offsets, which halves what scales take; zero is exact then. `fit`
+        Scales and offsets are bfloat16, and float32 for 8 bits. With `double_quantization` they are 8-bit integers,
+        under a scale for each 1,024 elements; by default where they would take more than half a bit an element
+        otherwise. Blocks have 32 elements unless `block_size` says more, or 64 for 8 bits. `symmetric` leaves out the
+        offsets, which halves what scales take; zero is exact then. `fit`
         searches for those with the smallest squared error, up to five times as long; without, they span the extremes
         of a block. The squared error of an element counts as much as its `importance`, which broadcasts to the array,
         such as the mean square of what it is multiplied by. Integers raise a ValueError unless they are held exactly.
@@ -123,7 +123,7 @@ class ArrayGrouped(PackedArray):
         a_bool("symmetric", symmetric)
         a_bool("fit", fit)
         _a_length(1)("block_size", block_size)
-        two_levels = has_two_levels(bits, block_size, double_quantization)
+        two_levels = has_two_levels(bits, block_size, symmetric, double_quantization)
         scale_dtype = jnp.dtype(jnp.float32 if bits == 8 else jnp.bfloat16)
         superblock = block_size * max(SUPERBLOCK // block_size, 1) if two_levels else 0
         options = {"bits": bits, "block_size": block_size, "superblock_size": superblock}
@@ -302,10 +302,10 @@ def default_block_size(bits: int) -> int:
     return 64 if bits == 8 else 32
 
 
-def has_two_levels(bits: int, block_size: int, double_quantization: bool | None) -> bool:
-    """Whether scales have scales: by default those of blocks that are too short for 16 bits each."""
+def has_two_levels(bits: int, block_size: int, symmetric: bool, double_quantization: bool | None) -> bool:
+    """Whether scales have scales: by default where 16 bits for each would take more than half a bit an element."""
     if double_quantization is None:
-        return bits != 8 and block_size < 64
+        return bits != 8 and block_size < (32 if symmetric else 64)
     a_bool("double_quantization", double_quantization)
     return double_quantization
 
