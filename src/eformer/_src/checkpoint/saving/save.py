@@ -19,18 +19,16 @@ from eformer._src.checkpoint.arrays import Dense, Item, Part, Record, Written, c
 from eformer._src.checkpoint.file import CheckpointError, StrPath, check_path
 from eformer._src.checkpoint.gguf.write import TypeFor, write_gguf
 from eformer._src.checkpoint.header import BY_NUMPY_NAME, MAX_HEADER, METADATA, NAMES, Json, checked_shape
-from eformer._src.checkpoint.keys import as_stored
-from eformer._src.checkpoint.layouts.bitsandbytes_codecs import bitsandbytes_record
+from eformer._src.checkpoint.layouts.bitsandbytes import bitsandbytes_record
 from eformer._src.checkpoint.layouts.compressed_tensors_write import compressed_tensors_records
-from eformer._src.checkpoint.layouts.mlx_write import mlx_records
+from eformer._src.checkpoint.layouts.mlx import mlx_records
 from eformer._src.checkpoint.paths import GGUF_SUFFIX, SUFFIX, parse_index, target_file
 from eformer._src.checkpoint.prequantized.quantization_config import CONFIG, Own, config_with
 from eformer._src.checkpoint.serialization import KEY, VERSION
-from eformer._src.checkpoint.tree import flattened
+from eformer._src.checkpoint.tree import as_stored, flattened
 from eformer._src.progress import Meter, Progress
 
-from .folder import CHUNK, CheckpointSaving, index_path
-from .processes import is_first, saved_together
+from .folder import CHUNK, CheckpointSaving, index_path, is_first, saved_together
 
 ALIGNMENT = 64  # of the first tensor: vector instructions, and JAX on CPU, want it
 Index = tuple[slice, ...]  # of a piece in its tensor
