@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from eformer._src.model.uses.find import find_uses
 from eformer.jaximus import explain, implicit, materialization_error
 from eformer.model import Rule, named_leaves, parse_rule, quantize_model, report, rules_from_use
-from eformer.ops.quantization import Array8B, ArrayNF4, quantize
+from eformer.ops.quantization import Array8B, ArrayGrouped, quantize
 
 
 @pytest.fixture(autouse=True)
@@ -281,7 +281,7 @@ def test_given_rules_go_first():
         params, [Rule("a", "int8", {"axis": 0})], function=lambda p, x: (x @ p["a"], x @ p["b"]), inputs=(X,)
     )
     assert isinstance(quantized["a"], Array8B)
-    assert isinstance(quantized["b"], ArrayNF4)
+    assert isinstance(quantized["b"], ArrayGrouped)
 
 
 def test_inputs_without_a_function_raise():

@@ -165,7 +165,7 @@ class ImplicitTrace(Trace):
 def _sharded(operand: ImplicitArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[Value, Tree]:
     """An equal operand whose leaves `shard_map` can shard, and a tree of their specs; dense where there is none."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh):
-        for form in (operand, operand._divisible()):
+        for form in (operand, operand._divisible(), operand._finer()):
             leaf_specs = form.leaf_specs(spec)
             if leaf_specs is not None:
                 return form, leaf_specs

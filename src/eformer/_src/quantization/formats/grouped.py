@@ -217,6 +217,10 @@ class ArrayGrouped(PackedArray):
         levels = {name: self._level(name) for name in self._scale_fields}
         return self._replaced(**levels, scale_scale=None, offset_scale=None, superblock_size=0)
 
+    def _finer(self) -> Self:
+        """Scales of blocks without those of superblocks, which parts of the array may cut."""
+        return self if self.scale_scale is None and self.offset_scale is None else self._with_scale()
+
     def _fits_kernels(self) -> bool:
         return self.axis >= -2 and jnp.float64 not in {leaf.dtype for leaf in self._named_leaves().values()}
 
