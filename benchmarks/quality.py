@@ -103,7 +103,7 @@ def stories(path: Path, text: Path, limit: int | None, only: str | None) -> Iter
         "int4, blocks of 32, 16-bit scales": default_rules("int4", double_quantization=False),
         "int4, blocks of 16, symmetric": default_rules("int4", block_size=16, symmetric=True),
         "int3": default_rules("int3"),
-        "int3, blocks of 16, symmetric": default_rules("int3", block_size=16, symmetric=True),
+        "int3, blocks of 32": default_rules("int3", block_size=32),
         "nf4, blocks of 64, double quantization": default_rules("nf4", double_quantization=True),
         "nf4, blocks of 32": default_rules("nf4", block_size=32),
         "nf4, blocks of 32, double quantization": default_rules("nf4", block_size=32, double_quantization=True),
@@ -141,10 +141,11 @@ LANGUAGE_FORMS: dict[str, tuple[FormatName, dict[str, Any]] | None] = {
     "int3": ("int3", {}),
     "int3, blocks of 64, rounded": ("int3", {"block_size": 64, "fit": False}),
     "int3, blocks of 64": ("int3", {"block_size": 64}),
-    "int3, symmetric, blocks of 16": ("int3", {"symmetric": True, "block_size": 16}),
+    "int3, blocks of 32": ("int3", {"block_size": 32}),
     "int2": ("int2", {}),
     "int2, blocks of 64, rounded": ("int2", {"block_size": 64, "fit": False}),
     "int2, blocks of 64": ("int2", {"block_size": 64}),
+    "int2, blocks of 32": ("int2", {"block_size": 32}),
 }
 
 

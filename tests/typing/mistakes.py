@@ -11,8 +11,8 @@ def wrong(w: jax.Array, params: dict[str, jax.Array]) -> None:
     quantize(w, format="nf5")  # error
     quantize(w, "int7")  # error
     quantize(w, dtype="q4_0")  # error
-    quantize(w, "int4").absmax  # error
-    quantize(w, "nf4").bits  # error
+    quantize(w, "int4").absmax  # noqa: B018  # error
+    quantize(w, "nf4").bits  # noqa: B018  # error
     quantize(w, "int8", activation_dtype="int4")  # error
     quantize(w, 4)  # error
     quantize({"w": w}, "int4")  # error
@@ -23,4 +23,4 @@ def wrong(w: jax.Array, params: dict[str, jax.Array]) -> None:
     eformer.Rule("w", "nf5")  # error
     eformer.default_rules("float4")  # error
     eformer.straight_through(w, "nf5")  # error
-    eformer.no_such_name  # error
+    eformer.no_such_name  # noqa: B018  # error

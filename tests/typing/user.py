@@ -24,6 +24,7 @@ class Half(eformer.ImplicitArray):
 
 @eformer.register("neg")
 def negate(primitive: object, q: Half, **params: object) -> Half:
+    del primitive, params
     return Half(-q.weight, q.by)
 
 
@@ -46,9 +47,9 @@ def use(params: Params, x: jax.Array, name: str) -> float:
     statistics: eformer.Statistics = eformer.calibrate(model, second_moments=True)(params, x)
     small = eformer.quantize_model(params, rules, statistics=statistics, method="gptq")
     small = eformer.quantize_model(params, "int4", function=model, inputs=(x,), donate=True, embeddings=None)
-    small = eformer.tune(model, small, params, x)
+    small = eformer.tune(model, small, [x], reference=params)
     trained, frozen = eformer.partition(small)
-    y = jax.jit(eformer.fuse(eformer.implicit(model)))(eformer.combine(trained, frozen), x)
+    y = eformer.fuse(eformer.implicit(model))(eformer.combine(trained, frozen), x)
     with eformer.materialization_error(), eformer.use_kernels(True):
         print(eformer.explain(model)(small, x).dense_bytes, eformer.report(params, small), eformer.stored_bytes(small))
     path = eformer.save("small.safetensors", small)
@@ -56,4 +57,4 @@ def use(params: Params, x: jax.Array, name: str) -> float:
         print(checkpoint.metadata, [eformer.load(path), eformer.materialize(small)["up"]])
     eformer.quantize_checkpoint(path, "smaller", "int4", embeddings="int8")
     eformer.convert(path, "small.gguf", type="Q8_0")
-    return float((y + dense + rounded + int8.scale + x @ bits).sum()) + sum(q.nbytes for q in others)
+    return float(jnp.vdot(y + dense, rounded + int8.scale + x @ bits)) + sum(q.nbytes for q in others)

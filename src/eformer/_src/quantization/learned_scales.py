@@ -12,7 +12,7 @@ from jax import lax
 
 from eformer._src.jaximus.ste import ste
 from eformer._src.kernels import grouped, reference
-from eformer._src.quantization.formats.grouped import ArrayGrouped, has_two_levels
+from eformer._src.quantization.formats.grouped import ArrayGrouped, scale_levels
 from eformer._src.quantization.formats.int8 import Array8B
 from eformer._src.quantization.formats.ternary import Array1B
 
@@ -40,7 +40,8 @@ def has_learned_scale(format: str, /, **options: Any) -> bool:
     options = {**form.options, **options}
     if form.array_type is ArrayGrouped:
         how = [options[name] for name in ("block_size", "symmetric", "double_quantization")]
-        return bool(options["symmetric"]) and not has_two_levels(BITS[form.name], *how)
+        levels = scale_levels(BITS[form.name], *how)
+        return levels.symmetric and not levels.two
     return options.get("scale", "") is not None
 
 

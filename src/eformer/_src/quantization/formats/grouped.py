@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class ArrayGrouped(PackedArray):
     >>> from eformer.ops.quantization import ArrayGrouped
     >>> q = ArrayGrouped.quantize(jnp.ones((128, 256)), bits=3, axis=0)
     >>> q.shape, q.nbytes * 8 / q.size
-    ((128, 256), 3.75)
+    ((128, 256), 3.625)
     """
 
     _code_fields = ("packed", "high")
@@ -103,7 +103,7 @@ class ArrayGrouped(PackedArray):
         *,
         bits: int = 4,
         axis: int = -1,
-        symmetric: bool = False,
+        symmetric: bool | None = None,
         double_quantization: bool | None = None,
         fit: bool = True,
         use_kernel: bool = True,
@@ -113,17 +113,16 @@ class ArrayGrouped(PackedArray):
 
         Scales and offsets are bfloat16, and float32 for 8 bits. With `double_quantization` they are 8-bit integers,
         under a scale for each 1,024 elements; by default where they would take more than half a bit an element
-        otherwise. Blocks have 32 elements unless `block_size` says more, or 64 for 8 bits. `symmetric` leaves out the
-        offsets, which halves what scales take; zero is exact then. `fit`
+        otherwise. `symmetric` leaves out the offsets, which halves what scales take; zero is exact then. By default
+        blocks have 32 elements, 64 for codes of 8 bits, and 16 without offsets for 2 and 3 bits. `fit`
         searches for those with the smallest squared error, up to five times as long; without, they span the extremes
         of a block. The squared error of an element counts as much as its `importance`, which broadcasts to the array,
         such as the mean square of what it is multiplied by. Integers raise a ValueError unless they are held exactly.
         """
         block_size = default_block_size(bits) if block_size is None else block_size
-        a_bool("symmetric", symmetric)
         a_bool("fit", fit)
         _a_length(1)("block_size", block_size)
-        two_levels = has_two_levels(bits, block_size, symmetric, double_quantization)
+        symmetric, two_levels = scale_levels(bits, block_size, symmetric, double_quantization)
         scale_dtype = jnp.dtype(jnp.float32 if bits == 8 else jnp.bfloat16)
         superblock = block_size * max(SUPERBLOCK // block_size, 1) if two_levels else 0
         options = {"bits": bits, "block_size": block_size, "superblock_size": superblock}
@@ -303,15 +302,28 @@ def _name(bits: int) -> str:
 
 def default_block_size(bits: int) -> int:
     """The best that half a bit an element of scales can do (docs/models.md); 8 bits are exact enough with more."""
-    return 64 if bits == 8 else 32
+    return 64 if bits == 8 else 16 if bits < 4 else 32
 
 
-def has_two_levels(bits: int, block_size: int, symmetric: bool, double_quantization: bool | None) -> bool:
-    """Whether scales have scales: by default where 16 bits for each would take more than half a bit an element."""
+class Levels(NamedTuple):
+    """How the blocks of an array are scaled."""
+
+    symmetric: bool
+    two: bool  # scales of 8 bits that have a scale themselves
+
+
+def scale_levels(bits: int, block_size: int, symmetric: bool | None, double_quantization: bool | None) -> Levels:
+    """What was asked for. By default 16 bits a scale and offset, unless that takes more than half a bit an element.
+
+    Codes of 2 and 3 bits gain more from blocks of 16 than from offsets, and can't have both in half a bit.
+    """
+    if symmetric is None:
+        symmetric = bits < 4 and block_size <= 16
     if double_quantization is None:
-        return bits != 8 and block_size < (32 if symmetric else 64)
+        double_quantization = bits != 8 and block_size < (32 if symmetric else 64)
+    a_bool("symmetric", symmetric)
     a_bool("double_quantization", double_quantization)
-    return double_quantization
+    return Levels(symmetric, double_quantization)
 
 
 def _register(name: str, bits: int) -> None:
@@ -320,7 +332,7 @@ def _register(name: str, bits: int) -> None:
         block_size: int = default_block_size(bits),
         *,
         axis: int = -1,
-        symmetric: bool = False,
+        symmetric: bool | None = None,
         double_quantization: bool | None = None,
         fit: bool = True,
         use_kernel: bool = True,
