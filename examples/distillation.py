@@ -84,7 +84,7 @@ class Text(NamedTuple):
 
 
 def tell(teacher: Params, sizes: Sizes, folder: Path, count: int, batch: int, vocabulary: int, seed: int) -> Text:
-    """`count` stories; those that are in the folder already are read."""
+    """`count` stories, read from the folder if they are there."""
     folder.mkdir(parents=True, exist_ok=True)
     run = functools.partial(sample, teacher, heads=sizes.heads, length=sizes.length)
     key, start = jax.random.key(seed), _clocks()
@@ -156,7 +156,7 @@ def student_of(teacher: dict[str, Any], format: str, rank: int | None, loftq: bo
 
 
 def student_with_codes(model: dict[str, Any]) -> Student:
-    """A quantized model, of which scales, offsets and norms are trained: codes and the embedding stay as they are.
+    """A quantized model whose scales, offsets and norms are trained; codes and the embedding stay as they are.
 
     Scales that are quantized too (`double_quantization`) are trained as numbers, and rounded in the forward pass.
     """
@@ -296,7 +296,7 @@ def read_rows(path: Path) -> list[dict[str, float]]:
 
 
 class Curve:
-    """A row every so many steps, in a table that a run which continues goes on with.
+    """A table with a row every few steps; a resumed run continues it.
 
     Minutes are those of training and judging, of telling the stories, also if another run told them, and of the run
     `before` this one, if it goes on with what that one trained.

@@ -37,9 +37,9 @@ SHORTEST = 8  # shorter prompts are filled up
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen: the likeliest at temperature 0, else at random among those that are left.
+    """How the next token is chosen: the likeliest at temperature 0, else at random among the tokens that pass.
 
-    `top_k` keeps so many of the likeliest (0: all), and `top_p` the fewest of them that have this probability together.
+    `top_k` keeps the K most likely tokens (0: all), `top_p` the fewest of these with this probability together.
     """
 
     temperature: float = 0.0
@@ -87,7 +87,7 @@ def choose(scores: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
 def _following(
     params: Params, x: jax.Array, cache: Cache, length: int, state: State, sampling: Sampling, ends: tuple[int, ...]
 ) -> State:
-    """The state after `length` tokens more, of the last of which x (batch, width) is the output of all layers."""
+    """The state after `length` more tokens; x (batch, width) is the output of all layers at the last one."""
     key, own = jax.random.split(state.key)
     token = choose(logits(params, x), sampling, own)
     done = state.done | jnp.isin(token, jnp.asarray(ends, jnp.int32))
@@ -150,7 +150,7 @@ _layer = jax.jit(fuse(implicit(layer)), static_argnames="config", donate_argname
 def _end(
     params: Params, x: jax.Array, state: State, *, config: Config, sampling: Sampling, ends: tuple[int, ...]
 ) -> State:
-    """The state after a prompt of which x (batch, length, width) is the output of the last layer."""
+    """The state after a prompt; x (batch, length, width) is the output of the last layer."""
     last = normalized(params, "output_norm", x[:, -1], config)
     return _following(params, last, state.cache, x.shape[1], state, sampling, ends)
 

@@ -115,7 +115,7 @@ def test_bytes_are_those_of_the_stored_arrays(small):
     assert found.bytes_before == sum(leaf.nbytes for leaf in before.values() if isinstance(leaf, jax.Array))
     assert found.size == 60 + 180 + 10 + 3
     assert found.bits == 8 * found.bytes_after / found.size
-    # Half a byte a weight and a float32 for each block of 4, of which each row of 10 has three.
+    # Half a byte a weight and a float32 for each block of 4; a row of 10 has three blocks.
     assert found.leaves[0].bits == 8 * (6 * 5 + 6 * 3 * 4) / 60
 
 

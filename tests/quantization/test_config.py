@@ -15,7 +15,7 @@ import pytest
 
 from eformer._src.quantization import registry
 from eformer._src.quantization.elementwise_layout import LeafwiseArray
-from eformer.jaximus import MaterializationWarning, materialize
+from eformer.jaximus import MaterializationWarning, explain, materialize
 from eformer.ops.quantization import (
     Array1B,
     Array8B,
@@ -158,6 +158,17 @@ def test_blocks_run_along_the_contracted_axis(form):
     assert_same_leaves(quantize(stack, format=form.name), form.encode(stack, axis=-2))
     assert_same_leaves(quantize(matrix, dtype=form.name), form.encode(matrix))  # as documented
     assert_same_leaves(quantize(matrix, QuantizationConfig(form.name)), form.encode(matrix))
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_explain_says_that_blocks_run_along_the_other_axis(axis, transposed):
+    q = quantize(normal((6, 10)), "int4", axis=axis)
+    told = explain(lambda x, q: x @ (q.T if transposed else q))(normal((2, 10 if transposed else 6)), q)
+    summed = -1 if transposed else -2
+    remark = f"packed along axis {axis}, and the matmul sums over axis {summed}: quantized with `axis={summed}`"
+    assert [remark in each for each in told.remarks] == [True] * (axis != summed)
+    assert (remark in repr(told)) == (axis != summed)
 
 
 def test_names_for_type_checkers_are_those_of_the_package():

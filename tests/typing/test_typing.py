@@ -52,7 +52,7 @@ def test_a_user_writes_every_public_name():
     import eformer
 
     text = USER.read_text()
-    told_of_arrays = {
+    others = {
         "Checkpoint",
         "CheckpointError",
         "Report",

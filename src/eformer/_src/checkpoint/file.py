@@ -1,4 +1,4 @@
-"""Files read through memory mapping, whose pages can be dropped again, and the error of those that are wrong."""
+"""Memory-mapped files whose pages can be dropped again, and `CheckpointError`."""
 
 from __future__ import annotations
 

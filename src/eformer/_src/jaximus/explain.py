@@ -18,7 +18,9 @@ from .trace import implicit
 
 
 class Explanation(tuple[tuple[Met, int, int], ...]):
-    """Rows of (primitive, classes and rule; how often; dense bytes); prints as a table."""
+    """Rows of (primitive, classes and rule; how often; dense bytes); prints as a table, with `remarks` below it."""
+
+    remarks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         if not self:
@@ -27,7 +29,7 @@ class Explanation(tuple[tuple[Met, int, int], ...]):
         rows = [
             (met.primitive, ", ".join(met.classes), met.rule, f"{count:,}", f"{dense:,}") for met, count, dense in self
         ]
-        return "\n".join(table(header, rows, words=3))
+        return "\n".join([*table(header, rows, words=3), *self.remarks])
 
     @property
     def dense_bytes(self) -> int:
@@ -67,4 +69,8 @@ def _recorded(run: Callable[[], object]) -> Explanation:
         run()
     counts, dense = recorder.counts, recorder.dense_bytes
     rows = [(met, counts[met], dense[met]) for met in counts | dense]  # the union is without zeros
-    return Explanation(sorted(rows, key=lambda row: (-row[2], row[0].primitive)))
+    explanation = Explanation(sorted(rows, key=lambda row: (-row[2], row[0].primitive)))
+    explanation.remarks = tuple(
+        f"{text} ({count:,} times)" if count > 1 else text for text, count in recorder.remarks.items()
+    )
+    return explanation

@@ -212,7 +212,7 @@ def _check_possible(todo: Sequence[_Step]) -> None:
 def asked_format(
     rules: FormatLike | Sequence[Rule] | None, format: FormatLike | None
 ) -> tuple[Sequence[Rule] | None, FormatLike | None]:
-    """The rules and the format, of which the second argument of a function may be either."""
+    """The rules and the format: the second argument of a function may be either."""
     if not isinstance(rules, (str, Format)):
         return rules, format
     if isinstance(rules, str) and "=" in rules.partition(",")[0]:

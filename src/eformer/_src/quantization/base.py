@@ -85,7 +85,7 @@ class QuantizedArray(ImplicitArray):
         return self
 
     def _names_among(self, names: Sequence[str]) -> Sequence[str]:
-        """Of the `names` of all formats that make this class, those that may have made this array."""
+        """Names among `names` of formats that could have produced this array; `names` make arrays of this class."""
         return names
 
     @abc.abstractmethod

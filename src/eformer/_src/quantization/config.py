@@ -108,7 +108,7 @@ class QuantizationConfig:
 
     @property
     def options(self) -> dict[str, object]:
-        """What the format is called with: its options among the fields, without those that were left open."""
+        """Fields that are options of the format, without fields that were left open."""
         known = find_format(self.dtype).options
         given = {name: getattr(self, name) for name in ("block_size", "use_kernel", "activation_dtype", "fit")}
         return {name: value for name, value in given.items() if name in known and value is not None}

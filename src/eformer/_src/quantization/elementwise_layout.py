@@ -292,7 +292,7 @@ def reshape(primitive: Primitive, q: LeafwiseArray, *, new_sizes: Sequence[int],
 def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> Moved:
     """The array with its leaves reshaped; NotImplemented if that would move elements out of their blocks.
 
-    Axes with blocks may be split and merged where blocks stay whole: along the last axis of those that are merged.
+    Axes with blocks may be split and merged where blocks stay whole, that is, along the last of the merged axes.
     """
     q = q._single()
     if 0 in q.shape or math.prod(q.shape) != math.prod(new_sizes):

@@ -77,7 +77,7 @@ def quantize_with_scale(array: jax.Array, scale: jax.Array, format: str, /, **op
 def straight_through_with_scale(array: jax.Array, scale: jax.Array, format: str, /, **options: Any) -> jax.Array:
     """`quantize_with_scale(...).materialize()`, bit for bit, with the gradients of LSQ (arXiv 1902.08153).
 
-    The gradient passes to elements within the range of the codes, and is 0 for those that are clipped. An element
+    The gradient passes to elements within the range of the codes, and is 0 for clipped elements. An element
     within the range has the derivative `code - array / scale` with respect to its scale, one that is clipped has its
     code. The gradient of a scale is divided by the square root of its elements times the largest code.
     """

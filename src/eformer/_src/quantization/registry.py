@@ -67,7 +67,7 @@ def formats() -> tuple[Format, ...]:
 
 
 def format_names(q: QuantizedArray) -> tuple[str, ...]:
-    """The names of the formats that may have made this array; several if it does not tell them apart."""
+    """Names of the formats that could have produced this array (several if they share a layout)."""
     return tuple(q._names_among([form.name for form in formats() if form.array_type is type(q)]))
 
 
@@ -81,7 +81,7 @@ def register_array_type(cls: Class) -> Class:
 
 
 def array_types() -> dict[str, type[QuantizedArray]]:
-    """The known classes by name: those of all formats, and those that were registered without one."""
+    """All known classes by name, with and without a format."""
     return {form.array_type.__name__: form.array_type for form in formats()} | _others
 
 

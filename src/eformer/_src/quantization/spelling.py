@@ -79,7 +79,7 @@ def read_format(
 ) -> tuple[Format, dict[str, object]]:
     """The format that `format` asks for, and its options: those in the text, and those given beside it.
 
-    An option that the format lacks raises a TypeError, unless it is among those that the caller takes `also`.
+    An option that the format lacks raises a TypeError, unless it is in `also`: the caller's own options.
     """
     inside: dict[str, object] = {}
     if isinstance(format, Format):

@@ -1,4 +1,4 @@
-"""Split a model into the leaves that are trained and those that are frozen, and join them again."""
+"""Split a model into trained leaves and frozen leaves, and join the two again."""
 
 from __future__ import annotations
 
