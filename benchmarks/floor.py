@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from rings import Contender, Turn, headline, markdown, random_weights, ring_of, shortest_calls, stored_bytes, turns_of
 
-from eformer.kernels import cpu
+from eformer._src.kernels import cpu
 from eformer.ops.quantization import ArrayGrouped, find_format, formats
 
 FLOOR, MEMORY_FLOOR = 0.95, 0.7  # of JAX float32's speed, less the noise; of NF4's GB/s

@@ -1,4 +1,4 @@
-// The orders of codes in the blocks of GGUF files, and in ours: `checkpoint/_gguf_planes.py` has the same in NumPy.
+// The orders of codes in the blocks of GGUF files, and in ours: `checkpoint/gguf/planes.py` has the same in NumPy.
 #include "ffi/separate.h"
 
 #include <algorithm>

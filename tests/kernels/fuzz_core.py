@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eformer.kernels.cpu import _native  # pyright: ignore[reportAttributeAccessIssue]  # compiled, with no source to read
+from eformer._src.kernels.cpu import _native  # pyright: ignore[reportAttributeAccessIssue]  # compiled, with no source to read
 
 from .core_problems import Call, check, expected, random_call, spoil
 from .core_several import random_calls

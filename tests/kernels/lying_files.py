@@ -17,8 +17,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from eformer._src.kernels.cpu import _native  # pyright: ignore[reportAttributeAccessIssue]  # compiled, with no source to read
 from eformer.checkpoint import CheckpointError, load, save
-from eformer.kernels.cpu import _native  # pyright: ignore[reportAttributeAccessIssue]  # compiled, with no source to read
 from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, quantize
 
 from .frames import Caller, Refused

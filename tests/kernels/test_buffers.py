@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from eformer.kernels import cpu
+from eformer._src.kernels import cpu
 
 if not cpu.moves():
     pytest.skip("installed without the native core", allow_module_level=True)

@@ -1,0 +1,1 @@
+"""Adapters of LoRA alone, in a folder as the package PEFT writes and reads it."""
