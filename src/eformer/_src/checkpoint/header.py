@@ -181,11 +181,13 @@ def _check_cover(tensors: dict[str, Tensor], file: MappedFile, base: int) -> Non
 
 
 def narrowed(name: str, array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
-    """`array` in a dtype of less range; a ValueError if a finite value would become infinite."""
+    """`array` in a dtype of less range; a ValueError if a finite value would become infinite, or all become 0."""
     dtype = np.dtype(dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         made = array.astype(dtype, copy=False)
     lost = np.isinf(made) & np.isfinite(array)
+    if not np.any(lost) and not np.any(made):
+        lost = array != 0
     if np.any(lost):
         peak = float(np.max(np.abs(array), initial=0, where=lost))
         raise ValueError(f"{name!r} has values up to {peak:g}, which {dtype.name} can't hold")
