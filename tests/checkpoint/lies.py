@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from quantization.cases import normal
 
-from eformer._src.checkpoint.gguf.blocks import IDS, PLAIN, TYPES
-from eformer._src.checkpoint.gguf.grouped import GROUPED
 from eformer._src.checkpoint.gguf.read import SCALARS
+from eformer._src.checkpoint.gguf.types import GROUPED, IDS, PLAIN, TYPES
 from eformer._src.checkpoint.header import DTYPES
 from eformer._src.kernels.reference import NF4_CODES
 from eformer._src.quantization.registry import array_types

@@ -18,8 +18,7 @@ import pytest
 from quantization.cases import normal
 
 from eformer._src.checkpoint.gguf import read as gguf
-from eformer._src.checkpoint.gguf.blocks import IDS, PLAIN, TYPES
-from eformer._src.checkpoint.gguf.grouped import GROUPED
+from eformer._src.checkpoint.gguf.types import GROUPED, IDS, PLAIN, TYPES
 from eformer._src.kernels.reference import NF4_CODES
 from eformer.checkpoint import CheckpointError, load, open_checkpoint, save, save_bitsandbytes, save_gguf
 from eformer.ops.quantization import Array8B, quantize
@@ -137,7 +136,7 @@ def test_memory_of_layouts(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Codes are unpacked some at a time: all of them are up to four times as large as the file."""
-    for module in ("prequantized.grouped_like", "layouts.awq", "layouts.bitnet"):
+    for module in ("prequantized.layout", "layouts.awq", "layouts.bitnet"):
         monkeypatch.setattr(f"eformer._src.checkpoint.{module}.AT_ONCE", 1 << 18)
     folder = write_folder(tmp_path, {f"layer.{name}": each for name, each in make().items()}, config)
     load(folder)  # what is compiled or imported once is not counted

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer._src.checkpoint.gguf.blocks import IDS, TYPES
-from eformer._src.checkpoint.gguf.grouped import GROUPED
+from eformer._src.checkpoint.gguf.types import GROUPED, IDS, TYPES
 from eformer._src.checkpoint.tree import rebuilt
 from eformer._src.quantization.registry import array_types
 from eformer.checkpoint import CheckpointError, load, open_checkpoint, save, save_bitsandbytes

@@ -14,7 +14,7 @@ import pytest
 from quantization.cases import assert_same_leaves, normal
 
 from eformer._src.checkpoint.arrays import Item, Part, Record
-from eformer._src.checkpoint.gguf import codecs
+from eformer._src.checkpoint.gguf import arrays
 from eformer._src.checkpoint.layouts import bitsandbytes as bitsandbytes_module
 from eformer._src.checkpoint.layouts.bitsandbytes import FourBit
 from eformer._src.quantization import registry
@@ -160,7 +160,7 @@ def like(shape: tuple[int, ...]) -> Digits:
 def codec() -> Iterator[None]:
     register_gguf_codec(GgufCodec("Q4_0", Digits, to_blocks, from_blocks, like, lambda q: q.block_size == BLOCK))
     yield
-    del codecs.CODECS["Q4_0", Digits]
+    del arrays.CODECS["Q4_0", Digits]
 
 
 @pytest.mark.usefixtures("codec")
@@ -217,7 +217,7 @@ def test_a_codec_that_can_not_work_is_refused(kind: str, functions: Any, match: 
 @pytest.mark.usefixtures("codec")
 def test_a_codec_that_gives_other_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wrong = lambda q: to_blocks(q)[1:]  # noqa: E731
-    monkeypatch.setitem(codecs.CODECS, ("Q4_0", Digits), codecs.GgufCodec("Q4_0", Digits, encode=wrong))
+    monkeypatch.setitem(arrays.CODECS, ("Q4_0", Digits), arrays.GgufCodec("Q4_0", Digits, encode=wrong))
     with pytest.raises(ValueError, match=r"announced as uint8\[12, 18\]"):
         save_gguf(tmp_path / "a.gguf", {"w": encode(W)})
     assert not list(tmp_path.iterdir())

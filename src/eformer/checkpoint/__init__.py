@@ -1,13 +1,13 @@
 """Checkpoints of dense and quantized arrays: safetensors, also as bitsandbytes writes it, and GGUF."""
 
 from eformer._src.atomic_files import atomic_file as atomic_file
-from eformer._src.checkpoint.adapter.adapter import load_adapter as load_adapter
-from eformer._src.checkpoint.adapter.adapter import save_adapter as save_adapter
+from eformer._src.checkpoint.adapter import load_adapter as load_adapter
+from eformer._src.checkpoint.adapter import save_adapter as save_adapter
 from eformer._src.checkpoint.arrays import ArrayInfo as ArrayInfo
 from eformer._src.checkpoint.file import CheckpointError as CheckpointError
-from eformer._src.checkpoint.gguf.codecs import GgufCodec as GgufCodec
-from eformer._src.checkpoint.gguf.codecs import register_gguf_codec as register_gguf_codec
-from eformer._src.checkpoint.gguf.entry import DecodedWarning as DecodedWarning
+from eformer._src.checkpoint.gguf.arrays import DecodedWarning as DecodedWarning
+from eformer._src.checkpoint.gguf.arrays import GgufCodec as GgufCodec
+from eformer._src.checkpoint.gguf.arrays import register_gguf_codec as register_gguf_codec
 from eformer._src.checkpoint.gguf.write import save_gguf as save_gguf
 from eformer._src.checkpoint.layouts.bitsandbytes import BitsandbytesCodec as BitsandbytesCodec
 from eformer._src.checkpoint.layouts.bitsandbytes import register_bitsandbytes_codec as register_bitsandbytes_codec

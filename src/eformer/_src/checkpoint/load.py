@@ -13,10 +13,9 @@ from eformer._src.progress import Meter, Progress
 
 from .arrays import Value
 from .file import CheckpointError, StrPath
-from .keys import as_key, is_key, stored_shape
 from .open import Checkpoint, open_checkpoint
 from .placement import ShardingFor
-from .tree import SCALAR, is_function, rebuilt
+from .tree import SCALAR, as_key, is_function, is_key, rebuilt, stored_shape
 
 
 def load(

@@ -12,9 +12,7 @@ from typing import Any
 import jax
 from jax import tree_util as jtu
 
-from eformer._src.checkpoint.gguf.metadata import with_gguf_metadata
-from eformer._src.checkpoint.gguf.read import MAGIC
-from eformer._src.checkpoint.gguf.split import read_split
+from eformer._src.checkpoint.gguf.read import MAGIC, read_split, with_gguf_metadata
 from eformer._src.checkpoint.layouts.bitsandbytes import recognise
 from eformer._src.checkpoint.prequantized.layout import PrequantizedEntry, find_prequantized
 from eformer._src.checkpoint.prequantized.quantization_config import Configuration, Own, own_config

@@ -3,6 +3,8 @@
 A leaf is a string, None is null, and the rest is `{"dict": {key: node}}`, `{"items": [[key, node], ...]}` for a dict
 with keys that are not text, or `{"list": [node, ...]}`. Among items, a key is text, an integer, `{"bool": true}`,
 `{"float": 1.5}` or `{"tuple": [key, ...]}`.
+
+A random key is an array of its data, uint32; `load` makes keys of it where `like` has keys.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 from jax import tree_util as jtu
 
+from eformer._src.checkpoint.file import CheckpointError
+from eformer._src.checkpoint.header import Json
 from eformer._src.model.paths import named_leaves
 from eformer._src.quantization.base import QuantizedArray
-
-from .file import CheckpointError
-from .header import Json
 
 MAX_DEPTH = 100
 SCALAR = "value"  # the name of an array that is the whole tree
@@ -114,3 +117,35 @@ def _rebuilt_key(key: Json, depth: int = 0) -> Hashable:
 def _only(node: Json) -> tuple[str, Json]:
     """The one entry of a dict; no kind of ours if it is something else."""
     return next(iter(node.items())) if isinstance(node, dict) and len(node) == 1 else ("", None)
+
+
+def is_key(leaf: object) -> bool:
+    """Whether `leaf` is an array of random keys, with or without values, as `jax.random.key` makes them."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def as_stored(leaf: Any) -> Any:
+    """The data of a key; any other leaf as it is."""
+    return jax.random.key_data(leaf) if is_key(leaf) and isinstance(leaf, jax.Array) else leaf
+
+
+def stored_shape(leaf: Any) -> tuple[int, ...]:
+    """The shape that a leaf has in a file."""
+    return _data(leaf)[0] if is_key(leaf) else tuple(getattr(leaf, "shape", ()))
+
+
+def as_key(data: Any, like: Any) -> jax.Array:
+    """Keys of the generator that those of `like` are for."""
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=_data(like)[1])
+
+
+def _data(like: Any) -> tuple[tuple[int, ...], Any]:
+    """The shape of the data of keys, and their generator; keys without values are told by their type alone."""
+    generators = []
+
+    def data(keys: jax.Array) -> jax.Array:
+        generators.append(jax.random.key_impl(keys))
+        return jax.random.key_data(keys)
+
+    return jax.eval_shape(data, like).shape, generators[0]

@@ -1,21 +1,32 @@
-"""Reading GGUF: metadata, a list of tensors, and their data, plain or in blocks along the last axis."""
+"""Reading GGUF: metadata, a list of tensors, and their data, plain or in blocks along the last axis.
+
+A model may be in several files, as `llama-gguf-split` writes it: each says how many they are, and which it is. Metadata
+are pairs of a name and a value with its type. A file of safetensors, whose own metadata is text, holds such pairs as
+they are.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import contextlib
 import itertools
 import math
+import re
 import struct
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from eformer._src.checkpoint.arrays import Entry
 from eformer._src.checkpoint.file import CheckpointError, MappedFile
+from eformer._src.checkpoint.gguf.arrays import GgufEntry
+from eformer._src.checkpoint.gguf.types import GONE, IDS, PLAIN, TYPES
 from eformer._src.checkpoint.header import Tensor, checked_shape
+from eformer._src.checkpoint.paths import check_inside
 from eformer._src.kernels import cpu
-
-from .blocks import GONE, IDS, PLAIN, TYPES
-from .entry import GgufEntry
 
 MAGIC = b"GGUF"
 MAX_AXES = 4
@@ -192,3 +203,146 @@ def _entry(reader: Reader, name: str, shape: tuple[int, ...], kind: int, start: 
         raise reader.wrong(f"its data ends at byte {stop} of a file of {len(reader.file)}: the file is cut off", name)
     dtype = PLAIN.get(form.name, np.dtype(np.uint8))
     return GgufEntry(form.name, Tensor(name, dtype, shape, reader.file, start, stop))
+
+
+_UINT32, _INT32, _UINT64, _INT64 = 4, 5, 10, 11
+_NUMBERS = {np.dtype(scalar.format[1:]): kind for kind, scalar in SCALARS.items()}
+_RANGES = {_UINT32: (0, 2**32), _INT32: (-(2**31), 0), _UINT64: (0, 2**64), _INT64: (-(2**63), 0)}
+
+
+def pairs_of(metadata: Mapping[str, object], kinds: Mapping[str, Kind]) -> bytes:
+    """The entries of the metadata as in a file, their number first; `kinds` are the types that they had in another."""
+    made = bytearray(struct.pack("<Q", len(metadata)))
+    for name, value in metadata.items():
+        kind = _kind(name, value, kinds.get(name))
+        made += text_of(name) + struct.pack("<I", kind) + _content(name, value, kind, kinds.get(name))
+    return bytes(made)
+
+
+def text_of(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogateescape")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _kind(name: str, value: object, known: Kind | None = None) -> int:
+    """The number of the type of a value: the one it had in a file, NumPy's, or the smallest for integers.
+
+    That has 32 or 64 bits. Python's floats have 64 bits; programs that run models want `numpy.float32`.
+    """
+    if isinstance(known, int) and known in SCALARS and isinstance(value, (bool, int, float)):
+        with contextlib.suppress(struct.error, OverflowError):  # it has another value now
+            SCALARS[known].pack(value)
+            return known
+    if isinstance(value, (bool, float, np.generic)) and (dtype := np.asarray(value).dtype) in _NUMBERS:
+        return _NUMBERS[dtype]
+    if isinstance(value, str):
+        return STRING
+    if isinstance(value, int):
+        for kind, (low, high) in _RANGES.items():
+            if low <= value < high:
+                return kind
+    if isinstance(value, (list, tuple)):
+        return ARRAY
+    raise TypeError(f"the metadata {name!r} is {value!r}; GGUF holds text, numbers, booleans and lists of these")
+
+
+def _content(name: str, value: object, kind: int, known: Kind | None = None) -> bytes:
+    if isinstance(value, str):
+        return text_of(value)
+    if not isinstance(value, (list, tuple)):
+        return SCALARS[kind].pack(value)
+    if isinstance(known, list):  # a list of lists, each with a type of its own
+        own = known if len(known) == len(value) else [None] * len(value)
+        parts = [_content(name, each, ARRAY, kind) for each, kind in zip(value, own, strict=True)]
+        return struct.pack("<IQ", ARRAY, len(value)) + b"".join(parts)
+    kinds = {_kind(name, each, known) for each in value}
+    if kinds <= _RANGES.keys() and len(kinds) > 1:  # integers of several sizes and signs
+        kinds = {_INT64}
+    if len(kinds) > 1:
+        raise TypeError(f"the metadata {name!r} is a list of several types; GGUF has lists of one")
+    inner = kinds.pop() if kinds else _UINT32 if known is None else known
+    return struct.pack("<IQ", inner, len(value)) + b"".join(_content(name, each, inner) for each in value)
+
+
+COUNT, NUMBER, TENSORS = "split.count", "split.no", "split.tensors.count"
+
+
+def read_split(path: Path | None, file: MappedFile, copy: bool) -> tuple[dict[str, Entry], Metadata, list[MappedFile]]:
+    """The arrays and the metadata of a model, of which `file` is a part or the whole, and all files that are open."""
+    entries, metadata = read_gguf(file)
+    count = metadata.get(COUNT, 1)
+    if type(count) is int and count <= 1:
+        return entries, metadata, [file]
+    number = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})", path.stem) if path is not None else None
+    if path is None or number is None or type(count) is not int or int(number[3]) != count:
+        what = f"it is one of {str(count)[:20]} parts of a model, and is not named as they are"
+        raise file.wrong(f"{what}: NAME-00001-of-{str(count)[:20]:0>5}.gguf")
+    files, merged, first = [], dict[str, Entry](), metadata
+    for i in range(count):
+        part = path.with_name(f"{number[1]}-{i + 1:05}-of-{count:05}{path.suffix}")
+        if not part.is_file():
+            what = f"it is one of {count} parts of a model, and {part.name!r} is not beside it"
+            raise file.wrong(f"{what}: fetch all of them")
+        check_inside(path, part)
+        files.append(file if part == path else MappedFile(part, copy=copy))
+        if files[-1].data[:4].tobytes() != MAGIC:
+            raise files[-1].wrong("it is no GGUF file, and a part of a model")
+        entries, found = read_gguf(files[-1])
+        if (found.get(NUMBER), found.get(COUNT)) != (i, count):
+            said = f"part {str(found.get(NUMBER))[:20]} (counted from 0) of {str(found.get(COUNT))[:20]}"
+            raise files[-1].wrong(f"it says that it is {said}, and its name that it is part {i} of {count}")
+        first = found if i == 0 else first
+        twice = min(entries.keys() & merged.keys(), default=None)
+        if twice is not None:
+            raise CheckpointError("two parts of the model have it", file=files[-1].name, tensor=twice)
+        merged |= entries
+    if first.get(TENSORS, len(merged)) != len(merged):
+        raise file.wrong(f"the parts have {len(merged)} tensors, and the first says {str(first.get(TENSORS))[:20]}")
+    for name in (COUNT, NUMBER, TENSORS):  # the whole is not split
+        first.pop(name, None)
+        first.kinds.pop(name, None)
+    return merged, first, files
+
+
+KEY = "eformer.gguf"  # its value: the pairs as in a GGUF file, in base64
+TOTAL_SIZE = "total_size"  # of an index of shards, which says it of its own files
+
+
+def text_metadata(metadata: Mapping[str, object]) -> dict[str, str]:
+    """The metadata that safetensors holds: text as it is, and what came from GGUF under one name."""
+    typed = typed_metadata(metadata)
+    if not isinstance(metadata, Metadata):
+        return {name: str(value) for name, value in typed.items() if isinstance(value, (str, int, float))}
+    text = {name: str(value) for name, value in typed.items() if name not in metadata.kinds}
+    own = {name: value for name, value in typed.items() if name in metadata.kinds}
+    return {**text, KEY: base64.b64encode(pairs_of(own, metadata.kinds)).decode()}
+
+
+def typed_metadata(metadata: Mapping[str, object]) -> Mapping[str, object]:
+    """The metadata of the arrays, without what an index says of its files."""
+    kept = Metadata()
+    kept.kinds |= metadata.kinds if isinstance(metadata, Metadata) else {}
+    kept |= {name: value for name, value in metadata.items() if name != TOTAL_SIZE or name in kept.kinds}
+    return kept if isinstance(metadata, Metadata) else dict(kept)
+
+
+def with_gguf_metadata(metadata: Mapping[str, object], file: str) -> Mapping[str, object]:
+    """The metadata of safetensors with what `text_metadata` put under one name."""
+    text = metadata.get(KEY)
+    if not isinstance(text, str):
+        return metadata
+    try:
+        data = MappedFile(base64.b64decode(text, validate=True))
+        reader = Reader(data)
+        found = read_pairs(reader, reader.pairs())
+    except (CheckpointError, binascii.Error, ValueError) as error:
+        what = error.what if isinstance(error, CheckpointError) else str(error)
+        raise CheckpointError(f"the metadata `{KEY}` can't be read: {what}", file=file) from None
+    rest = {
+        name: value for name, value in metadata.items() if name != KEY and (name != TOTAL_SIZE or name not in found)
+    }
+    twice = min(found.keys() & rest.keys(), default=None)
+    if twice is not None:
+        raise CheckpointError(f"the metadata has {twice[:100]!r} twice", file=file)
+    found |= rest
+    return found

@@ -25,12 +25,10 @@ from eformer._src.jaximus.array import materialize
 from eformer._src.progress import Meter, Progress
 from eformer._src.quantization.base import QuantizedArray
 
-from .blocks import IDS, PLAIN, TYPES
-from .codecs import encoder_of, writer_of
+from .arrays import GgufEntry, encoder_of, writer_of
 from .encode import ENCODERS
-from .entry import GgufEntry
-from .pairs import pairs_of, text_of
-from .read import MAGIC, MAX_AXES, Metadata
+from .read import MAGIC, MAX_AXES, Metadata, pairs_of, text_of
+from .types import IDS, PLAIN, TYPES
 
 ALIGNMENT = 32
 MAX_NAME = 63  # bytes; ggml keeps 64 with the closing zero

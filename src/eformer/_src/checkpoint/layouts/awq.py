@@ -9,10 +9,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from eformer._src.checkpoint.layouts.gptq import TENSORS, Form, array_like, form_of, number
 from eformer._src.checkpoint.prequantized.bit_fields import WORD, pack_planes, plane_shapes, unpack_dense, unpack_fields
-from eformer._src.checkpoint.prequantized.grouped_like import AT_ONCE
-from eformer._src.checkpoint.prequantized.layout import Group, Layout, register_layout
-from eformer._src.checkpoint.prequantized.qweight import TENSORS, Form, array_like, form_of, number
+from eformer._src.checkpoint.prequantized.layout import AT_ONCE, Group, Layout, register_layout
 from eformer._src.quantization.formats.grouped import ArrayGrouped
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight outputs, in which of eight codes each is

@@ -9,10 +9,9 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from eformer._src.checkpoint.layouts.gptq import SCALES, said
 from eformer._src.checkpoint.prequantized.bit_fields import pack_planes
-from eformer._src.checkpoint.prequantized.grouped_like import AT_ONCE
-from eformer._src.checkpoint.prequantized.layout import Group, Layout, register_layout
-from eformer._src.checkpoint.prequantized.qweight import SCALES, said
+from eformer._src.checkpoint.prequantized.layout import AT_ONCE, Group, Layout, register_layout
 from eformer._src.quantization.formats.ternary import Array1B
 from eformer._src.quantization.stored import array_from_fields
 

@@ -16,8 +16,17 @@ import numpy as np
 from eformer._src.checkpoint.arrays import Like
 from eformer._src.checkpoint.header import Json, checked_shape
 from eformer._src.checkpoint.prequantized.bit_fields import dense_words, unpack_dense, unpack_fields
-from eformer._src.checkpoint.prequantized.grouped_like import FLOATS, block_of, bytes_of, grouped_like, planes_of
-from eformer._src.checkpoint.prequantized.layout import Config, Group, Layout, register_layout
+from eformer._src.checkpoint.prequantized.layout import (
+    FLOATS,
+    Config,
+    Group,
+    Layout,
+    block_of,
+    bytes_of,
+    grouped_like,
+    planes_of,
+    register_layout,
+)
 from eformer._src.kernels.grouped import PLANES
 from eformer._src.quantization.base import QuantizedArray
 from eformer._src.quantization.formats.grouped import ArrayGrouped

@@ -15,7 +15,7 @@ import numpy as np
 from eformer._src.checkpoint.arrays import Item, Part, Record, Written, record_of
 from eformer._src.checkpoint.header import Json
 from eformer._src.checkpoint.prequantized.bit_fields import dense_of_planes, dense_words, pack_dense
-from eformer._src.checkpoint.prequantized.grouped_like import E8M0, FLOATS
+from eformer._src.checkpoint.prequantized.layout import E8M0, FLOATS
 from eformer._src.checkpoint.prequantized.quantization_config import CONFIG
 from eformer._src.quantization.base import QuantizedArray
 from eformer._src.quantization.formats.float8 import ArrayFloat8

@@ -19,13 +19,12 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from eformer._src.checkpoint.prequantized.grouped_like import E8M0, FLOATS, block_of
-from eformer._src.checkpoint.prequantized.layout import Config, Group, Layout, register_layout
+from eformer._src.checkpoint.prequantized.layout import E8M0, FLOATS, Config, Group, Layout, block_of, register_layout
 from eformer._src.quantization.formats.float8 import ArrayFloat8
 from eformer._src.quantization.stored import array_from_fields
 
 from .compressed_tensors import weights_said
-from .float4 import BFLOAT16, POWERS, powers
+from .microscaling import BFLOAT16, POWERS, powers
 
 CODES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 USUAL = 128  # the side of square blocks, where no configuration says another one

@@ -12,8 +12,7 @@ import math
 import numpy as np
 
 from eformer._src.checkpoint.header import Tensor, checked_shape
-from eformer._src.checkpoint.prequantized.grouped_like import FLOATS, grouped_like, planes_of
-from eformer._src.checkpoint.prequantized.layout import Group, Layout, register_layout
+from eformer._src.checkpoint.prequantized.layout import FLOATS, Group, Layout, grouped_like, planes_of, register_layout
 from eformer._src.quantization.formats.grouped import ArrayGrouped
 
 CODES, SCALE, ZERO = ".W_q", ".scale", ".zero"

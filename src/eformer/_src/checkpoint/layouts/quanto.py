@@ -10,8 +10,7 @@ import math
 import jax
 import numpy as np
 
-from eformer._src.checkpoint.prequantized.grouped_like import FLOATS
-from eformer._src.checkpoint.prequantized.layout import Group, Layout, register_layout
+from eformer._src.checkpoint.prequantized.layout import FLOATS, Group, Layout, register_layout
 from eformer._src.quantization.formats.float8 import ArrayFloat8
 from eformer._src.quantization.formats.int8 import Array8B
 from eformer._src.quantization.stored import array_from_fields

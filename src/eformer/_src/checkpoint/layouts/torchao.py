@@ -18,8 +18,7 @@ import jax
 import numpy as np
 
 from eformer._src.checkpoint.header import BY_NUMPY_NAME, Json, parse_json
-from eformer._src.checkpoint.prequantized.grouped_like import FLOATS, grouped_like, planes_of
-from eformer._src.checkpoint.prequantized.layout import Group, Layout, register_layout
+from eformer._src.checkpoint.prequantized.layout import FLOATS, Group, Layout, grouped_like, planes_of, register_layout
 from eformer._src.kernels.grouped import PLANES
 from eformer._src.quantization.formats.float8 import ArrayFloat8
 from eformer._src.quantization.formats.grouped import ArrayGrouped

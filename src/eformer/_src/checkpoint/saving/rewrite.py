@@ -14,12 +14,12 @@ import numpy as np
 from eformer._src.atomic_files import Target, is_sealed, reading
 from eformer._src.checkpoint.arrays import Entry, Item, Value
 from eformer._src.checkpoint.file import CheckpointError, StrPath
-from eformer._src.checkpoint.gguf.metadata import text_metadata, typed_metadata
+from eformer._src.checkpoint.gguf.read import text_metadata, typed_metadata
 from eformer._src.checkpoint.gguf.write import TypeFor, write_gguf
 from eformer._src.checkpoint.header import narrowed
-from eformer._src.checkpoint.memory import aligned_copy
 from eformer._src.checkpoint.open import Checkpoint, open_checkpoint
 from eformer._src.checkpoint.paths import INDEX_SUFFIX, SUFFIXES
+from eformer._src.checkpoint.placement import aligned_copy
 from eformer._src.checkpoint.prequantized.foreign import OTHER_WEIGHTS
 from eformer._src.checkpoint.prequantized.quantization_config import CONFIG, FILES, read_json, without_quantization
 from eformer._src.model.calibration.statistics import Statistic

@@ -17,18 +17,16 @@ from eformer._src.atomic_files import Target, room_for, to_disk
 from eformer._src.checkpoint.arrays import Dense, Item, Part, Record, Written, contiguous_bytes, items_of, record_of
 from eformer._src.checkpoint.file import CheckpointError, StrPath
 from eformer._src.checkpoint.header import BY_NUMPY_NAME, MAX_HEADER, METADATA, NAMES, Json, checked_shape
-from eformer._src.checkpoint.keys import as_stored
-from eformer._src.checkpoint.layouts.bitsandbytes_codecs import bitsandbytes_record
+from eformer._src.checkpoint.layouts.bitsandbytes import bitsandbytes_record
 from eformer._src.checkpoint.layouts.compressed_tensors_write import compressed_tensors_records
-from eformer._src.checkpoint.layouts.mlx_write import mlx_records
+from eformer._src.checkpoint.layouts.mlx import mlx_records
 from eformer._src.checkpoint.paths import SUFFIX, parse_index, target_file
 from eformer._src.checkpoint.prequantized.quantization_config import CONFIG, Own, config_with
 from eformer._src.checkpoint.serialization import KEY, VERSION
-from eformer._src.checkpoint.tree import flattened
+from eformer._src.checkpoint.tree import as_stored, flattened
 from eformer._src.progress import Meter, Progress
 
-from .folder import CheckpointSaving, index_path
-from .processes import is_first, saved_together
+from .folder import CheckpointSaving, index_path, is_first, saved_together
 
 CHUNK = 1 << 24  # bytes between two calls of `progress`
 ALIGNMENT = 64  # of the first tensor: vector instructions, and JAX on CPU, want it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from eformer._src.checkpoint.adapter.config import adapter_facts
+from eformer._src.checkpoint.adapter import adapter_facts
 from eformer._src.checkpoint.open import Checkpoint, open_checkpoint
 from eformer._src.cli.answer import Answer
 from eformer._src.cli.arguments import READS, SOURCE

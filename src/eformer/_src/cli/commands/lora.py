@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from eformer._src.atomic_files import reading
-from eformer._src.checkpoint.adapter.adapter import load_adapter
+from eformer._src.checkpoint.adapter import load_adapter
 from eformer._src.checkpoint.load import load
 from eformer._src.checkpoint.open import open_checkpoint
 from eformer._src.checkpoint.saving.save import save

@@ -6,10 +6,10 @@ operations, and a warning says once why they are slower.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -19,26 +19,28 @@ import numpy as np
 from eformer._src.kernels.matrix import Matrix
 from eformer._src.user_warnings import warn
 
+from .library import Library, library
+
 
 class SlowerWithoutCore(UserWarning):
     """The native core was not compiled, so matmuls on CPU take several times as long."""
 
 
 @functools.cache
-def _core() -> ModuleType | None:
-    """The extension module, with its handlers registered with XLA, or None if it was not compiled."""
-    try:
-        from . import _native  # pyright: ignore[reportAttributeAccessIssue]  # compiled, with no source to read
-    except ImportError:
+def _core() -> Library | None:
+    """The library, with its handlers registered with XLA, or None if it was not compiled."""
+    core = library()
+    if core is None:
         warn(
             "eformer was installed without its native core, so that matmuls with quantized arrays on CPU are several "
             "times slower than they could be; installing it again with a C++ compiler at hand builds it",
             SlowerWithoutCore,
         )
         return None
-    for name, handler in _native.registrations().items():
-        jax.ffi.register_ffi_target(name, handler, platform="cpu")
-    return _native
+    for name, address in core.handlers().items():
+        function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
+    return core
 
 
 _use_core = jax.make_user_context(default_value=True)
@@ -65,7 +67,7 @@ def is_available() -> bool:
 def formats() -> tuple[str, ...]:
     """The formats that the core was compiled with: one for each header in `csrc/formats`."""
     core = _core()
-    return () if core is None else core.formats()
+    return () if core is None else core.names("formats")
 
 
 def supports(matrix: Matrix) -> bool:
@@ -76,7 +78,7 @@ def supports(matrix: Matrix) -> bool:
 def instruction_sets() -> tuple[str, ...]:
     """The processor's own, the best first: of "amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2" and "portable"."""
     core = _core()
-    return () if core is None else core.instruction_sets()
+    return () if core is None else core.names("instruction_sets")
 
 
 _instruction_set = jax.make_user_context(default_value="")
@@ -173,8 +175,8 @@ def loop_name(matrix: Matrix, contracted_axis: int, x_rows: int, *, round_x: boo
     core = _core()
     if core is None:
         raise ValueError("eformer was installed without its native core, so no loop of it multiplies")
-    given = (matrix.rows, matrix.cols, matrix.packed_axis, contracted_axis, matrix.block_size)
-    return core.loop(matrix.format, _instruction_set.value, x_rows, *given, round_x)
+    sizes = (x_rows, matrix.rows, matrix.cols, matrix.packed_axis, contracted_axis, matrix.block_size)
+    return core.loop(matrix.format, _instruction_set.value, sizes, round_x)
 
 
 def decode(matrix: Matrix) -> jax.Array:

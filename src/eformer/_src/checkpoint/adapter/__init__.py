@@ -1,1 +1,0 @@
-"""Adapters of LoRA alone, in a folder as the package PEFT writes and reads it."""
