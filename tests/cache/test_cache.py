@@ -1,4 +1,4 @@
-"""Quantized caches: what is written into them, how they move, and their matmuls, beside the dense cache that they hold."""
+"""Quantized caches: writes, moves and matmuls, beside the dense cache that they hold."""
 
 from __future__ import annotations
 
@@ -103,6 +103,7 @@ def position_of_each(cache: Any, new: Any, case: Case) -> Any:
 
 
 def a_layer(cache: Any, new: Any, case: Case) -> Any:
+    del case
     return cache.at[1, :].set(new[1])
 
 
@@ -118,6 +119,7 @@ def grown(cache: Any, new: Any, case: Case) -> Any:
 
 def beyond_the_end(cache: Any, new: Any, case: Case) -> Any:
     """What is out of bounds is dropped."""
+    del case
     return cache.at[jnp.array([0, 2])].set(new)
 
 
@@ -138,10 +140,12 @@ def test_what_is_written_is_quantized_and_nothing_else(case: Case, write: Callab
 
 
 def part_of_a_head(cache: Any, new: Any, case: Case) -> Any:
+    del case
     return lax.dynamic_update_slice(cache, new[:, :, :4, :4], (0, 0, 2, 2))
 
 
 def part_of_heads_at(cache: Any, new: Any, case: Case) -> Any:
+    del case
     return cache.at[:, :, 2:4, 3:7].set(new[:, :, 2:4, 3:7])
 
 
@@ -157,7 +161,9 @@ def test_a_part_of_a_head_makes_the_cache_dense(case: Case, write: Callable[...,
 # --- moves ---
 
 MOVES: dict[str, Callable[[Any], Any]] = {
-    "a window": lambda q: lax.dynamic_slice(q, (0, 0, 4, 0), (2, 2, 5, q.shape[-1])) if q.shape[-1] == 16 else q[..., 4:9],
+    "a window": lambda q: (  # from a position that is known when the program runs, where those are the third axis
+        lax.dynamic_slice(q, (0, 0, 4, 0), (2, 2, 5, q.shape[-1])) if q.shape[-1] == 16 else q[..., 4:9]
+    ),
     "one head": lambda q: q[:, 1],
     "heads joined": lambda q: q.reshape(-1, *q.shape[2:]),
     "transposed": lambda q: q.swapaxes(-1, -2),
@@ -221,7 +227,9 @@ EQUATIONS = ["bhgd,{}->bhgl", "{},bhgd->bhlg", "bhgl,{}->bhgd", "{},bhgl->bhdg",
 def products(case: Case, rows: int, dtype: Any) -> tuple[jax.Array, dict[str, jax.Array], list[jax.Array], int]:
     """The cache's values, what it is multiplied by, all products, and the bytes made dense for them."""
     sizes = {"b": 2, "h": 2, "g": rows, "l": POSITIONS, "d": CHANNELS}
-    xs = {axes: normal(tuple(sizes[a] for a in axes), i).astype(dtype) for i, axes in enumerate(["bhgd", "bhgl", "hbgd"])}
+    xs = {
+        axes: normal(tuple(sizes[a] for a in axes), i).astype(dtype) for i, axes in enumerate(["bhgd", "bhgl", "hbgd"])
+    }
     cache = case(normal(case.shape, 7).astype(dtype))
 
     def run(xs: dict[str, Any], cache: Any) -> list[Any]:
@@ -277,7 +285,8 @@ def assert_attends(found: Any, cache: Any, new: Any, query: Any, step: Callable[
 
 
 @one_of_each
-def test_a_donated_cache_is_written_in_place(case: Case, optimized: None):
+@pytest.mark.usefixtures("optimized")
+def test_a_donated_cache_is_written_in_place(case: Case):
     cache, new, query = operands(case)
     step = functools.partial(attend, at=3)
     run = jax.jit(implicit(step), donate_argnums=0)

@@ -35,6 +35,9 @@ def rotated(x: jax.Array, axis: int) -> jax.Array:
     last = jnp.moveaxis(x, axis, -1)
     runs = last.reshape(*last.shape[:-1], length // size, size)
     turned = lax.dot_general(
-        runs, jnp.asarray(hadamard(size), x.dtype), (((runs.ndim - 1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST
+        runs,
+        jnp.asarray(hadamard(size), x.dtype),
+        (((runs.ndim - 1,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
     )
     return jnp.moveaxis(turned.reshape(last.shape), -1, axis)
