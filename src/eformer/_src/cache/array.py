@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from eformer._src.cache.rotation import rotated
 from eformer._src.jaximus.array import Deferred, ImplicitArray, aux_field
 from eformer._src.quantization.base import QuantizedArray
+from eformer._src.quantization.elementwise_layout import LeafwiseArray
 from eformer._src.quantization.formats.float8 import ArrayFloat8
 from eformer._src.quantization.formats.grouped import ArrayGrouped
 from eformer._src.quantization.formats.int8 import Array8B
@@ -38,7 +39,7 @@ class QuantizedCache(QuantizedArray):
 
     _rules: ClassVar[Rules] = {"stored": _a_quantized, "rotated": a_bool}
 
-    stored: QuantizedArray
+    stored: LeafwiseArray
     rotated: bool = aux_field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -55,12 +56,17 @@ class QuantizedCache(QuantizedArray):
         """The axes, counted from the end, along which elements share scales."""
         return channels_of(self.stored)
 
-    def content(self) -> QuantizedArray:
-        """The array that is stored, with the dtype and the switches of this one."""
-        own = {name: getattr(self, name) for name in ("dtype", "use_kernel", "activation_dtype")}
-        # A transpose knows what it is the transpose of; a copy of it does not.
-        same = all(getattr(self.stored, name) == value for name, value in own.items())
-        return self.stored if same else self.stored._replaced(**own)
+    def content(self, dtype: Any = None) -> LeafwiseArray:
+        """The array that is stored, with the switches of this one and its dtype, or another."""
+        stored = self.stored
+        own = {"dtype": dtype or self.dtype, "use_kernel": self.use_kernel, "activation_dtype": self.activation_dtype}
+        if all(getattr(stored, name) == value for name, value in own.items()):
+            return stored
+        copy = stored._replaced(**own)
+        if stored._moved_from is not None:  # a transpose knows what it is the transpose of; so must its copy
+            origin, permutation = stored._moved_from
+            object.__setattr__(copy, "_moved_from", (origin._replaced(**own), permutation))
+        return copy
 
     def decode(self) -> jax.Array:
         values = self.stored.decode()
@@ -122,7 +128,7 @@ def float8(array: jax.Array, axis: int) -> ArrayFloat8:
     return ArrayFloat8.quantize(array, block_shape=(array.shape[axis], *[1] * (-1 - axis)))
 
 
-def channels_of(stored: QuantizedArray) -> tuple[int, ...]:
+def channels_of(stored: LeafwiseArray) -> tuple[int, ...]:
     if isinstance(stored, Array8B):
         return stored.axis or ()
     if isinstance(stored, ArrayGrouped):
@@ -131,11 +137,11 @@ def channels_of(stored: QuantizedArray) -> tuple[int, ...]:
     return (-len(stored.block_shape),) if stored.block_shape else (-1,)
 
 
-def _encoded(array: jax.Array, like: QuantizedArray, axes: tuple[int, ...], turn: bool) -> QuantizedArray:
+def _encoded(array: jax.Array, like: LeafwiseArray, axes: tuple[int, ...], turn: bool) -> LeafwiseArray:
     """`array` quantized along `axes` as `like` is; its channels are rotated first where `turn` says so."""
     x = rotated(array, *axes) if turn else array
     if isinstance(like, Array8B):
-        made: QuantizedArray = Array8B.quantize(x, axis=axes)
+        made: LeafwiseArray = Array8B.quantize(x, axis=axes)
     elif isinstance(like, ArrayFloat8):
         made = float8(x, *axes)
     else:

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from eformer._src.cache.array import QuantizedCache, float8
 from eformer._src.cache.rotation import rotated as _rotated
-from eformer._src.quantization.base import QuantizedArray
+from eformer._src.quantization.elementwise_layout import LeafwiseArray
 from eformer._src.quantization.formats.grouped import ArrayGrouped
 from eformer._src.quantization.formats.int8 import Array8B
 
@@ -22,7 +22,7 @@ def _int4(array: jax.Array, axis: int) -> ArrayGrouped:
     return ArrayGrouped.quantize(array, BLOCK, bits=4, axis=axis, symmetric=True, fit=False)
 
 
-FORMATS: dict[str, Callable[[jax.Array, int], QuantizedArray]] = {
+FORMATS: dict[str, Callable[[jax.Array, int], LeafwiseArray]] = {
     "int8": lambda array, axis: Array8B.quantize(array, axis=axis),
     "fp8": float8,
     "int4": _int4,
@@ -37,8 +37,9 @@ def quantize(array: jax.Array, format: str = "int8", *, axis: int = -1, rotated:
     `rotated`, the default of "int4", channels are multiplied by a Hadamard matrix before they are rounded.
 
     >>> import jax, jax.numpy as jnp
+    >>> from eformer import cache
     >>> keys = jax.random.normal(jax.random.key(0), (2, 8, 100, 64))  # (batch, heads, positions, channels)
-    >>> eformer.cache.quantize(keys, "int4")
+    >>> cache.quantize(keys, "int4")
     QuantizedCache(float32[2, 8, 100, 64], 57,600 bytes)
     """
     if format not in FORMATS:
@@ -64,9 +65,10 @@ def empty(
     """A cache of zeros, in place of `jnp.zeros(shape, dtype)`; the options are those of `quantize`.
 
     >>> import jax, jax.numpy as jnp
-    >>> keys = eformer.cache.empty((1, 3, 4096, 64), jnp.bfloat16)
+    >>> from eformer import cache, implicit
+    >>> keys = cache.empty((1, 3, 4096, 64), jnp.bfloat16)
     >>> @jax.jit
-    ... @eformer.implicit
+    ... @implicit
     ... def append(keys, new, position):
     ...     return jax.lax.dynamic_update_slice(keys, new, (0, 0, position, 0))
     >>> append(keys, jnp.ones((1, 3, 1, 64), jnp.bfloat16), 7)

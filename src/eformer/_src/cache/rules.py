@@ -16,6 +16,7 @@ from eformer._src.cache.rotation import rotated, widened
 from eformer._src.jaximus.rules import register
 from eformer._src.jaximus.trace import implicit
 from eformer._src.quantization.base import QuantizedArray
+from eformer._src.quantization.elementwise_layout import LeafwiseArray
 
 Operand = QuantizedCache | jax.Array
 Found = QuantizedCache | jax.Array | list[QuantizedCache | jax.Array] | NotImplementedType
@@ -38,7 +39,7 @@ def _moved(primitive: Primitive, *operands: Operand, **params: Any) -> Found:
 
 def _around(cache: QuantizedCache, out: Any) -> QuantizedCache | jax.Array | NotImplementedType:
     """`out`, made of what `cache` stores, as a cache, if its channels are whole; what is dense must not be rotated."""
-    if not isinstance(out, QuantizedArray):
+    if not isinstance(out, LeafwiseArray):
         return NotImplemented if cache.rotated else out
     if cache.rotated:
         (old,), (new,) = cache.channels, channels_of(out)
@@ -79,7 +80,7 @@ def dynamic_update_slice(primitive: Primitive, cache: QuantizedCache, update: Op
         return NotImplemented
     new = update if isinstance(update, QuantizedCache) else cache.like(update)
     out: Any = implicit(primitive.bind)(cache.content(), new.content(), *starts, **params)
-    return _around(cache, out) if isinstance(out, QuantizedArray) and new.rotated == cache.rotated else NotImplemented
+    return _around(cache, out) if isinstance(out, LeafwiseArray) and new.rotated == cache.rotated else NotImplemented
 
 
 @register("scatter")
@@ -150,7 +151,7 @@ def _matmul(primitive: Primitive, operands: Sequence[Any], at: int, *, dimension
     how = {"dimension_numbers": dimension_numbers, **params}
     dtype = jax.eval_shape(lambda *pair: primitive.bind(*pair, **how), *as_dense).dtype
     x = widened(x)
-    stored, how["preferred_element_type"] = cache.content().with_dtype(x.dtype), x.dtype
+    stored, how["preferred_element_type"] = cache.content(x.dtype), x.dtype
     if axis in summed[at]:
         x = rotated(x, summed[1 - at][list(summed[at]).index(axis)])
     out = run(*((x, stored) if at == 1 else (stored, x)), **how)
