@@ -18,7 +18,7 @@ What to look at next:
 
 one array       quantize, dequantize
 a model         quantize_model, default_rules, rules_from_use, Rule, report, stored_bytes
-run it          implicit, fuse, materialize
+run it          implicit, fuse
 look inside     explain, materialization_error, use_kernels
 files           load, save, convert, open_checkpoint, quantize_checkpoint
 train it        partition, combine, straight_through, ste

@@ -45,7 +45,7 @@ FILES: Mistakes = {
     "bytes of nothing": (
         lambda path: eformer.load(b"12345678"),
         eformer.CheckpointError,
-        "no safetensors file, or it is cut off",
+        "fetch the file itself",
     ),
     "a number": (lambda path: eformer.load(3), TypeError, "a path is a text | got int | `load(path)`"),
     "a tree": (lambda path: eformer.load(PARAMS), TypeError, "a path is a text | got dict | `load(path)`"),

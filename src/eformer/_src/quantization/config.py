@@ -225,9 +225,10 @@ def quantize(
     identity (`straight_through`); otherwise an implicit array, without gradient. `activation_dtype="int8"` trades
     exactness of its matmuls for speed: see `QuantizedArray.with_activation_dtype`.
 
-    >>>     >>> from eformer import quantize
+    >>> import jax.numpy as jnp
+    >>> from eformer import quantize
     >>> quantize(jnp.ones((128, 256)), "int4")
-    ArrayGrouped(float32[128, 256], 18,688 bytes)
+    ArrayGrouped(float32[128, 256], 19,456 bytes)
     """
     a_bool("simulate", simulate)
     given = {"activation_dtype": activation_dtype} if activation_dtype is not None else {}
