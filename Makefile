@@ -17,7 +17,7 @@ COMPILED_ONCE := JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/compiled JAX_PERSI
 # What tests the core: that the core does not build, or is another, is an error then, as is a skipped test of it.
 NEED_CORE := EFORMER_NEED_CORE=1
 # The native core is built again when one of these changes; it has the tables that Python files register.
-TABLES := $(shell grep -ls register_table_format src/eformer/ops/quantization/implicit_array_*.py)
+TABLES := $(shell grep -ls register_table_format src/eformer/_src/quantization/formats/*.py)
 CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*) $(TABLES)
 BENCHMARKS := "tracing.py" "matmul.py" "matmul.py --threads 1 2" "matmul.py --linear" "quantize.py" "checkpoint.py" "floor.py"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eformer._svg import element, scale, text
+from eformer._src.svg import element, scale, text
 
 Column = int | str  # a number of rows of x, or a heading
 Line = tuple[str, str, bool, bool, Mapping[Any, float]]  # group, label, ours, int8 activations, speed by column

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
 import itertools
 import json
 import math
@@ -41,7 +40,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from rings import Contender, Turn, headline, markdown, random_weights, ring_of, shortest_calls, stored_bytes, turns_of
 
-from eformer.kernels import cpu
+from eformer._src.kernels import cpu
+from eformer._src.kernels.cpu import library
 from eformer.ops.quantization import ArrayGrouped, find_format, formats
 
 FLOOR, MEMORY_FLOOR = 0.95, 0.7  # of JAX float32's speed, less the noise; of NF4's GB/s
@@ -294,14 +294,7 @@ def mean(numbers: Iterable[float]) -> float:
 
 def use_core_file(path: str) -> None:
     """Take the core from this file, in place of the installed one."""
-    name = f"{cpu.__name__}._native"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise SystemExit(f"{path} is no extension module, whose name ends in .so")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules[name] = module
-    setattr(cpu, "_native", module)  # noqa: B010  # a module that the type checker does not know
+    library.core_file = lambda: path
 
 
 def slow_down_float32(instruction_set: str) -> None:

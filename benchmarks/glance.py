@@ -15,7 +15,7 @@ from chart import STYLE
 from libraries import OUT_IN
 from rings import markdown, rewrite
 
-from eformer._svg import element, scale, text
+from eformer._src.svg import element, scale, text
 
 HERE = Path(__file__).parent
 README, MODELS = HERE.parent / "README.md", HERE.parent / "docs" / "models.md"

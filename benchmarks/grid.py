@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 from rings import Contender, headline, markdown, random_weights, ring_of, shortest_calls, turns_of
 
-from eformer.kernels import cpu
+from eformer._src.kernels import cpu
 from eformer.ops.quantization import quantize
 
 BASELINE = "JAX float32"

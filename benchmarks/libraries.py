@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from rings import Contender, ring_length, stored_bytes
 
+from eformer._src.kernels.reference import NF4_CODES
 from eformer.jaximus import materialize
-from eformer.kernels.reference import NF4_CODES
 from eformer.ops.quantization import quantize
 
 GROUP = 64  # weights per scale, where a library lets us choose

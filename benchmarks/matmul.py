@@ -39,7 +39,7 @@ from rings import (
     stored_bytes,
 )
 
-from eformer.kernels import cpu
+from eformer._src.kernels import cpu
 from eformer.ops.quantization import RSROperatorTernary, quantize
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer.kernels import reference
+from eformer._src.kernels import reference
 from eformer.ops.quantization import quantize
 
 FORMATS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from eformer.kernels import cpu
+from eformer._src.kernels import cpu
 
 DISTINCT = 2  # weights that are made; the rest of a ring are copies of them
 BURST_SECONDS = 0.02

@@ -38,8 +38,8 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from eformer.kernels.pallas import tpu
-from eformer.kernels.pallas._choice import CYCLES, TOPOLOGIES, permutes_sublanes
+from eformer._src.kernels.pallas import tpu
+from eformer._src.kernels.pallas.choice import CYCLES, TOPOLOGIES, permutes_sublanes
 from eformer.ops.quantization import quantize
 
 SCHEDULES = Path(os.environ["LIBTPU_INIT_ARGS"].partition("=")[2].partition(" ")[0])

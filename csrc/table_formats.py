@@ -1,6 +1,6 @@
 """Writes the C++ headers of the formats that are a table: CMakeLists.txt runs it.
 
-    python csrc/table_formats.py src/eformer/ops/quantization BUILD/formats
+    python csrc/table_formats.py src/eformer/_src/quantization/formats BUILD/formats
 
 Each call `register_table_format("log4", (-1, -0.5, 0.5, 1), ...)` in a Python file gives a header. A checksum of the
 values is in its name, so that no array takes a core of other values for its own. The files run here without the
@@ -37,6 +37,7 @@ struct {struct} : FormatDefaults {{
 }}  // namespace eformer::EFORMER_ISA
 """
 LARGEST = 127  # of int8
+TABLES = "eformer._src.quantization.tables"  # what a file that registers tables imports
 
 
 def tables(file: Path) -> dict[str, list[float]]:
@@ -50,14 +51,16 @@ def tables(file: Path) -> dict[str, list[float]]:
         table = given + given[-1:] * (16 - len(given))  # as `checked_table` pads
         found[f"{name}_{zlib.crc32(struct.pack('<16f', *table)):08x}"] = table  # as `kernel_name` says
 
-    package, module = ModuleType("formats"), ModuleType("formats._tables")
-    vars(package)["__path__"] = []
-    vars(module)["register_table_format"] = register_table_format
-    sys.modules |= {"formats": package, "formats._tables": module}
+    parts = TABLES.split(".")
+    stubs = {name: ModuleType(name) for name in (".".join(parts[:i]) for i in range(1, len(parts) + 1))}
+    for stub in stubs.values():
+        vars(stub)["__path__"] = []
+    vars(stubs[TABLES])["register_table_format"] = register_table_format
+    sys.modules |= stubs
     try:
-        exec(compile(file.read_text(), file, "exec"), {"__name__": f"formats.{file.stem}", "__package__": "formats"})
+        exec(compile(file.read_text(), file, "exec"), {"__name__": file.stem})
     except ImportError as error:
-        sys.exit(f"{file}: {error}. A file that registers tables may import `._tables` and what Python has, no more.")
+        sys.exit(f"{file}: {error}. A file that registers tables may import `{TABLES}` and what Python has, no more.")
     return found
 
 
@@ -82,9 +85,7 @@ def as_float(value: float) -> str:
 def main() -> None:
     sources, out = map(Path, sys.argv[1:])
     out.mkdir(parents=True, exist_ok=True)
-    files = [
-        file for file in sorted(sources.glob("implicit_array_*.py")) if "register_table_format" in file.read_text()
-    ]
+    files = [file for file in sorted(sources.glob("*.py")) if "register_table_format" in file.read_text()]
     made = {name: header(name, values, file.name) for file in files for name, values in tables(file).items()}
     for stale in {file.stem for file in out.glob("*.h")} - made.keys():
         (out / f"{stale}.h").unlink()

@@ -52,9 +52,9 @@ from eformer.examples.stories import (  # pyright: ignore[reportMissingImports]
 )
 
 from eformer import combine, implicit, partition, quantize_model
+from eformer._src.kernels import reference
 from eformer.checkpoint import atomic_file, load, save
 from eformer.jaximus import materialize, ste
-from eformer.kernels import reference
 from eformer.model import Rule, add_lora, fake_quantize, finalize
 
 LINEAR = r"^(query|key|value|output|gate|up|down)\.weight$"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import eformer
+from eformer._src.kernels import cpu
 from eformer.checkpoint import save_gguf
 from eformer.cli import main
-from eformer.kernels import cpu
 
 COPY = Path(__file__).parents[1]
 

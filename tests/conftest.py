@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import pytest
 
-from eformer.kernels import cpu
+from eformer._src.kernels import cpu
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -50,7 +50,7 @@ def test_a_file_or_two_add_a_format(tmp_path: Path):
         "cmake", "-S", copy, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-DEFORMER_SETS=portable", cwd=tmp_path
     )
     run("cmake", "--build", build, "--parallel", "2", cwd=tmp_path)
-    shutil.copy(next(build.glob("_native*.so")), copy / "src/eformer/kernels/cpu")
+    shutil.copy(build / "libeformer.so", copy / "src/eformer/_src/kernels/cpu")
     # `-S` leaves out the installed package, whose place a file in site-packages tells.
     packages = Path(np.__file__).parents[1]
     pytest = (sys.executable, "-S", "-m", "pytest", "-q", "-n", "0")

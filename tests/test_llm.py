@@ -36,8 +36,8 @@ from eformer.examples.llm.quantize import quantizing
 from small_llm import TOKENIZER, TOKENS, hugging_face_tokenizer, write_folder, write_gguf
 
 from eformer import cli, explain, fuse, implicit, materialize, stored_bytes
+from eformer._src.kernels import cpu
 from eformer.checkpoint import open_checkpoint, save_gguf
-from eformer.kernels import cpu
 from eformer.ops.quantization import QuantizedArray
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eformer.kernels import cpu
+from eformer._src.kernels import cpu
 
 ROOT = Path(__file__).parents[1]
 SKIPPED = """

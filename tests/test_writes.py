@@ -1,4 +1,4 @@
-"""No code of ours writes a file but through `eformer._saving`, and all that writes is in the table of writers."""
+"""No code of ours writes a file but through `_src/atomic_files`, and all that writes is in the table of writers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from checkpoint.writers import WRITERS
 import eformer
 import eformer.checkpoint
 import eformer.model
-from eformer.cli._run import make_parser
+from eformer._src.cli.run import make_parser
 
 ROOT = Path(eformer.__file__).parent
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SOURCES = sorted([*ROOT.rglob("*.py"), *EXAMPLES.rglob("*.py")])
-ALLOWED = ROOT / "_saving"
+ALLOWED = ROOT / "_src" / "atomic_files"
 
 # Calls that make, change or rename files; `TemporaryDirectory` makes what nobody relies on.
 WRITES = {

@@ -1,4 +1,4 @@
-// The orders of codes in the blocks of GGUF files, and in ours: `checkpoint/_gguf_planes.py` has the same in NumPy.
+// The orders of codes in the blocks of GGUF files, and in ours: `checkpoint/gguf/planes.py` has the same in NumPy.
 #include "ffi/separate.h"
 
 #include <algorithm>
@@ -141,7 +141,7 @@ std::string Separate(const uint8_t* blocks, int64_t bytes, int64_t block_bytes, 
   std::vector<const Kind*> kinds;
   for (const Move& move : moves) {
     const Kind* kind = Find(move.how);
-    if (kind == nullptr) return "no move is called " + move.how;
+    if (kind == nullptr) return std::string("no move is called ") + move.how;
     if (move.first < 0 || move.bytes <= 0 || move.first > block_bytes - move.bytes || move.bytes % kind->in) {
       return "a block does not have these bytes";
     }

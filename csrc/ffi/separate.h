@@ -10,7 +10,7 @@ namespace eformer {
 
 // Some bytes of every block, from byte `first` on, go to `out`, as many in `how`'s order for each block.
 struct Move {
-  std::string how;
+  const char* how;
   int64_t first, bytes;
   uint8_t* out;
   int64_t out_bytes;  // of all of `out`

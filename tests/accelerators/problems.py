@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from eformer.kernels import Matrix
+from eformer._src.kernels.matrix import Matrix
 from tests.kernels.matrices import from_codebook, int8, integers, nested_nf4, nf4, ternary
 
 WEIGHTS: dict[str, Callable[[jax.Array], Matrix]] = {

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import triton as plgpu
 from jax.sharding import SingleDeviceSharding
 
-from eformer.kernels.pallas import gpu
+from eformer._src.kernels.pallas import gpu
 from eformer.ops.quantization import quantize
 
 from .problems import PROBLEMS, Problem

@@ -15,8 +15,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer.kernels.pallas import tpu
-from eformer.kernels.pallas._choice import CHIPS, TOPOLOGIES, permutes_sublanes
+from eformer._src.kernels.pallas import tpu
+from eformer._src.kernels.pallas.choice import CHIPS, TOPOLOGIES, permutes_sublanes
 from eformer.ops.quantization import quantize
 
 from .problems import PROBLEMS, Problem

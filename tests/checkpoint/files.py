@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from eformer.checkpoint._describe import describe
-from eformer.checkpoint._header import NAMES
+from eformer._src.checkpoint.header import NAMES
+from eformer._src.checkpoint.serialization import describe
 from eformer.ops.quantization import QuantizedArray
 
 

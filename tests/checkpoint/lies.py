@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from quantization.cases import normal
 
-from eformer.checkpoint._gguf import SCALARS
-from eformer.checkpoint._gguf_blocks import IDS, PLAIN, TYPES
-from eformer.checkpoint._gguf_grouped import GROUPED
-from eformer.checkpoint._header import DTYPES
-from eformer.kernels.reference import NF4_CODES
-from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, array_types, quantize
+from eformer._src.checkpoint.gguf.read import SCALARS
+from eformer._src.checkpoint.gguf.types import GROUPED, IDS, PLAIN, TYPES
+from eformer._src.checkpoint.header import DTYPES
+from eformer._src.kernels.reference import NF4_CODES
+from eformer._src.quantization.registry import array_types
+from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, quantize
 
 from .files import ours, parts_of, safetensors_file, split, with_header
 from .layout_examples import examples, write_folder

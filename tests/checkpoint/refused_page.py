@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from eformer.checkpoint._foreign import KINDS
-from eformer.checkpoint._methods import METHODS, Method
+from eformer._src.checkpoint.prequantized.foreign import KINDS
+from eformer._src.checkpoint.prequantized.methods import METHODS, Method
 
 PAGE = Path(__file__).parents[2] / "docs" / "what-we-refuse.md"
 

@@ -19,15 +19,17 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer._saving import files, leftovers, locks, saving, seal
-from eformer.checkpoint import CheckpointError, _saving, _write, load, open_checkpoint, save, save_gguf
+from eformer._src.atomic_files import files, leftovers, locks, saving, seal
+from eformer._src.checkpoint.saving import folder as saving_folder
+from eformer._src.checkpoint.saving import save as save_module
+from eformer.checkpoint import CheckpointError, load, open_checkpoint, save, save_gguf
 
-WATCHED = {module.__file__ for module in (files, leftovers, locks, saving, seal, _saving, _write)}
+WATCHED = {module.__file__ for module in (files, leftovers, locks, saving, seal, saving_folder, save_module)}
 TOKEN = "0123456789abcdef"
 
 
 def swept(path: Path) -> None:
-    leftovers.sweep([path, _saving.index_path(path)], lambda: _saving.named_by_indexes(path.parent))
+    leftovers.sweep([path, saving_folder.index_path(path)], lambda: saving_folder.named_by_indexes(path.parent))
 
 
 def filled(value: float) -> dict[str, np.ndarray]:
@@ -417,10 +419,10 @@ def test_a_file_that_is_cut_while_it_is_copied_is_an_error(tmp_path: Path, monke
 
 def test_a_reader_finds_the_checkpoint_that_took_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The index was read, and then it and its shards were replaced."""
-    from eformer.checkpoint import _open
+    from eformer._src.checkpoint import open as open_module
 
     save(tmp_path, filled(0), max_shard_bytes=200)
-    read, turns = _open.read_index, iter([1])
+    read, turns = open_module.read_index, iter([1])
 
     def replaced(path: Path) -> Any:
         found = read(path)
@@ -428,7 +430,7 @@ def test_a_reader_finds_the_checkpoint_that_took_its_place(tmp_path: Path, monke
             save(tmp_path, filled(value), max_shard_bytes=200, overwrite=True)
         return found
 
-    monkeypatch.setattr(_open, "read_index", replaced)
+    monkeypatch.setattr(open_module, "read_index", replaced)
     assert values(tmp_path) == {1.0}
 
 

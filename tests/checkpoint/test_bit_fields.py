@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.checkpoint import _bit_fields as bit_fields
-from eformer.kernels import grouped
+from eformer._src.checkpoint.prequantized import bit_fields
+from eformer._src.kernels import grouped
 
 COUNTS = [0, 1, 31, 32, 45, 96]
 

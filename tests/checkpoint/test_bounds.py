@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 from quantization.cases import normal
 
+from eformer._src.checkpoint.gguf import read as gguf
+from eformer._src.checkpoint.gguf.types import GROUPED, IDS, PLAIN, TYPES
+from eformer._src.kernels.reference import NF4_CODES
 from eformer.checkpoint import CheckpointError, load, open_checkpoint, save, save_bitsandbytes, save_gguf
-from eformer.checkpoint import _gguf as gguf
-from eformer.checkpoint._gguf_blocks import IDS, PLAIN, TYPES
-from eformer.checkpoint._gguf_grouped import GROUPED
-from eformer.kernels.reference import NF4_CODES
 from eformer.ops.quantization import Array8B, quantize
 
 from .files import ours, parts_of, safetensors_file, with_header
@@ -137,8 +136,8 @@ def test_memory_of_layouts(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Codes are unpacked some at a time: all of them are up to four times as large as the file."""
-    for module in ("_grouped_like", "_layout_awq", "_layout_bitnet"):
-        monkeypatch.setattr(f"eformer.checkpoint.{module}.AT_ONCE", 1 << 18)
+    for module in ("prequantized.layout", "layouts.awq", "layouts.bitnet"):
+        monkeypatch.setattr(f"eformer._src.checkpoint.{module}.AT_ONCE", 1 << 18)
     folder = write_folder(tmp_path, {f"layer.{name}": each for name, each in make().items()}, config)
     load(folder)  # what is compiled or imported once is not counted
     assert peak(lambda: load(folder)) <= 2 * (folder / "model.safetensors").stat().st_size + SLACK

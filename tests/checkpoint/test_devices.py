@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from quantization.cases import Case, assert_same_leaves, normal
 
-from eformer.checkpoint import _write, load, save
+from eformer._src.checkpoint.saving import save as saver
+from eformer.checkpoint import load, save
 from eformer.ops.quantization import quantize
 
 from .files import bits
@@ -54,8 +55,8 @@ def test_saving_from_devices_part_by_part(case: Case, spec: tuple[Any, ...], tmp
     q = case(normal((64, 128)))
     spread = q.with_sharding(NamedSharding(mesh(), PartitionSpec(*spec)))
     parts: list[int] = []
-    bytes_of = _write.contiguous_bytes
-    monkeypatch.setattr(_write, "contiguous_bytes", lambda *args: parts.append(np.size(args[0])) or bytes_of(*args))
+    bytes_of = saver.contiguous_bytes
+    monkeypatch.setattr(saver, "contiguous_bytes", lambda *args: parts.append(np.size(args[0])) or bytes_of(*args))
     whole = Path(save(tmp_path / "whole", {"w": q})).read_bytes()
     parts.clear()
     path = Path(save(tmp_path / "parts", {"w": spread}))

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._src.checkpoint.gguf.types import GROUPED, IDS, TYPES
+from eformer._src.checkpoint.tree import rebuilt
+from eformer._src.quantization.registry import array_types
 from eformer.checkpoint import CheckpointError, load, open_checkpoint, save, save_bitsandbytes
-from eformer.checkpoint._gguf_blocks import IDS, TYPES
-from eformer.checkpoint._gguf_grouped import GROUPED
-from eformer.checkpoint._tree import rebuilt
 from eformer.jaximus import materialize
-from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, RSROperatorBinary, array_types
+from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, RSROperatorBinary
 
 from .files import gguf_bytes, safetensors_file, split, text, with_header, write_anew
 from .layout_examples import examples

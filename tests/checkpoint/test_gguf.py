@@ -16,22 +16,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from quantization.cases import assert_same_leaves, assert_within, normal
 
-from eformer.checkpoint import (
-    CheckpointError,
-    DecodedWarning,
-    _gguf_entry,
-    _memory,
-    convert,
-    load,
-    open_checkpoint,
-    save_gguf,
-)
-from eformer.checkpoint._gguf_blocks import IDS, TYPES
-from eformer.checkpoint._gguf_codecs import CODECS
-from eformer.checkpoint._gguf_encode import ENCODERS
-from eformer.checkpoint._gguf_grids import GRIDS
-from eformer.checkpoint._gguf_grouped import GROUPED
-from eformer.kernels import cpu
+from eformer._src.checkpoint import placement
+from eformer._src.checkpoint.gguf import arrays
+from eformer._src.checkpoint.gguf.arrays import CODECS
+from eformer._src.checkpoint.gguf.encode import ENCODERS
+from eformer._src.checkpoint.gguf.types import GRIDS, GROUPED, IDS, TYPES
+from eformer._src.kernels import cpu
+from eformer.checkpoint import CheckpointError, DecodedWarning, convert, load, open_checkpoint, save_gguf
 from eformer.ops.quantization import Array1B, ArrayGrouped, QuantizedArray, quantize
 
 from .files import gguf_bytes, safetensors_file, text
@@ -499,18 +490,18 @@ def test_many_blocks_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_pat
     path = tmp_path / "a.gguf"
     path.write_bytes(random_file("Q4_K", (7, 33))[0])
     whole = load(path)["x"]
-    monkeypatch.setattr(_gguf_entry, "AT_ONCE", 1000)
+    monkeypatch.setattr(arrays, "AT_ONCE", 1000)
     assert_same_leaves(load(path)["x"], whole)
 
 
 @pytest.mark.parametrize("quick", [0.0, math.inf], ids=["small pages", "huge pages"])
 def test_large_arrays_are_aligned_and_taken_over(quick: float, monkeypatch: pytest.MonkeyPatch):
     """Beyond a huge page, too; what a leaf has behind its end is the next one's."""
-    monkeypatch.setattr(_memory, "QUICK", quick)
-    monkeypatch.setattr(_memory, "_huge_pages", _memory._HugePages())
+    monkeypatch.setattr(placement, "QUICK", quick)
+    monkeypatch.setattr(placement, "_huge_pages", placement._HugePages())
     file, _ = random_file("Q6_K", (300, 60))
     found = load(file)["x"]
-    assert found.packed.nbytes > _memory.HUGE_PAGE
+    assert found.packed.nbytes > placement.HUGE_PAGE
     assert not any(leaf.unsafe_buffer_pointer() % 64 for leaf in jax.tree.leaves(found))
     with cpu.use_core(False):
         assert_same_leaves(found, load(file)["x"])

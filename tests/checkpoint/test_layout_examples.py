@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from eformer._src.checkpoint.prequantized.layout import LAYOUTS, Layout, PrequantizedEntry
 from eformer.checkpoint import CheckpointError, open_checkpoint
-from eformer.checkpoint._prequantized import LAYOUTS, Layout, PrequantizedEntry
 
 from .layout_examples import Example, examples, write_folder
 

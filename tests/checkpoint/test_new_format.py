@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 from quantization.cases import assert_same_leaves, normal
 
+from eformer._src.checkpoint.arrays import Item, Part, Record
+from eformer._src.checkpoint.gguf import arrays
+from eformer._src.checkpoint.layouts import bitsandbytes as bitsandbytes_module
+from eformer._src.checkpoint.layouts.bitsandbytes import FourBit
+from eformer._src.quantization import registry
 from eformer.checkpoint import (
     BitsandbytesCodec,
     GgufCodec,
-    _bitsandbytes,
-    _gguf_codecs,
     convert,
     load,
     open_checkpoint,
@@ -28,13 +31,10 @@ from eformer.checkpoint import (
     save_bitsandbytes,
     save_gguf,
 )
-from eformer.checkpoint._arrays import Item, Part, Record
-from eformer.checkpoint._bitsandbytes import FourBit
 from eformer.cli import main
 from eformer.jaximus import aux_field
 from eformer.model import Rule
 from eformer.ops.quantization import QuantizedArray, formats, quantize, register_format
-from eformer.ops.quantization import _registry as registry
 
 BLOCK = 32
 
@@ -160,7 +160,7 @@ def like(shape: tuple[int, ...]) -> Digits:
 def codec() -> Iterator[None]:
     register_gguf_codec(GgufCodec("Q4_0", Digits, to_blocks, from_blocks, like, lambda q: q.block_size == BLOCK))
     yield
-    del _gguf_codecs.CODECS["Q4_0", Digits]
+    del arrays.CODECS["Q4_0", Digits]
 
 
 @pytest.mark.usefixtures("codec")
@@ -217,7 +217,7 @@ def test_a_codec_that_can_not_work_is_refused(kind: str, functions: Any, match: 
 @pytest.mark.usefixtures("codec")
 def test_a_codec_that_gives_other_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wrong = lambda q: to_blocks(q)[1:]  # noqa: E731
-    monkeypatch.setitem(_gguf_codecs.CODECS, ("Q4_0", Digits), _gguf_codecs.GgufCodec("Q4_0", Digits, encode=wrong))
+    monkeypatch.setitem(arrays.CODECS, ("Q4_0", Digits), arrays.GgufCodec("Q4_0", Digits, encode=wrong))
     with pytest.raises(ValueError, match=r"announced as uint8\[12, 18\]"):
         save_gguf(tmp_path / "a.gguf", {"w": encode(W)})
     assert not list(tmp_path.iterdir())
@@ -255,7 +255,7 @@ def four_bit_codec() -> Iterator[BitsandbytesCodec]:
     made = BitsandbytesCodec("fp4", Digits, lambda weight: like(weight.shape), digits_of, bitsandbytes_record)
     register_bitsandbytes_codec(made)
     yield made
-    del _bitsandbytes.CODECS["fp4", Digits]
+    del bitsandbytes_module.CODECS["fp4", Digits]
 
 
 def test_with_a_codec_bitsandbytes_keeps_it(four_bit_codec: BitsandbytesCodec, tmp_path: Path):
@@ -269,7 +269,7 @@ def test_with_a_codec_bitsandbytes_keeps_it(four_bit_codec: BitsandbytesCodec, t
 @pytest.mark.usefixtures("four_bit_codec")
 def test_without_the_codec_its_file_is_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = save_bitsandbytes(tmp_path, {"w": encode(W)})
-    monkeypatch.delitem(_bitsandbytes.CODECS, ("fp4", Digits))
+    monkeypatch.delitem(bitsandbytes_module.CODECS, ("fp4", Digits))
     assert np.array_equal(load(path)["w"], encode(W).materialize())
 
 

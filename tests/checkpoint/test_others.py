@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._src.checkpoint.file import MappedFile
+from eformer._src.checkpoint.header import read_header
 from eformer.checkpoint import CheckpointError, convert, load, open_checkpoint
-from eformer.checkpoint._file import MappedFile
-from eformer.checkpoint._header import read_header
 from eformer.ops.quantization import Array8B, ArrayFloat8, ArrayGrouped
 
 from .files import bits, safetensors_file

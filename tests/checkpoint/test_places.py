@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._src.checkpoint.file import MappedFile, check_plain
 from eformer.checkpoint import CheckpointError, convert, load, open_checkpoint, save, save_bitsandbytes, save_gguf
-from eformer.checkpoint._file import MappedFile, check_plain
 from eformer.ops.quantization import quantize
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from eformer._src.checkpoint.prequantized import layout as prequantized
+from eformer._src.checkpoint.prequantized.layout import Group, Layout
+from eformer._src.quantization.stored import array_from_fields
 from eformer.checkpoint import CheckpointError, convert, load, open_checkpoint, save
-from eformer.checkpoint import _prequantized as prequantized
-from eformer.checkpoint._prequantized import Group, Layout
-from eformer.ops.quantization import Array8B, array_from_fields
+from eformer.ops.quantization import Array8B
 
 from .files import safetensors_file
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._src.checkpoint.file import MappedFile
+from eformer._src.checkpoint.header import read_header
 from eformer.checkpoint import CheckpointError, load, open_checkpoint
-from eformer.checkpoint._file import MappedFile
-from eformer.checkpoint._header import read_header
 from eformer.ops.quantization import Array1B, ArrayGrouped, ArrayPermuted
 
 from .files import bits

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from eformer.examples.llm import load_model
 
+from eformer._src.checkpoint.prequantized.methods import METHODS, Method
 from eformer.checkpoint import CheckpointError, convert, load, open_checkpoint, quantize_checkpoint, save
-from eformer.checkpoint._methods import METHODS, Method
 from eformer.cli import main
 from eformer.model import default_rules
 

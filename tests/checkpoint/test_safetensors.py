@@ -19,8 +19,8 @@ from quantization.cases import Case, assert_same_leaves, every_case, every_forma
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from eformer._src.checkpoint.header import DTYPES
 from eformer.checkpoint import CheckpointError, load, open_checkpoint, save
-from eformer.checkpoint._header import DTYPES
 from eformer.ops.quantization import Array8B, RSROperatorBinary, RSROperatorTernary, quantize
 
 from .files import bits, with_header

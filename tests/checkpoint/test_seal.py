@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer._saving import seal
+from eformer._src.atomic_files import seal
 from eformer.checkpoint import CheckpointError, convert, load, open_checkpoint, save
 
 from .files import safetensors_file

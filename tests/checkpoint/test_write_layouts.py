@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._src.checkpoint.file import MappedFile
+from eformer._src.checkpoint.header import read_header
+from eformer._src.checkpoint.prequantized.bit_fields import pack_planes
 from eformer.checkpoint import load, save
-from eformer.checkpoint._bit_fields import pack_planes
-from eformer.checkpoint._file import MappedFile
-from eformer.checkpoint._header import read_header
 from eformer.ops.quantization import ArrayFloat8, ArrayGrouped, quantize
 
 from .files import safetensors_file

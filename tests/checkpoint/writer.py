@@ -16,12 +16,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from eformer._saving import files, leftovers, locks, saving, seal
-from eformer.checkpoint import _saving, _write
+from eformer._src.atomic_files import files, leftovers, locks, saving, seal
+from eformer._src.checkpoint.saving import folder as saving_folder
+from eformer._src.checkpoint.saving import save as save_module
 
 from .writers import WRITERS
 
-WATCHED = {module.__file__ for module in (files, leftovers, locks, saving, seal, _saving, _write)}
+WATCHED = {module.__file__ for module in (files, leftovers, locks, saving, seal, saving_folder, save_module)}
 
 
 def killed_at(line: int) -> None:

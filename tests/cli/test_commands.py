@@ -14,8 +14,8 @@ import pytest
 from checkpoint.layout_examples import examples, write_folder
 from quantization.cases import assert_same_leaves
 
+from eformer._src.cli.commands import bench
 from eformer.checkpoint import load, open_checkpoint, save, save_gguf
-from eformer.cli import _bench
 from eformer.model import default_rules, quantize_model
 from eformer.ops.quantization import format_names
 
@@ -287,8 +287,8 @@ def test_bench(run):
 
 def test_bench_as_text(run, monkeypatch: pytest.MonkeyPatch):
     measured: list[Any] = []
-    rows = [_bench.Timed("float32", 0.004, 4096), _bench.Timed("int8", 0.001, 1152)]
-    monkeypatch.setattr(_bench, "measure", lambda *args: measured.append(args) or rows)
+    rows = [bench.Timed("float32", 0.004, 4096), bench.Timed("int8", 0.001, 1152)]
+    monkeypatch.setattr(bench, "measure", lambda *args: measured.append(args) or rows)
     lines = run("bench").out.splitlines()
     ((problem, contenders, repeats, ring),) = measured
     assert (str(problem), repeats, ring) == ("1x4096x4096", 20, 800 * 10**6)
@@ -298,11 +298,11 @@ def test_bench_as_text(run, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_least_time_of_all_turns_counts(monkeypatch: pytest.MonkeyPatch):
-    from eformer.cli import _bench
+    from eformer._src.cli.commands import bench
 
     ticks = iter([0, 5, 10, 14, 20, 23, 30, 36])  # a: 5, 3; b: 4, 6
-    monkeypatch.setattr(_bench.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(ticks))
     calls: list[str] = []
-    found: dict[str, Any] = _bench.interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)
+    found: dict[str, Any] = bench.interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)
     assert found == {"a": 3, "b": 4}
     assert calls == ["a", "b"] * 3

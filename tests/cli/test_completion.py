@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from eformer.cli._completion import SCRIPTS, commands_of
-from eformer.cli._run import COMMANDS, make_parser
+from eformer._src.cli.commands.completion import SCRIPTS, commands_of
+from eformer._src.cli.run import COMMANDS, make_parser
 from eformer.ops.quantization import formats
 
 SHELLS = {"bash": ["-n"], "zsh": ["-n"], "fish": ["--no-execute"]}

@@ -23,8 +23,9 @@ from eformer.examples import minilm
 from eformer.examples.llm import models
 from small_llm import write_gguf
 
+from eformer._src.cli.commands import demo as demo_module
+from eformer._src.cli.commands import demo_llm
 from eformer.checkpoint import load, open_checkpoint, save
-from eformer.cli import _demo, _demo_llm
 from eformer.jaximus import explain, implicit
 from eformer.model import default_rules, dequantize_model, quantize_model
 
@@ -132,10 +133,10 @@ def small_model(one_layer: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("small_model")
 def test_demo(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(_demo_llm, "FORMS", {"float32": "float32", "nf4": "nf4"})
+    monkeypatch.setattr(demo_llm, "FORMS", {"float32": "float32", "nf4": "nf4"})
     model = write_gguf(tmp_path / "m.gguf", "llama", layers=1)
     options = {"model": str(model), "prompt": "the", "turns": 1, "models": tmp_path, "activations": "int8"}
-    answer = _demo.run(argparse.Namespace(out=None, repeats=1, force=False, **options))
+    answer = demo_module.run(argparse.Namespace(out=None, repeats=1, force=False, **options))
     text = answer.text
     assert re.search(r"^m answers 'the'$", text, re.MULTILINE)
     assert re.search(r"^float32 .* 1\.00x .*\nnf4 ", text, re.MULTILINE)
@@ -216,5 +217,5 @@ def test_the_real_model(form: str, most: float):
 
 
 def test_other_commands_do_not_import_the_model():
-    code = "import sys; from eformer.cli import _run; print([name for name in sys.modules if 'examples' in name])"
+    code = "import sys; from eformer._src.cli import run; print([name for name in sys.modules if 'examples' in name])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

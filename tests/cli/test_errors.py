@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 import eformer
+from eformer._src.cli.commands import compare as compare_command
+from eformer._src.cli.commands import quantize as quantize_command
+from eformer._src.cli.interrupt import deferred
+from eformer._src.cli.progress import lines, showing
 from eformer.checkpoint import load, save
-from eformer.cli import _compare, _quantize, main
-from eformer.cli._interrupt import deferred
-from eformer.cli._progress import lines, showing
+from eformer.cli import main
 
 COMMANDS = ["quantize", "inspect", "compare", "convert", "lora", "bench", "demo", "completion"]
 
@@ -31,7 +33,7 @@ COMMANDS = ["quantize", "inspect", "compare", "convert", "lora", "bench", "demo"
         ([], "the following arguments are required: COMMAND"),
         (["quantise"], "invalid choice: 'quantise'"),
         (["quantize", "a"], "the following arguments are required: OUT"),
-        (["quantize", "a", "b", "--format", "nf5"], "unknown format 'nf5'; there are ternary, binary, int8, "),
+        (["quantize", "a", "b", "--format", "nf5"], "unknown format 'nf5'; there are fp8, fp8_e5m2, int2, "),
         (["quantize", "a", "b", "--format", "nf4,block=3"], "has no option 'block'; it has 'block_size'"),
         (["quantize", "a", "b", "--embeddings", "q4"], "invalid choice: 'q4'"),
         (["quantize", "a", "b", "--rule", "kernel"], "'kernel' is no rule: write PATTERN=FORMAT"),
@@ -157,7 +159,7 @@ def test_a_command_that_fails_leaves_what_others_wrote(tmp_path: Path, monkeypat
         save(tmp_path / "b" / "c", {"theirs": np.ones(3, np.float32)})
         raise OSError("no")
 
-    monkeypatch.setattr(_quantize, "quantize_checkpoint", fails)
+    monkeypatch.setattr(quantize_command, "quantize_checkpoint", fails)
     assert run("quantize", tmp_path / "a", tmp_path / "b" / "c").code == 1
     assert load(tmp_path / "b" / "c").keys() == {"theirs"}
 
@@ -204,14 +206,14 @@ time.sleep(600)
 """,
     "a call that hears nothing": """
 import ctypes, pathlib, sys
-from eformer.checkpoint import _write
+from eformer._src.checkpoint.saving import save
 from eformer.cli import main
 def write(*args):
     pathlib.Path("begun").touch()
     mutex = ctypes.create_string_buffer(64)
     while True:
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
-_write._write_piece = write
+save._write_piece = write
 sys.exit(main())
 """,
 }
@@ -247,14 +249,14 @@ def test_an_interrupt_ends_what_would_not_end(what: str, tmp_path: Path):
 
 def test_an_interrupt_that_got_lost_is_heard_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run):
     save(tmp_path / "a", {"x": np.ones(3, np.float32)})
-    compared = _compare.compare_checkpoints
+    compared = compare_command.compare_checkpoints
 
     def losing(*args: object) -> object:
         with contextlib.suppress(KeyboardInterrupt):  # as destructors do
             signal.raise_signal(signal.SIGINT)
         return compared(*args)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(_compare, "compare_checkpoints", losing)
+    monkeypatch.setattr(compare_command, "compare_checkpoints", losing)
     ran = run("compare", tmp_path / "a", tmp_path / "a")
     assert ran == (130, "", "eformer compare: interrupted; nothing is left half-written\n")
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eformer._text import escaped, printable, table
+from eformer._src.cli.answer import Answer
+from eformer._src.cli.progress import stage
+from eformer._src.text import escaped, printable, table
 from eformer.checkpoint import CheckpointError, load, open_checkpoint, save, save_gguf
-from eformer.cli._answer import Answer
-from eformer.cli._progress import stage
 from eformer.model import quantize_model, report
 
 BAD = "a\x1b[2J\r\nforged: 1 array\u202egnp.exe\u2028\x07\x9b31m"

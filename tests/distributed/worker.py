@@ -19,7 +19,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from eformer.checkpoint import _write, load, save
+from eformer._src.checkpoint.saving import save as save_module
+from eformer.checkpoint import load, save
 from eformer.jaximus import implicit
 from eformer.model import Rule, quantize_model
 
@@ -57,14 +58,14 @@ def largest_part(tree: Any) -> float:
 
 
 def killed_after_the_first_part() -> None:
-    write, written = _write._write_piece, []
+    write, written = save_module._write_piece, []
 
     def write_piece(*args: Any) -> None:
         if written:
             os.kill(os.getpid(), signal.SIGKILL)
         written.append(write(*args))
 
-    _write._write_piece = write_piece
+    save_module._write_piece = write_piece
 
 
 def main(address: str, processes: int, index: int, step: str, folder: str) -> None:

@@ -32,7 +32,7 @@ DOT = "jaximus.arrays.dot_scaled"  # the module's name, then the function's
 def rows(explanation: Explanation) -> dict[tuple[str, str], tuple[int, int]]:
     """(primitive, rule) to (times, dense bytes), without the rules of control flow."""
     found = {(met.primitive, met.rule): (times, dense) for met, times, dense in explanation}
-    return {key: value for key, value in found.items() if not key[1].startswith("eformer.jaximus._control")}
+    return {key: value for key, value in found.items() if not key[1].startswith("eformer._src.jaximus.control_flow")}
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from eformer.kernels import grouped, reference
+from eformer._src.kernels import grouped, reference
 
 INTEGERS = {f"uint{bits}": bits for bits in grouped.PLANES}
 FLOAT8 = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_dtypes.float8_e5m2)}

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Tests the ARM64 code of the native core on another processor: `make emulate-arm`. Arguments go to pytest.
+# Tests the ARM64 code of the native core on another processor: `make emulate-arm`. Arguments go to pytest. With WHEEL, the
+# file of a wheel for ARM64, it tries that and builds nothing.
 #
 # Debian's cross compiler builds the core, and qemu-user runs its tests: with a Python that is unpacked from Debian's
 # packages for ARM64, and with JAX from its wheels. Nothing is installed outside of the folder VENV.
@@ -41,22 +42,27 @@ if [ ! -e "$site/.complete" ]; then
     touch "$site/.complete"
 fi
 
-echo "building the core for ARM64"
-PATH=$here/bin:$PATH
-include=$("$here/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
-cmake -S . -B "$here/build" -G Ninja -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
-    -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DPython_EXECUTABLE="$here/bin/python" -DPython_INCLUDE_DIR="$include" \
-    >"$here/cmake.log" || missing "cmake failed: $here/cmake.log"
-cmake --build "$here/build"
-rm -rf "$site/eformer"
-cp -r src/eformer "$site"
-cmake --install "$here/build" --prefix "$site" >/dev/null
-
 # Runs Python on a processor.
 on() { qemu-aarch64 -L "$root" -cpu "$1" -E PYTHONPATH="$site" "$python" "${@:2}"; }
 
+rm -rf "$site/eformer"
+if [ -n "${WHEEL:-}" ]; then
+    "$here/bin/python" -m zipfile -e "$WHEEL" "$site"
+    on max -W error::UserWarning .ci/try_wheel.py
+    exit
+fi
+
+echo "building the core for ARM64"
+PATH=$here/bin:$PATH
+cmake -S . -B "$here/build" -G Ninja -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+    -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DPython_EXECUTABLE="$here/bin/python" \
+    >"$here/cmake.log" || missing "cmake failed: $here/cmake.log"
+cmake --build "$here/build"
+cp -r src/eformer "$site"
+cmake --install "$here/build" --prefix "$site" >/dev/null
+
 for each in cortex-a72:neon neoverse-n1:neon_dot max:neon_i8mm; do
-    best=$(cd "$site/eformer/kernels/cpu" && on "${each%:*}" -c 'import _native; print(_native.instruction_sets()[0])')
+    best=$(on "${each%:*}" -c 'from eformer.kernels import cpu; print(cpu.instruction_sets()[0])')
     echo "${each%:*} takes $best and should take ${each#*:}"
     [ "$best" = "${each#*:}" ]
 done

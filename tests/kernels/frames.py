@@ -124,11 +124,9 @@ class Refused(Exception):
 class Caller:
     """Calls handlers, with a pool of `threads` that does its work at once, or only when the call is over: `late`."""
 
-    def __init__(self, handlers: Mapping[str, Any]) -> None:
-        pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer.restype, pointer.argtypes = c_void_p, [ctypes.py_object, c_char_p]
+    def __init__(self, handlers: Mapping[str, int]) -> None:
         kind = CFUNCTYPE(c_void_p, POINTER(CallFrame))
-        self._handlers = {name: kind(pointer(capsule, None)) for name, capsule in handlers.items()}
+        self._handlers = {name: kind(address) for name, address in handlers.items()}
         self._messages: list[str] = []
         self._waiting: list[tuple[Any, Any]] = []
         self.threads, self.late = 1, False

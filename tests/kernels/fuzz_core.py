@@ -16,19 +16,22 @@ from pathlib import Path
 
 import numpy as np
 
-from eformer.kernels.cpu import _native  # pyright: ignore[reportAttributeAccessIssue]  # compiled, with no source to read
+from eformer._src.kernels.cpu.library import library
 
 from .core_problems import Call, check, expected, random_call, spoil
 from .core_several import random_calls
 from .frames import Caller, Fence, Refused
+
+CORE = library()
+assert CORE is not None
 
 
 class Fuzzer:
     """Calls of one `seed`, on one instruction set or any."""
 
     def __init__(self, seed: int, instruction_set: str | None = None) -> None:
-        self.seed, self.sets = seed, (instruction_set,) if instruction_set else _native.instruction_sets()
-        self._call = Caller(_native.registrations())
+        self.seed, self.sets = seed, (instruction_set,) if instruction_set else CORE.names("instruction_sets")
+        self._call = Caller(CORE.handlers())
         self._fences = [Fence(1 << 22) for _ in range(30)]
         self.right = self.refused = 0
 
@@ -42,7 +45,7 @@ class Fuzzer:
         for _ in range(rng.choice([0, 0, 0, 1, 2])):
             spoil(call, rng)
         self._call.threads, self._call.late = int(rng.integers(1, 6)), bool(rng.integers(4) == 0)
-        wanted = expected(call, _native.instruction_sets())
+        wanted = expected(call, CORE.names("instruction_sets"))
         if rng.integers(2):
             call = self._fenced(call)
         try:
@@ -59,7 +62,7 @@ class Fuzzer:
         """One call for several matmuls: what each gives alone, to the bit."""
         calls = random_calls(rng, self.sets)
         self._call.threads, self._call.late = int(rng.integers(1, 6)), bool(rng.integers(4) == 0)
-        wanted = calls.expected(_native.instruction_sets())
+        wanted = calls.expected(CORE.names("instruction_sets"))
         args = calls.args
         if rng.integers(2):
             args = [fence(array) for fence, array in zip(self._fences, args, strict=False)]

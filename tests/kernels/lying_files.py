@@ -17,8 +17,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from eformer._src.kernels.cpu.library import library
 from eformer.checkpoint import CheckpointError, load, save
-from eformer.kernels.cpu import _native  # pyright: ignore[reportAttributeAccessIssue]  # compiled, with no source to read
 from eformer.ops.quantization import RSROperatorBinary, RSROperatorTernary, quantize
 
 from .frames import Caller, Refused
@@ -97,6 +97,8 @@ def outcome(make: Callable[[], Any], lie: Lie, path: Path) -> dict[str, Any]:
 
 def without_memory() -> dict[str, Any]:
     """A call that makes 64 MB of float32 from x, where 16 are left."""
+    core = library()
+    assert core is not None
     x, y = (np.zeros((1, 1 << 22, 4), dtype) for dtype in (np.float16, np.float32))
     codes = np.zeros((1, 4, 4), np.int8)
     attributes = {"format": "int8", "instruction_set": "", "rows": 4, "cols": 4, "packed_axis": 0, "block_size": 2}
@@ -106,7 +108,7 @@ def without_memory() -> dict[str, Any]:
     limit = pages * resource.getpagesize() + (16 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
-        Caller(_native.registrations())("eformer_matmul", [x, codes], [y], attributes)
+        Caller(core.handlers())("eformer_matmul", [x, codes], [y], attributes)
     except Refused as error:
         return {"error": "Refused", "words": str(error)}
     return {"right": True}

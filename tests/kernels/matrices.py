@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer.kernels import Matrix, grouped, reference
+from eformer._src.kernels import grouped, reference
+from eformer._src.kernels.matrix import Matrix
 
 
 def int8(w: jax.Array, axis: tuple[int, ...]) -> Matrix:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _ctypes
 import struct
 
 import numpy as np
 import pytest
 
-from eformer.kernels import cpu
+from eformer._src.kernels import cpu
+from eformer._src.kernels.cpu.library import Library
 
 if not cpu.moves():
     pytest.skip("installed without the native core", allow_module_level=True)
@@ -53,3 +55,14 @@ def test_texts_that_are_not_there(at: int, number: int):
     data = memoryview(struct.pack("<Q", 3) + b"abc" + struct.pack("<Q", 1) + b"d")
     assert cpu.texts(data, at, number) is None
     assert cpu.texts(data, 0, 2) == (["abc", "d"], 20)
+
+
+def test_texts_with_a_byte_that_separates_them_are_left_to_the_reader():
+    data = memoryview(struct.pack("<Q", 1) + b"\xff" + struct.pack("<Q", 2) + b"\xfe\xc3")
+    assert cpu.texts(data, 0, 2) is None
+    assert cpu.texts(data[9:], 0, 1) == (["\udcfe\udcc3"], 10)
+
+
+def test_a_library_that_is_not_this_core():
+    with pytest.raises(ImportError, match="another version: install eformer again"):
+        Library(_ctypes.__file__)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from eformer.kernels import cpu
+from eformer._src.kernels import cpu
 
 if not cpu.is_available():
     pytest.skip("installed without the native core", allow_module_level=True)

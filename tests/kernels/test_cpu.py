@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.kernels import Matrix, cpu, reference
+from eformer._src.kernels import cpu, reference
+from eformer._src.kernels.matrix import Matrix
 
 from .matrices import FORMATS, in_blocks, made, magnitudes, nf4, oracle
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.kernels import Matrix, cpu, grouped, reference
+from eformer._src.kernels import cpu, grouped, reference
+from eformer._src.kernels.matrix import Matrix
 
 pytestmark = [
     pytest.mark.skipif(not cpu.is_available(), reason="installed without the native core"),

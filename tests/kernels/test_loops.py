@@ -8,7 +8,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from eformer.kernels import Matrix, cpu
+from eformer._src.kernels import cpu
+from eformer._src.kernels.matrix import Matrix
 
 pytestmark = pytest.mark.skipif(not cpu.is_available(), reason="installed without the native core")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cpu-kernels.md"

@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from eformer.kernels import Matrix, cpu, grouped, pallas
-from eformer.kernels.pallas import _choice, _formats, _integers, gpu, tpu
+from eformer._src.kernels import cpu, grouped, pallas
+from eformer._src.kernels.matrix import Matrix
+from eformer._src.kernels.pallas import choice, gpu, tpu
+from eformer._src.kernels.pallas import formats as pallas_formats
+from eformer._src.kernels.pallas import integers as integers_module
 from eformer.ops.quantization import ArrayGrouped, nf4_use_kernel, quantize
 
 from .matrices import from_codebook, int8, integers, made, nested_nf4, nf4, ternary
@@ -77,8 +80,8 @@ def assert_product(out: Any, x: Any, values: np.ndarray, contracted_axis: int, r
 
 def run_on_tpu(matrix: Matrix, x: jax.Array, contracted_axis: int, **options: Any) -> jax.Array:
     """With tiles so small that there are several."""
-    if _formats.FORMATS[matrix.format].integer_blocks:
-        tiles = _integers.default_tiles(matrix, 8, most=(128, 128))
+    if pallas_formats.FORMATS[matrix.format].integer_blocks:
+        tiles = integers_module.default_tiles(matrix, 8, most=(128, 128))
     else:
         tiles = tpu.Tiles(8, max(128, 4 * matrix.block_size), 128)
     options = {"tiles": tiles, "interpret": True, **options}
@@ -170,9 +173,9 @@ def test_scales_and_offsets_are_read_as_they_are_stored(dtypes, axis):
     sizes: Any = {"block_size": 8, "superblock_size": 16 if len(dtypes) > 2 else 0, "axis": axis, "shape": (40, 72)}
     q = ArrayGrouped(jnp.asarray(codes), **levels, **sizes)
     matrix = jax.tree.map(lambda leaf: leaf[None], q)._stored_matrix()
-    scale, offset = _formats.scale_and_offset(matrix)
+    scale, offset = pallas_formats.scale_and_offset(matrix)
     values = grouped.unpack_codes(matrix.codes, 4, 1 + axis, (40, 72)[axis]).astype(jnp.float32)
-    values = values if offset is not None else values - _formats.FORMATS["uint4"].centre
+    values = values if offset is not None else values - pallas_formats.FORMATS["uint4"].centre
     wide = [None if each is None else each.astype(jnp.float32) for each in (scale, offset)]
     assert wide[0] is not None
     decoded = grouped.decode_blocks(values, wide[0], None, wide[1], 8, 1 + axis)
@@ -265,28 +268,28 @@ def entry(chip: str, m: int, kernel: int, xla: int | None) -> dict[str, Any]:
 
 def test_the_table_decides(tmp_path, monkeypatch):
     table = [entry("v5e", 8, 3, 2), entry("v5e", 512, 4, 5), entry("v6e", 8, 1, 2), entry("v6e", 512, 2, None)]
-    monkeypatch.setattr(_choice, "CYCLES", tmp_path / "cycles.json")
-    _choice.CYCLES.write_text(json.dumps(table))
-    _choice._table.cache_clear()
+    monkeypatch.setattr(choice, "CYCLES", tmp_path / "cycles.json")
+    choice.CYCLES.write_text(json.dumps(table))
+    choice._table.cache_clear()
     matrix, _ = example("nf4 along 1", RAGGED)
     chosen = {
-        (chip, m): _choice.kernel_is_faster(matrix, 0, m, chip) for chip in ("v5e", "v6e", None) for m in (1, 8, 600)
+        (chip, m): choice.kernel_is_faster(matrix, 0, m, chip) for chip in ("v5e", "v6e", None) for m in (1, 8, 600)
     }
-    _choice._table.cache_clear()
+    choice._table.cache_clear()
     assert chosen == {key: key[0] != "v5e" or key[1] == 600 for key in chosen}
 
 
 def test_the_table_has_every_chip_and_problem():
-    table = json.loads(_choice.CYCLES.read_text())
+    table = json.loads(choice.CYCLES.read_text())
     found = {(row["chip"], row["weight"], row["contracted_axis"]) for row in table}
     weights = {"int8 packed 0", "nf4 packed 0", "nf4 packed 1", "ternary packed 0", "uint4 packed 0", "uint4 packed 1"}
-    every = {(chip, weight, axis) for chip in _choice.TOPOLOGIES for weight in weights for axis in (0, 1)}
+    every = {(chip, weight, axis) for chip in choice.TOPOLOGIES for weight in weights for axis in (0, 1)}
     assert found == every - {("tpu7x", "uint4 packed 1", axis) for axis in (0, 1)}  # not counted yet
 
 
 def test_the_documents_have_the_table():
     lines = (Path(__file__).parents[2] / "docs" / "accelerators.md").read_text().splitlines()
-    for row in json.loads(_choice.CYCLES.read_text()):
+    for row in json.loads(choice.CYCLES.read_text()):
         xla = "" if row["xla"] is None else f" ({row['xla'] / 1e3:,.1f})"
         start, cell = (
             f"| {row['weight']} | {row['contracted_axis']} | {row['m']} |",
@@ -297,7 +300,7 @@ def test_the_documents_have_the_table():
 
 def test_what_was_promised_of_the_table():
     """At M=8, 4096 x 4096 on v5e: NF4 in 85 kcycles, INT4 in 34.6, and INT8 in 1.1 times what XLA takes."""
-    table = json.loads(_choice.CYCLES.read_text())
+    table = json.loads(choice.CYCLES.read_text())
     of_v5e = [row for row in table if row["chip"] == "v5e" and row["m"] == 8]
     assert all(row["kernel"] < 85_000 for row in of_v5e if "nf4" in row["weight"])
     assert all(row["kernel"] < 34_600 for row in of_v5e if "uint4" in row["weight"])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.kernels import reference
+from eformer._src.kernels import reference
 
 EPS = float(jnp.finfo(jnp.float32).eps)
 FLOATS = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=["f32", "bf16", "f16"])

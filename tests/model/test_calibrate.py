@@ -12,9 +12,9 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from eformer._src.model.calibration.pull import PULLS
+from eformer._src.model.uses.movements import INDEXING, MOVEMENTS, SCALING
 from eformer.model import Statistics, calibrate, named_leaves, quantize_model
-from eformer.model._movements import INDEXING, MOVEMENTS, SCALING
-from eformer.model.calibration._pull import PULLS
 
 RNG = np.random.default_rng(0)
 # Sums of a hundred products in float32, added in another order.

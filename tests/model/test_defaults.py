@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eformer.model import contracted_axis, default_rules, find_rule
+from eformer._src.model.defaults import contracted_axis
+from eformer.model import default_rules, find_rule
 from eformer.ops.quantization import formats
 
 # path, shape, axis of the blocks; None: kept.

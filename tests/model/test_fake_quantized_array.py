@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from eformer._src.kernels import cpu
 from eformer.jaximus import implicit
-from eformer.kernels import cpu
 from eformer.model import FakeQuantizedArray, Rule, default_rules, dequantize, fake_quantize, finalize, init_scales
 from eformer.ops.quantization import quantize
 

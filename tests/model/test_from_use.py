@@ -14,9 +14,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
+from eformer._src.model.uses.find import find_uses
 from eformer.jaximus import explain, implicit, materialization_error
 from eformer.model import Rule, named_leaves, parse_rule, quantize_model, report, rules_from_use
-from eformer.model._uses import find_uses
 from eformer.ops.quantization import Array8B, ArrayNF4, quantize
 
 

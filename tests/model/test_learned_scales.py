@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._src.quantization.learned_scales import initial_scale, straight_through_with_scale
 from eformer.model import Rule, default_rules, fake_quantize, finalize, init_scales
-from eformer.ops.quantization import initial_scale, straight_through_with_scale
 
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("int8", {"axis": -2}),

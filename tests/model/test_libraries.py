@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from eformer import implicit, materialization_error, quantize, quantize_model
+from eformer._src.jaximus import libraries
 from eformer.checkpoint import load, save
-from eformer.jaximus import MaterializationWarning, _libraries
+from eformer.jaximus import MaterializationWarning
 from eformer.ops.quantization import formats
 
 X = np.ones((2, 32), np.float32)
@@ -86,7 +87,7 @@ def test_bytes_of_flax_for_another_array_are_refused():
 
 
 def told(function: Any, monkeypatch: Any) -> list[str]:
-    monkeypatch.setattr(_libraries, "_warned", set())
+    monkeypatch.setattr(libraries, "_warned", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()

@@ -8,13 +8,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from eformer._svg import shorten, ticks
-from eformer._text import in_bytes
+from eformer._src.model.report.distance import Distance
+from eformer._src.model.report.histogram import Histogram
+from eformer._src.model.report.plots import group_of, layer_of, natural_order
+from eformer._src.model.report.table import in_percent
+from eformer._src.svg import shorten, ticks
+from eformer._src.text import in_bytes
 from eformer.model import Leaf, Report
-from eformer.model._distance import Distance
-from eformer.model._histogram import Histogram
-from eformer.model._plots import group_of, layer_of, natural_order
-from eformer.model._table import in_percent
 
 from .browser import Page, chromium, find_chromium
 

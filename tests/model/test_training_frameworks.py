@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from eformer._src.model.training.lora import named_weights
 from eformer.jaximus import implicit
 from eformer.model import (
     LoraArray,
@@ -19,7 +20,6 @@ from eformer.model import (
     fake_quantize,
     finalize,
     find_nonfinite,
-    named_weights,
     partition,
     quantize_model,
 )

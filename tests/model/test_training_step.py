@@ -13,8 +13,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from eformer._src.kernels import cpu
 from eformer.jaximus import implicit
-from eformer.kernels import cpu
 from eformer.model import LoraArray, add_lora, combine, partition, quantize_model, stored_bytes
 
 P = PartitionSpec

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._src.quantization.trained import scales_of, with_scales
 from eformer.model import compare_outputs, default_rules, dequantize_model, quantize_model, tune
-from eformer.ops.quantization import formats, scales_of, with_scales
+from eformer.ops.quantization import formats
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(RNG.normal(size=(64, 32)), jnp.float32), "b": jnp.ones(32), "n": jnp.arange(3)}

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from eformer._src.kernels import cpu
 from eformer.jaximus import implicit, is_implicit
-from eformer.kernels import cpu
 from eformer.ops.quantization import RSROperatorTernary
 
 from .cases import Case, assert_product, normal

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._src.quantization import registry
+from eformer._src.quantization.elementwise_layout import LeafwiseArray
 from eformer.jaximus import MaterializationWarning, materialize
 from eformer.ops.quantization import (
     Array1B,
@@ -27,8 +29,6 @@ from eformer.ops.quantization import (
     straight_through,
     straight_through_1bit,
 )
-from eformer.ops.quantization import _registry as registry
-from eformer.ops.quantization._leafwise import LeafwiseArray
 
 from .cases import assert_same_array, assert_same_leaves, assert_within, normal
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from eformer._src.quantization.matmul import convolution as convolution_module
 from eformer.jaximus import MaterializationWarning, explain, implicit, materialization_error
-from eformer.ops.quantization._matmul import _convolution
 
 from .cases import Case, dense, eqns_of, example, f64, name, normal
 
@@ -50,7 +50,7 @@ def assert_convolved(x: Any, q: Any, **params: Any) -> None:
     ids=["same", "strides", "dilated", "transposed"],
 )
 def test_windows(params, growth, monkeypatch):
-    monkeypatch.setattr(_convolution, "MAX_GROWTH", growth)
+    monkeypatch.setattr(convolution_module, "MAX_GROWTH", growth)
     q, _ = example(Case.of("int8", axis=(0, 1, 2)), (3, 2, 4, 6))
     assert_convolved(normal((2, 9, 8, 4)), q, dimension_numbers=("NHWC", "HWIO", "NHWC"), **params)
 
@@ -78,7 +78,7 @@ def test_layouts(layout, x_shape, q_shape):
 @pytest.mark.parametrize("shape", [(1, 1, 8, 6), (3, 3, 8, 6)], ids=str)
 @pytest.mark.parametrize("case", KERNELS, ids=str)
 def test_formats(case, shape, growth, monkeypatch):
-    monkeypatch.setattr(_convolution, "MAX_GROWTH", growth)
+    monkeypatch.setattr(convolution_module, "MAX_GROWTH", growth)
     q, _ = example(case, shape)
     numbers = ("NHWC", "HWIO", "NHWC")
     assert_convolved(normal((2, 5, 4, 8)), q, window_strides=(1, 1), padding="SAME", dimension_numbers=numbers)
@@ -89,7 +89,7 @@ def test_formats(case, shape, growth, monkeypatch):
     ("dtype", "asked"), [(jnp.bfloat16, None), (jnp.bfloat16, jnp.float32), (jnp.float16, None)], ids=name
 )
 def test_dtypes(dtype, asked, growth, monkeypatch):
-    monkeypatch.setattr(_convolution, "MAX_GROWTH", growth)
+    monkeypatch.setattr(convolution_module, "MAX_GROWTH", growth)
     q, _ = example(Case.of("int8"), (3, 4, 6), dtype)
     layout = ("NHC", "HIO", "NHC")
     params = {"window_strides": (2,), "padding": "SAME", "dimension_numbers": layout}
@@ -117,7 +117,7 @@ def test_gradient_of_the_input():
     ids=["by batch", "wide window"],
 )
 def test_what_is_left_to_dense_is_told(shape, params, monkeypatch):
-    monkeypatch.setattr(_convolution, "MAX_GROWTH", 0)
+    monkeypatch.setattr(convolution_module, "MAX_GROWTH", 0)
     q, w = example(Case.of("int8"), shape)
     x = normal((8, 90, 4))
     convolve = lambda x, w: lax.conv_general_dilated(  # noqa: E731

@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from eformer._src.kernels import cpu
 from eformer.jaximus import MaterializationError, MaterializationWarning, explain, implicit, materialization_error
-from eformer.kernels import cpu
 from eformer.ops.quantization import Array8B, QuantizedArray, nf4_use_kernel, quantize
 
 pytestmark = pytest.mark.usefixtures("optimized")  # what a program allocates is asked

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from eformer.kernels import fitting, grouped, reference
+from eformer._src.kernels import fitting, grouped, reference
 from eformer.model import default_rules, parse_rule, quantize_model
 from eformer.ops.quantization import (
     QuantizationConfig,

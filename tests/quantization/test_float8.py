@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from eformer._src.kernels import cpu
 from eformer.jaximus import explain, implicit
-from eformer.kernels import cpu
 from eformer.model import default_rules, quantize_model
 from eformer.ops.quantization import ArrayFloat8, format_names, quantize
 

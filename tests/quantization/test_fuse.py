@@ -17,8 +17,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eformer import explain, fuse, implicit, materialization_error, quantize, use_kernels
+from eformer._src.kernels import cpu
 from eformer.jaximus import MaterializationError
-from eformer.kernels import cpu
 from eformer.ops.quantization import QuantizedArray
 
 from .cases import CASES, DEFAULTS, Case, every_case, normal

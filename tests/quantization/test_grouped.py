@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._src.kernels import grouped
+from eformer._src.quantization.stored import array_from_fields
 from eformer.jaximus import explain, implicit
-from eformer.kernels import grouped
-from eformer.ops.quantization import ArrayGrouped, array_from_fields, quantize
+from eformer.ops.quantization import ArrayGrouped, quantize
 
 from .cases import FLOATS, assert_product, assert_same, assert_same_array, assert_within, dense, f64, in_turn, normal
 

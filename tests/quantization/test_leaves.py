@@ -12,17 +12,10 @@ import numpy as np
 import pytest
 from jax.core import Tracer
 
+from eformer._src.quantization.registry import array_types
 from eformer.jaximus import implicit, materialize
 from eformer.model import add_lora, combine, partition
-from eformer.ops.quantization import (
-    Array1B,
-    ArrayPermuted,
-    RSROperatorBinary,
-    RSROperatorTernary,
-    array_types,
-    formats,
-    quantize,
-)
+from eformer.ops.quantization import Array1B, ArrayPermuted, RSROperatorBinary, RSROperatorTernary, formats, quantize
 
 from .cases import assert_same_leaves, name, normal
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from eformer._src.kernels import cpu
+from eformer._src.quantization.matmul import tiles as tiles_module
 from eformer.jaximus import explain, implicit, materialization_error
-from eformer.kernels import cpu
 from eformer.ops.quantization import (
     Array1B,
     Array8B,
@@ -23,7 +24,6 @@ from eformer.ops.quantization import (
     quantize,
     use_kernels,
 )
-from eformer.ops.quantization._matmul import _tiles
 from eformer.ops.quantization.implicit_array_8bit import matmul_bf16_int8_weight_only
 
 from .cases import (
@@ -357,7 +357,7 @@ def test_nan_in_the_weight_goes_where_it_goes_in_the_dense_matmul(case, numbers)
 def small_tiles(monkeypatch):
     """Tiles of so few elements that small arrays have several. Shapes that only these tests use keep `jit` from
     finding programs of whole matmuls."""
-    monkeypatch.setattr(_tiles, "TILE_ELEMENTS", 64)
+    monkeypatch.setattr(tiles_module, "TILE_ELEMENTS", 64)
     assert is_kernel_available()
     with cpu.use_core(False):
         yield
@@ -453,7 +453,7 @@ def test_tiled_matmuls_under_vmap_and_scan(case):
 # --- what the programs hold ---
 
 LARGE = (2048, 2048)
-TILE_BYTES = 4 * _tiles.TILE_ELEMENTS  # a decoded tile, in float32
+TILE_BYTES = 4 * tiles_module.TILE_ELEMENTS  # a decoded tile, in float32
 
 
 def matmul(x: Any, q: Any) -> Any:

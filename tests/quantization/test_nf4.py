@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eformer._src.kernels import reference
 from eformer.jaximus import implicit
-from eformer.kernels import reference
 from eformer.ops.quantization import ArrayNF4, quantize
 from eformer.ops.quantization.implicit_array_nf4 import safe_delete, safe_materialize
 

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._src.kernels import reference
+from eformer._src.quantization import registry
+from eformer._src.quantization.packed import PackedArray
 from eformer.jaximus import aux_field, explain, implicit
-from eformer.kernels import reference
 from eformer.model import Rule, quantize_model
 from eformer.ops.quantization import QuantizationConfig, find_format, quantize, register_format, straight_through
-from eformer.ops.quantization import _registry as registry
-from eformer.ops.quantization._packed import PackedArray
 
 from .cases import assert_product, assert_same_array, assert_same_leaves, assert_within, normal
 

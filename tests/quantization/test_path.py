@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import eformer
-from eformer.kernels import cpu
+from eformer._src.kernels import cpu
 from eformer.ops.quantization import quantize
 
 SOURCE = str(Path(eformer.__file__).parent)
@@ -48,7 +48,7 @@ def test_the_path_of_a_matmul_is_short(form):
     met = first_call(form)
     files = {Path(code.co_filename).relative_to(SOURCE).as_posix() for code in met}
     listing = "\n".join(sorted(f"{code.co_filename.removeprefix(SOURCE)} {code.co_qualname}" for code in met))
-    assert "kernels/cpu/_call.py" in files
+    assert "_src/kernels/cpu/call.py" in files
     assert len(met) <= MAX_FUNCTIONS, f"{len(met)} functions:\n{listing}"
     assert len(files) <= MAX_FILES, f"{len(files)} files:\n{listing}"
 

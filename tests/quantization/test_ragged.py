@@ -13,17 +13,10 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from eformer.jaximus import (
-    MaterializationWarning,
-    explain,
-    implicit,
-    is_implicit,
-    materialization_error,
-    materialize,
-)
-from eformer.kernels import cpu
+from eformer._src.kernels import cpu
+from eformer._src.quantization.matmul import ragged
+from eformer.jaximus import MaterializationWarning, explain, implicit, is_implicit, materialization_error, materialize
 from eformer.ops.quantization import ArrayNF4, quantize
-from eformer.ops.quantization._matmul import _ragged
 
 from .cases import Case, assert_product, assert_same, example, f64, name, normal
 
@@ -77,7 +70,7 @@ def test_each_group_by_its_own_matrix(case):
 @pytest.mark.parametrize("rows", [4, 64])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_groups_of_every_size(sizes, rows, monkeypatch):
-    monkeypatch.setattr(_ragged, "BLOCK_ROWS", rows)
+    monkeypatch.setattr(ragged, "BLOCK_ROWS", rows)
     q, dense = example(Case.of("int8", axis=-2), SHAPE)
     x = normal((11, 10), seed=1)
     out = strictly(lambda x, q, sizes: lax.ragged_dot(x, q, sizes))(x, q, jnp.array(sizes))

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.kernels import grouped, reference
-from eformer.kernels.pallas._formats import has_kernel
-from eformer.ops.quantization import _registry, format_names, quantize
-from eformer.ops.quantization._tables import register_table_format
+from eformer._src.kernels import grouped, reference
+from eformer._src.kernels.pallas.formats import has_kernel
+from eformer._src.quantization import registry
+from eformer._src.quantization.tables import register_table_format
+from eformer.ops.quantization import format_names, quantize
 
 from .cases import assert_product, assert_same_array, assert_within, normal
 
@@ -36,7 +37,7 @@ def _tables() -> Iterator[None]:
         register_table_format(name, values, block_size=16)
     yield
     for name in TABLES:
-        del _registry._formats[name], grouped.CODEBOOKS[name]
+        del registry._formats[name], grouped.CODEBOOKS[name]
 
 
 every_table = pytest.mark.parametrize("name", TABLES)
@@ -93,8 +94,11 @@ def test_a_core_of_other_values_is_not_asked(monkeypatch):
 
 
 def test_the_header_has_the_name_that_the_array_asks_for(tmp_path):
-    source = "from ._tables import register_table_format\nregister_table_format('three', (1, 0, -1))\n"
-    (tmp_path / "implicit_array_three.py").write_text(source)
+    lines = [
+        f"from {register_table_format.__module__} import register_table_format",
+        "register_table_format('three', (1, 0, -1))",
+    ]
+    (tmp_path / "three.py").write_text("\n".join(lines))
     subprocess.run([sys.executable, ROOT / "csrc" / "table_formats.py", tmp_path, tmp_path / "out"], check=True)
     asked = quantize(W[None], format="three")._stored_matrix().format
     assert [file.name for file in (tmp_path / "out").iterdir()] == [f"{asked}.h"]

@@ -1,32 +1,24 @@
 """Checkpoints of dense and quantized arrays: safetensors, also as bitsandbytes writes it, and GGUF."""
 
-import importlib as _importlib
-import pkgutil as _pkgutil
+from eformer._src.atomic_files import atomic_file as atomic_file
+from eformer._src.checkpoint.adapter import load_adapter as load_adapter
+from eformer._src.checkpoint.adapter import save_adapter as save_adapter
+from eformer._src.checkpoint.arrays import ArrayInfo as ArrayInfo
+from eformer._src.checkpoint.file import CheckpointError as CheckpointError
+from eformer._src.checkpoint.gguf.arrays import DecodedWarning as DecodedWarning
+from eformer._src.checkpoint.gguf.arrays import GgufCodec as GgufCodec
+from eformer._src.checkpoint.gguf.arrays import register_gguf_codec as register_gguf_codec
+from eformer._src.checkpoint.gguf.write import save_gguf as save_gguf
+from eformer._src.checkpoint.layouts.bitsandbytes import BitsandbytesCodec as BitsandbytesCodec
+from eformer._src.checkpoint.layouts.bitsandbytes import register_bitsandbytes_codec as register_bitsandbytes_codec
+from eformer._src.checkpoint.load import load as load
+from eformer._src.checkpoint.open import Checkpoint as Checkpoint
+from eformer._src.checkpoint.open import open_checkpoint as open_checkpoint
+from eformer._src.checkpoint.saving.rewrite import NotRunnableWarning as NotRunnableWarning
+from eformer._src.checkpoint.saving.rewrite import convert as convert
+from eformer._src.checkpoint.saving.rewrite import quantize_checkpoint as quantize_checkpoint
+from eformer._src.checkpoint.saving.save import save as save
+from eformer._src.checkpoint.saving.save import save_bitsandbytes as save_bitsandbytes
+from eformer._src.public import name_publicly as _name_publicly
 
-from eformer._saving import atomic_file as atomic_file
-
-from ._adapter import load_adapter as load_adapter
-from ._adapter import save_adapter as save_adapter
-from ._adapter_config import adapter_facts as adapter_facts
-from ._arrays import ArrayInfo as ArrayInfo
-from ._bitsandbytes import BitsandbytesCodec as BitsandbytesCodec
-from ._bitsandbytes import register_bitsandbytes_codec as register_bitsandbytes_codec
-from ._file import CheckpointError as CheckpointError
-from ._gguf_codecs import GgufCodec as GgufCodec
-from ._gguf_codecs import register_gguf_codec as register_gguf_codec
-from ._gguf_entry import DecodedWarning as DecodedWarning
-from ._gguf_write import save_gguf as save_gguf
-from ._load import load as load
-from ._open import Checkpoint as Checkpoint
-from ._open import open_checkpoint as open_checkpoint
-from ._paths import SUFFIXES as SUFFIXES
-from ._paths import check_suffix as check_suffix
-from ._rewrite import NotRunnableWarning as NotRunnableWarning
-from ._rewrite import convert as convert
-from ._rewrite import quantize_checkpoint as quantize_checkpoint
-from ._write import save as save
-from ._write import save_bitsandbytes as save_bitsandbytes
-
-for _module in _pkgutil.iter_modules(__path__):  # a layout registers itself when its file is imported
-    if _module.name.startswith("_layout_"):
-        _importlib.import_module(f"{__name__}.{_module.name}")
+_name_publicly(globals(), below="eformer.model")

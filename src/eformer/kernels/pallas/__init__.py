@@ -1,5 +1,8 @@
 """Matmuls with quantized matrices on TPU and GPU, in Pallas."""
 
-from ._choice import PLATFORMS as PLATFORMS
-from ._choice import Device as Device
-from ._choice import matmul as matmul
+from eformer._src.kernels.pallas import PLATFORMS as PLATFORMS
+from eformer._src.kernels.pallas import Device as Device
+from eformer._src.kernels.pallas import matmul as matmul
+from eformer._src.public import name_publicly as _name_publicly
+
+_name_publicly(globals())

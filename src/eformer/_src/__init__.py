@@ -1,0 +1,1 @@
+"""The implementation. Nothing here is public: `eformer` and its packages offer what is."""

@@ -1,0 +1,361 @@
+"""Adapters of LoRA alone, in a folder as the package PEFT writes and reads it.
+
+`adapter_model.safetensors` has `lora_A` (rank, in) and `lora_B` (out, rank) for each module, and `adapter_config.json`
+says by which factor `lora_B @ lora_A` is scaled. The leaf "layers.0.attn.weight" is the module "layers.0.attn". Of a
+stack "layers.attn.weight", (count, out, in), each matrix is a module: the place in the stack follows the part of the
+name that says "layers", "blocks" or "experts".
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eformer._src.atomic_files import Target
+from eformer._src.checkpoint.arrays import Written, items_of, record_of
+from eformer._src.checkpoint.file import CheckpointError, StrPath
+from eformer._src.checkpoint.header import Json
+from eformer._src.checkpoint.open import ATTEMPTS, Checkpoint, open_checkpoint
+from eformer._src.checkpoint.paths import state_of
+from eformer._src.checkpoint.prequantized.quantization_config import ADAPTER_CONFIG as CONFIG
+from eformer._src.checkpoint.prequantized.quantization_config import read_json
+from eformer._src.checkpoint.saving.save import write_safetensors
+from eformer._src.checkpoint.tree import flattened
+from eformer._src.model.defaults import contracted_axis
+from eformer._src.model.training.lora import named_weights
+from eformer._src.model.training.lora_array import LoraArray
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True)
+class _Names:
+    """How the two matrices of a module are called, and whether its weight has the inputs first."""
+
+    first: str
+    second: str
+    inputs_first: bool
+
+
+LINEAR = _Names("lora_A.weight", "lora_B.weight", inputs_first=False)
+EMBEDDING = _Names("lora_embedding_A", "lora_embedding_B", inputs_first=True)
+
+
+class _Update(NamedTuple):
+    a: jax.Array
+    b: jax.Array
+    factor: float
+
+
+def save_adapter(path: StrPath, tree: object, *, base_model: str | None = None, overwrite: bool = False) -> Path:
+    """Write `a` and `b` of all LoRA arrays of `tree` to the folder `path`, for PEFT and for `load_adapter`.
+
+    A leaf "layers.0.attn.weight" is the module "layers.0.attn". Of a stack "layers.attn.weight" each matrix is one, and
+    so are those of "experts". `base_model` is the name or path of the model that is adapted, for PEFT.
+    """
+    adapted = [(name, leaf) for name, leaf in named_weights(tree)[0] if isinstance(leaf, LoraArray)]
+    if not adapted:
+        raise ValueError("the tree has no LoRA array; `eformer.model.add_lora` adds them")
+    tensors: dict[str, Any] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for name, q in adapted:
+        names = EMBEDDING if is_embedding(name) else LINEAR
+        inputs_first = names.inputs_first or contracted_axis(name, q.shape[-2:]) != -1
+        scaling = np.asarray(q.scaling)
+        for module, index in modules_of(name, q.shape[:-2]):
+            a, b = q.a[index], q.b[index]
+            first, second = (a.T, b.T) if inputs_first else (b, a)
+            tensors |= {f"{PREFIX}{module}.{names.first}": first, f"{PREFIX}{module}.{names.second}": second}
+            ranks[module], alphas[module] = q.rank, float(scaling[index]) * q.rank
+    config = config_of(ranks, alphas, base_model)
+    texts = {CONFIG: json.dumps(config, indent=2).encode()}
+    target = Target(Path(path) / WEIGHTS, overwrite, texts=texts, config=CONFIG)
+    named, structure = flattened(tensors)
+    own = {CONFIG: {key: config[key] for key in DECISIVE}}
+    written = Written([record_of(item) for item in items_of(named)], own, {"format": "pt"})
+    return write_safetensors(target, written, structure, None, None).parent
+
+
+def load_adapter(path: StrPath, tree: Tree) -> Tree:
+    """`tree`, the model that was adapted, with the LoRA arrays of the folder `path`, written by us or by PEFT.
+
+    The module "layers.0.attn" is the leaf "layers.0.attn.weight", or ".kernel", dense or quantized; or the first matrix
+    of the stack "layers.attn.weight". Matrices of a stack that the adapter does not name get an update of zero, and
+    those of a smaller rank are filled up with zeros. An adapter that names a module which the tree does not have, or
+    has in another shape, raises a CheckpointError.
+    """
+    folder = Path(path)
+    named, structure = named_weights(tree)
+    leaves = dict(named)
+    shapes = {name: tuple(leaf.shape) for name, leaf in named if hasattr(leaf, "shape")}
+    updates: dict[str, dict[Index, _Update]] = {}
+    checkpoint, config = _opened(folder)
+    with checkpoint:
+        for module, names in _modules(checkpoint).items():
+            wrong = Wrong(str(folder / WEIGHTS), module)
+            found = find_leaf(module, shapes)
+            if found is None:
+                some = ", ".join(repr(name) for name in list(shapes)[:3])
+                raise wrong(f"the model has no such module: it is an adapter for another one; here are {some}, ...")
+            name, index = found
+            if isinstance(leaves[name], LoraArray):
+                raise wrong("the model has an update of low rank there already; `eformer.model.drop_lora` removes it")
+            if index in updates.setdefault(name, {}):
+                raise wrong(f"it is the second update of {name!r}")
+            update = _read(name, shapes[name][len(index) :], module, names, checkpoint, config, wrong)
+            updates[name][index] = update
+    for name, of_leaf in updates.items():
+        leaves[name] = _adapted(leaves[name], of_leaf)
+    return jax.tree.unflatten(structure, [leaves[name] for name, _ in named])
+
+
+def _opened(folder: Path) -> tuple[Checkpoint, Mapping[str, Json]]:
+    """The weights of an adapter, and the configuration that belongs to them, also if a save replaces both."""
+    for _ in range(ATTEMPTS):
+        found, checkpoint = state_of(folder), open_checkpoint(folder / WEIGHTS)
+        try:
+            config = read_config(folder, checkpoint)
+        except BaseException:
+            checkpoint.close()
+            raise
+        if state_of(folder) == found:
+            return checkpoint, config
+        checkpoint.close()
+    raise CheckpointError(f"it was replaced {ATTEMPTS} times while it was opened", file=str(folder))
+
+
+def _modules(checkpoint: Checkpoint) -> dict[str, _Names]:
+    """The modules that the tensors belong to, in order; an error if a module has two updates."""
+    found: dict[str, _Names] = {}
+    prefixes: dict[str, bool] = {}
+    for name in checkpoint:
+        names = next((each for each in (LINEAR, EMBEDDING) if name.endswith((each.first, each.second))), None)
+        if names is None:
+            what = "it is neither `lora_A` nor `lora_B` of a module"
+            raise CheckpointError(what, file=str(checkpoint.path), tensor=name)
+        end = names.first if name.endswith(names.first) else names.second
+        module = name.removesuffix(end).removesuffix(".").removeprefix(PREFIX)
+        has_prefix = name.startswith(PREFIX)
+        if (found.setdefault(module, names), prefixes.setdefault(module, has_prefix)) != (names, has_prefix):
+            what = f"the module {module[:100]!r} has another update, with the prefix {PREFIX!r} or of an embedding"
+            raise CheckpointError(what, file=str(checkpoint.path), tensor=name)
+    return found
+
+
+def _read(
+    name: str,
+    shape: tuple[int, ...],
+    module: str,
+    names: _Names,
+    checkpoint: Checkpoint,
+    config: Mapping[str, Json],
+    wrong: Wrong,
+) -> _Update:
+    """The update of a matrix `shape` of the leaf `name`."""
+    prefix = PREFIX if f"{PREFIX}{module}.{names.first}" in checkpoint else ""
+    parts = [f"{prefix}{module}.{end}" for end in (names.first, names.second)]
+    missing = next((part for part in parts if part not in checkpoint), None)
+    if missing is not None:
+        raise wrong(f"{missing!r} is missing")
+    first, second = (checkpoint.read(part) for part in parts)
+    inputs_first = names.inputs_first or contracted_axis(name, shape) != -1
+    a, b = (first.T, second.T) if inputs_first else (second, first)
+    rank = first.shape[0] if first.ndim == 2 else 0
+    if first.ndim != 2 or second.ndim != 2 or (a.shape, b.shape) != ((*shape[:1], rank), (rank, *shape[1:])):
+        raise wrong(f"{first.shape} and {second.shape} do not fit the weight {shape}: it is an adapter for another one")
+    if not all(jnp.issubdtype(part.dtype, jnp.floating) for part in (a, b)):
+        raise wrong(f"its matrices are {a.dtype} and {b.dtype}, and must be floating point")
+    return _Update(jnp.asarray(a), jnp.asarray(b), factor_of(config, rank, wrong))
+
+
+def _adapted(base: Any, updates: Mapping[Index, _Update]) -> LoraArray:
+    if () in updates:
+        a, b, factor = updates[()]
+        return LoraArray(base, a, b, jnp.float32(factor))
+    *stack, rows, cols = base.shape
+    rank = max(update.a.shape[1] for update in updates.values())
+    dtype = jnp.result_type(*(part for update in updates.values() for part in update[:2]))
+    a, b = np.zeros((*stack, rows, rank), dtype), np.zeros((*stack, rank, cols), dtype)
+    scaling = np.ones(stack, np.float32)
+    for index, update in updates.items():
+        own = update.a.shape[1]
+        a[index][:, :own], b[index][:own], scaling[index] = update.a, update.b, update.factor
+    return LoraArray(base, *map(jnp.asarray, (a, b, scaling)))
+
+
+# What says, with the matrices, which update is meant; the weights' file has it too.
+DECISIVE = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out")
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Makes the error about a module of a file."""
+
+    file: str
+    module: str
+
+    def __call__(self, what: str) -> CheckpointError:
+        return CheckpointError(what, file=self.file, tensor=self.module)
+
+
+def read_config(folder: Path, weights: Checkpoint) -> Mapping[str, Json]:
+    """The configuration of an adapter; a CheckpointError if there is none, or if it is no plain LoRA.
+
+    What the weights' file itself says goes before the file beside it, which a save may be replacing.
+    """
+    file = str(folder / CONFIG)
+    config, own = read_json(folder / CONFIG), weights._own.get(CONFIG, {})
+    if own and (config is None or isinstance(config, dict)):
+        config = {**(config or {}), **own}
+    if not isinstance(config, dict):
+        raise CheckpointError("there is no configuration of an adapter", file=file)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"its `peft_type` is {str(config.get('peft_type'))[:50]!r}, not 'LORA'", file=file)
+    for option in ("use_dora", "use_qalora", "lora_bias", "modules_to_save", "layer_replication"):
+        if config.get(option):
+            raise CheckpointError(f"`{option}` changes more than updates of low rank do, and is not read", file=file)
+    return config
+
+
+def adapter_facts(checkpoint: Checkpoint) -> dict[str, str]:
+    """What the configuration of an adapter says, in a few words; nothing for any other checkpoint."""
+    path = checkpoint.path
+    if path is None or not path.with_name(CONFIG).is_file():
+        return {}
+    config = read_config(path.parent, checkpoint)
+    others = config.get("rank_pattern")
+    more = f", and others for {len(others)} modules" if isinstance(others, dict) and others else ""
+    facts = {
+        "adapter": "LoRA" + (", rank-stabilized" if config.get("use_rslora") else ""),
+        "rank": f"{config.get('r')}{more}",
+        "alpha": f"{config.get('lora_alpha')}",
+        "base model": f"{config.get('base_model_name_or_path')}",
+    }
+    return {name: value for name, value in facts.items() if value != "None"}
+
+
+def config_of(ranks: Mapping[str, int], alphas: Mapping[str, float], base_model: str | None) -> dict[str, Json]:
+    """The configuration for modules of these ranks, whose updates are scaled by alpha / rank."""
+    rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": list(ranks),
+        "rank_pattern": {module: r for module, r in ranks.items() if r != rank},
+        "alpha_pattern": {module: a for module, a in alphas.items() if a != alpha},
+        "use_rslora": False,
+        "fan_in_fan_out": False,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+        "task_type": None,
+    }
+
+
+def factor_of(config: Mapping[str, Json], rank: int, wrong: Wrong) -> float:
+    """What the update of the module, of this rank, is multiplied by; an error if the configuration has another rank."""
+    expected = _number(_of_module(config, "rank_pattern", wrong), config.get("r"), "r", wrong)
+    if expected != rank:
+        raise wrong(f"its matrices have rank {rank}, and the configuration says {expected:g}")
+    if rank < 1:
+        raise wrong("its matrices have rank 0, and an update has at least 1")
+    alpha = _number(_of_module(config, "alpha_pattern", wrong), config.get("lora_alpha"), "lora_alpha", wrong)
+    factor = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    if abs(factor) > float(np.finfo(np.float32).max):
+        raise wrong(f"the configuration has lora_alpha = {alpha:g}, and float32 can't hold {factor:g}")
+    return factor
+
+
+def _of_module(config: Mapping[str, Json], key: str, wrong: Wrong) -> Json:
+    """The entry for this module: PEFT matches keys against the end of its name.
+
+    A key may be a regular expression there. It is a stranger's, and may take forever, so only plain names are read.
+    """
+    patterns = config.get(key)
+    entries = patterns.items() if isinstance(patterns, dict) else ()
+    for pattern, value in entries:
+        if not re.fullmatch(r"[\w.-]+", pattern):
+            raise wrong(f"`{key}` has {pattern[:50]!r}, a regular expression; only names of modules are read")
+        if f".{wrong.module}".endswith(f".{pattern}"):
+            return value
+    return None
+
+
+def _number(own: Json, general: Json, what: str, wrong: Wrong) -> float:
+    value = general if own is None else own
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
+        raise wrong(f"the configuration has {what} = {str(value)[:50]!r}, which is no number")
+    return float(value)
+
+
+ENDS = (".weight", ".kernel", ".embedding", "")  # of the leaf that holds the weight of a module
+STACKS = ("layers", "layer", "blocks", "block", "h", "experts")  # parts of names that stacks go by
+MAX_PLACES = 4  # numbers in a name that may be places in a stack
+# The leaf of an embedding in Flax, or the module of one in torch, which PEFT writes with other names and transposed.
+# `embed_out` and `patch_embed` are no embeddings.
+EMBEDDINGS = re.compile(r"\.embedding$|(^|\.)(embed(_tokens|_positions)?|wte|wpe|\w*embeddings?)\.weight$", re.ASCII)
+Index = tuple[int, ...]
+
+
+def is_embedding(name: str) -> bool:
+    """Whether the leaf `name` is an embedding, whose rows are looked up."""
+    return EMBEDDINGS.search(name) is not None
+
+
+def modules_of(name: str, stack: Sequence[int]) -> list[tuple[str, Index]]:
+    """The module of each matrix of the leaf `name`, and its place in the `stack`; a ValueError if that is not clear."""
+    module = next(name.removesuffix(end) for end in ENDS if name.endswith(end))
+    if not stack:
+        return [(module, ())]
+    parts = module.split(".")
+    pairs = itertools.zip_longest(parts, parts[1:], fillvalue="")
+    after = [i for i, (part, following) in enumerate(pairs) if part in STACKS and not following.isdecimal()]
+    if len(after) != len(stack):
+        known = ", ".join(map(repr, STACKS))
+        raise ValueError(
+            f"{name!r} is a stack of {' x '.join(map(str, stack))} matrices, and PEFT names each of them: its path "
+            f"must have one of {known} for each axis of the stack; `save` keeps any tree"
+        )
+
+    def named(index: Index) -> str:
+        places = dict(zip(after, index, strict=True))
+        return ".".join(f"{part}.{places[i]}" if i in places else part for i, part in enumerate(parts))
+
+    return [(named(index), index) for index in itertools.product(*map(range, stack))]
+
+
+def find_leaf(module: str, shapes: Mapping[str, Sequence[int]]) -> tuple[str, Index] | None:
+    """The leaf of this module, and the place in it if it is a stack; None if the model has none."""
+    for short, index in _without_places(module):
+        for end in ENDS:
+            shape = shapes.get(short + end)
+            if shape is not None and len(shape) == 2 + len(index):
+                inside = all(i < n for i, n in zip(index, shape, strict=False))
+                return (short + end, index) if inside else None
+    return next(((module + end, ()) for end in ENDS if module + end in shapes), None)
+
+
+def _without_places(module: str) -> Iterator[tuple[str, Index]]:
+    """The name without none, one or several of its numbers, and these numbers."""
+    parts = module.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal() and part.isascii() and len(part) < 10]
+    for count in range(min(len(numbers), MAX_PLACES) + 1):
+        for places in itertools.combinations(numbers[:MAX_PLACES], count):
+            short = ".".join(part for i, part in enumerate(parts) if i not in places)
+            yield short, tuple(int(parts[i]) for i in places)

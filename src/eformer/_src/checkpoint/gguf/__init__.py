@@ -1,0 +1,1 @@
+"""Files of GGUF, read and written."""

@@ -1,0 +1,1 @@
+"""What all layouts of other projects share: how they are found, described and refused."""

@@ -1,0 +1,1 @@
+"""Saving: trees, whole folders, and checkpoints that are written again in other formats."""

@@ -1,0 +1,296 @@
+"""`save`: trees as safetensors, one file or shards and their index, streamed and never half."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import jax
+import numpy as np
+
+from eformer._src.atomic_files import Target, room_for, to_disk
+from eformer._src.checkpoint.arrays import Dense, Item, Part, Record, Written, contiguous_bytes, items_of, record_of
+from eformer._src.checkpoint.file import CheckpointError, StrPath
+from eformer._src.checkpoint.header import BY_NUMPY_NAME, MAX_HEADER, METADATA, NAMES, Json, checked_shape
+from eformer._src.checkpoint.layouts.bitsandbytes import bitsandbytes_record
+from eformer._src.checkpoint.layouts.compressed_tensors_write import compressed_tensors_records
+from eformer._src.checkpoint.layouts.mlx import mlx_records
+from eformer._src.checkpoint.paths import SUFFIX, parse_index, target_file
+from eformer._src.checkpoint.prequantized.quantization_config import CONFIG, Own, config_with
+from eformer._src.checkpoint.serialization import KEY, VERSION
+from eformer._src.checkpoint.tree import as_stored, flattened
+from eformer._src.progress import Meter, Progress
+
+from .folder import CheckpointSaving, index_path, is_first, saved_together
+
+CHUNK = 1 << 24  # bytes between two calls of `progress`
+ALIGNMENT = 64  # of the first tensor: vector instructions, and JAX on CPU, want it
+Index = tuple[slice, ...]  # of a piece in its tensor
+
+# The layouts that safetensors files are written in, by the project that has them.
+KINDS: dict[str, Callable[[Iterable[Item]], Written]] = {
+    "safetensors": lambda items: Written([record_of(item) for item in items]),
+    "bitsandbytes": lambda items: Written([bitsandbytes_record(item) for item in items]),
+    "compressed-tensors": compressed_tensors_records,
+    "mlx": mlx_records,
+}
+
+
+def save(
+    path: StrPath,
+    tree: object,
+    *,
+    kind: str = "safetensors",
+    max_shard_bytes: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a tree of arrays, dense and quantized, as safetensors; the result is the file, or the index of its shards.
+
+    A path that ends in ".safetensors" is the file; any other is a folder, which gets a "model.safetensors". With
+    `max_shard_bytes`, a larger checkpoint is split into "model-1f0a93c2-00001-of-00003.safetensors" and so on, with
+    eight digits that no other save has, and an index beside them; an array stays whole. Any program that reads
+    safetensors reads the file; a quantized array is there as its leaves, `NAME.packed` and so on.
+
+    The file appears when it is complete and on the disk. A kill at any moment leaves the old one as it was, and the
+    next save removes the leftovers. Others may save to the same path at once: the checkpoint of one of them remains,
+    whole. `progress` is called with a name, the bytes done and the total bytes.
+
+    With a `kind`, quantized arrays have the tensors of another project, which opens the file: "bitsandbytes",
+    "compressed-tensors" or "mlx". The last two take a folder, whose config.json says how each module is quantized; what
+    else it said before remains. Codes and scales stay as they are, and an array that the project can't hold raises a
+    ValueError that says what would do.
+
+    Random keys are written as their data, and `load` makes keys of it where `like` has keys.
+
+    Sharded arrays are written shard by shard. If there are several processes (`jax.distributed.initialize`), all of
+    them call this, each writes the shards of its devices, and the folder is one that all of them see.
+
+    >>> import os, tempfile
+    >>> import jax.numpy as jnp
+    >>> from eformer.checkpoint import load, save
+    >>> from eformer.ops.quantization import quantize
+    >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> _ = save(path, {"w": quantize(jnp.ones((64, 128)), dtype="nf4"), "b": jnp.zeros(128)})
+    >>> load(path)["w"]
+    ArrayNF4(float32[64, 128], 4,608 bytes)
+    """
+    named, structure = flattened(tree)
+    check_kind(kind, KINDS)
+    if kind == "safetensors":
+        named = [(name, as_stored(leaf)) for name, leaf in named]
+    written = KINDS[kind](items_of(named, spread=kind == "safetensors"))
+    target = with_config(Target(path, overwrite, progress), written, target_file(path, SUFFIX))
+    return write_safetensors(target, written, structure, metadata, max_shard_bytes)
+
+
+def save_bitsandbytes(
+    path: StrPath,
+    tree: object,
+    *,
+    max_shard_bytes: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """`save` of the kind "bitsandbytes", which loads the file; codes and scales stay as they are.
+
+    NF4 needs blocks along the last axis of 32, 64, ... or 4096 that end where rows end, as torch's (out, in) weights
+    have them: `q.T` brings blocks along K of a (K, N) weight there. INT8 needs two axes, a scale per row, and a name
+    that ends in "weight"; the file does not hold its dtype, and it reads as float32. Formats without a codec raise a
+    ValueError: dequantize them first. Dense arrays are written as they are.
+    """
+    options = {"metadata": metadata, "overwrite": overwrite, "progress": progress}
+    return save(path, tree, kind="bitsandbytes", max_shard_bytes=max_shard_bytes, **options)
+
+
+def check_kind(kind: str, kinds: Iterable[str]) -> None:
+    if kind not in kinds:
+        raise ValueError(f"`kind={kind!r}` must be one of {', '.join(map(repr, kinds))}")
+
+
+def with_config(target: Target, written: Written, beside: Path | None) -> Target:
+    """The target with a config.json: the one beside `beside`, and what is written says of quantization."""
+    if not written.own:
+        return target
+    if Path(target.path).suffix == SUFFIX:
+        raise ValueError(f"{target.path} must be a folder: its config.json says how the arrays are quantized")
+    return replace(target, texts={CONFIG: config_with(beside, written.own[CONFIG])})
+
+
+def write_safetensors(
+    target: Target,
+    written: Written,
+    tree: Json,
+    metadata: Mapping[str, str] | None,
+    max_shard_bytes: int | None,
+) -> Path:
+    """The file that was written, or the index of its shards; a folder gets a "model.safetensors"."""
+    single, records = target_file(target.path, SUFFIX), written.records
+    _check_records(records)
+    shards = _shards(records, max_shard_bytes)
+    meter = Meter(target.progress, sum(record.nbytes for record in records))
+    given = {**written.metadata, **_checked_metadata(metadata)}
+    several = len(shards) > 1
+    layouts = [_laid_out(shard, given, None if several else tree, written.own) for shard in shards]
+
+    def index(names: Sequence[str]) -> bytes:
+        weight_map = {p.name: name for name, shard in zip(names, shards, strict=True) for r in shard for p in r.parts}
+        summary = {"total_size": meter.total, **given, KEY: {"version": VERSION, "tree": tree, **_own(written.own)}}
+        return json.dumps({"metadata": summary, "weight_map": weight_map}, indent=1).encode()
+
+    def start() -> CheckpointSaving:
+        saving = CheckpointSaving(target, single, [each.size for each in layouts])
+        try:
+            if several:
+                parse_index(index(saving.names), index_path(single))
+        except CheckpointError as error:  # it could not be read again
+            saving.abandon()
+            raise ValueError(f"{single} can't be split: {error.what}") from None
+        return saving
+
+    with saved_together(start, index if several else None) as temporaries:
+        for temporary, shard, layout in zip(temporaries, shards, layouts, strict=True):
+            with room_for(single, layout.size), to_disk(temporary) as file:
+                _write_file(file, shard, layout, meter)
+    return index_path(single) if several else single
+
+
+def _shards(records: Sequence[Record], most: int | None) -> list[list[Record]]:
+    """Records in their order, with a new shard where the next would exceed `most` bytes; a larger one is alone."""
+    if most is None:
+        return [list(records)]
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ValueError(f"`max_shard_bytes` must be a positive int or None, got {most!r}")
+    shards: list[list[Record]] = [[]]
+    size = 0
+    for record in records:
+        if shards[-1] and size + record.nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(record)
+        size += record.nbytes
+    return shards
+
+
+# --- what could not be read again ---
+
+
+def _check_records(records: Sequence[Record]) -> None:
+    seen: dict[str, str] = {}
+    for record in records:
+        for part in record.parts:
+            if any("\ud800" <= letter <= "\udfff" for letter in part.name):  # half of a surrogate pair
+                raise ValueError(f"{part.name!r} can't be written as UTF-8; give that leaf another name")
+            if part.name == METADATA:
+                raise ValueError(f"{METADATA!r} is reserved by safetensors; give that leaf another name")
+            if part.name in seen:
+                raise ValueError(f"{record.name!r} and {seen[part.name]!r} would both write a tensor {part.name!r}")
+            if checked_shape(list(part.shape)) is None:
+                raise ValueError(f"{part.name!r} has the shape {part.shape}, which no reader of ours takes")
+            seen[part.name] = record.name
+
+
+def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    given = dict(metadata or {})
+    for name, value in given.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"metadata maps text to text, got {name!r}: {value!r}; `json.dumps` makes text of a value")
+        if name in (KEY, "total_size"):
+            raise ValueError(f"the metadata name {name!r} is taken")
+    return given
+
+
+# --- the bytes of a file ---
+
+
+class _Layout(NamedTuple):
+    """Where the tensors of a file go."""
+
+    header: bytes
+    offsets: Mapping[str, int]  # from the end of the header
+    size: int
+
+
+def _own(own: Own) -> dict[str, Json]:
+    """What the metadata of the weights has of the files beside them: a reader of ours needs only one file."""
+    return {"config": {**own}} if own else {}
+
+
+def _laid_out(records: Sequence[Record], metadata: dict[str, str], tree: Json, own: Own) -> _Layout:
+    arrays = {record.name: record.described for record in records if record.described}
+    ours = json.dumps({"version": VERSION, "arrays": arrays, "tree": tree, **_own(own)}, separators=(",", ":"))
+    # Widest elements first: then each tensor lies at a multiple of its element's size, and there are no gaps.
+    parts = sorted((part for record in records for part in record.parts), key=lambda part: -part.dtype.itemsize)
+    offsets: dict[str, int] = {}
+    entries: dict[str, Json] = {METADATA: {**metadata, KEY: ours}}
+    end = 0
+    for part in parts:
+        if part.dtype not in NAMES:
+            known = ", ".join(BY_NUMPY_NAME)
+            raise TypeError(f"{part.name!r} is {part.dtype}, which safetensors can't hold; it has {known}")
+        start, end = end, end + part.nbytes
+        offsets[part.name] = start
+        entries[part.name] = {"dtype": NAMES[part.dtype], "shape": [*part.shape], "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    if len(text) > MAX_HEADER:
+        raise ValueError(f"a header of {len(text)} bytes; the format allows {MAX_HEADER}: `max_shard_bytes` splits it")
+    header = len(text).to_bytes(8, "little") + text
+    return _Layout(header, offsets, len(header) + end)
+
+
+def _write_file(file: BinaryIO, records: Sequence[Record], layout: _Layout, meter: Meter) -> None:
+    if is_first():
+        file.write(layout.header)
+    for record in records:
+        for part, value in zip(record.parts, record.values(), strict=True):
+            done, offset = meter.done, len(layout.header) + layout.offsets[part.name]
+            for index, piece in _pieces(value):
+                _write_piece(file, offset, part, index, piece, record.name, meter)
+            others = done + part.nbytes - meter.done  # bytes that other processes write
+            if others:
+                meter.add(record.name, others)
+            del value
+        record.done()
+
+
+def _pieces(value: Dense) -> Iterable[tuple[Index, Dense]]:
+    """The pieces of an array that this process writes, one shard at a time, and where they belong."""
+    if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
+        return ((shard.index, shard.data) for shard in value.addressable_shards if shard.replica_id == 0)
+    return [((), value)] if is_first() else []
+
+
+def _write_piece(file: BinaryIO, offset: int, part: Part, index: Index, piece: Dense, name: str, meter: Meter) -> None:
+    """Write a piece of a tensor, run by run of consecutive bytes, in the order of the file.
+
+    The file is not mapped: if the disk is full after all, writing raises, where a mapping would end the process.
+    """
+    slices = [slice(*each.indices(n)) for each, n in zip(index, part.shape, strict=False)]
+    shape = tuple(each.stop - each.start for each in slices) or part.shape
+    data = contiguous_bytes(piece, Part(part.name, part.dtype, shape))
+    for start, length, at in _runs(part, slices, shape):
+        for begin in range(0, length, CHUNK):
+            count = min(CHUNK, length - begin)
+            file.seek(offset + at + begin)
+            file.write(data[start + begin : start + begin + count])
+            meter.add(name, count)
+
+
+def _runs(part: Part, slices: Sequence[slice], shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """For each run of bytes of a piece: its start in the piece, its length, and its start in the tensor."""
+    outer = len(shape)  # the axes after this one are whole: together with it, they are one run
+    while outer and shape[outer:] == part.shape[outer:]:
+        outer -= 1
+    length = math.prod(shape[outer:]) * part.dtype.itemsize
+    strides = [math.prod(part.shape[i + 1 :]) * part.dtype.itemsize for i in range(len(shape))]
+    base = sum(each.start * stride for each, stride in zip(slices, strides, strict=False))
+    for number, position in enumerate(np.ndindex(*shape[:outer])):
+        yield number * length, length, base + sum(map(operator.mul, position, strides))

@@ -1,0 +1,1 @@
+"""Two models compared, as text, as a page and as JSON."""

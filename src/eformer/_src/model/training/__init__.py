@@ -1,0 +1,1 @@
+"""Training with quantized weights: which leaves are trained, fake quantization, LoRA."""

@@ -1,0 +1,1 @@
+"""What a function does with its weights, and the rules that follow from it."""

@@ -1,0 +1,53 @@
+"""Quantized arrays as files hold them: made from their fields, checked, and read from earlier codes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TypeVar
+
+from .base import QuantizedArray
+from .validation import check_fields
+
+Made = TypeVar("Made", bound=QuantizedArray)
+
+
+def array_from_fields(cls: type[Made], values: Mapping[str, object]) -> Made:
+    """Build an array from its fields, as a file has them; a field that is not named has its default.
+
+    Fields that the constructor refuses raise here too.
+    """
+    made = object.__new__(cls)
+    for field in dataclasses.fields(cls):
+        value = values.get(field.name, field.default)
+        if value is dataclasses.MISSING or (field.name == "dtype" and value is None):
+            raise TypeError(f"{cls.__name__} needs `{field.name}`")
+        vars(made)[field.name] = value
+    made._settle(None)
+    return made
+
+
+def check_array(q: QuantizedArray) -> None:
+    """Raise a TypeError or ValueError unless the leaves make one array: trees can be restructured."""
+    check_fields(q, q._rules)
+    q._check_shapes()
+
+
+def declares_leaves(cls: type[QuantizedArray]) -> bool:
+    """Whether the class says what each of its leaves may hold, so that `check_array` needs no trial."""
+    return set(cls._data_fields) <= cls._rules.keys()
+
+
+def check_codes(q: QuantizedArray) -> None:
+    """Raise a ValueError if leaves, which are NumPy arrays, hold codes that the format does not have."""
+    q._check_codes()
+
+
+def code_version(cls: type[QuantizedArray]) -> int:
+    """The version of what the codes of a class stand for; 1 unless they have changed."""
+    return cls._code_version
+
+
+def recode(q: Made, version: int) -> Made:
+    """The array whose codes are of this version, in codes of today's."""
+    return q._recoded(version)
