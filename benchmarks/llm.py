@@ -203,8 +203,7 @@ def cache_cost(model: Path, text: Path) -> str:
     import jax.numpy as jnp
     import numpy as np
     from eformer.examples.llm import (  # pyright: ignore[reportMissingImports]
-        empty_cache,
-        empty_int8_cache,
+        CACHES,
         hidden,
         load_model,
         logits,
@@ -228,7 +227,7 @@ def cache_cost(model: Path, text: Path) -> str:
         return cache, scores, -jnp.sum(picked)
 
     lines, right = [], None
-    for name, make in (("float32", empty_cache), ("int8", empty_int8_cache)):
+    for name, make in CACHES.items():
         cache, loss, scores = make(config, 1, CACHED), 0.0, jnp.zeros(0)
         for start in range(0, CACHED, PREFILL):
             part = jnp.asarray(tokens[start : start + PREFILL + 1], jnp.int32)
@@ -526,7 +525,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="for models and files that llama.cpp makes (default: a temporary one)"
     )
-    parser.add_argument("--cache", action="store_true", help="measure only what an int8 cache costs; --text is long")
+    parser.add_argument("--cache", action="store_true", help="measure only what quantized caches cost; --text is long")
     parser.add_argument("--cold", action="store_true", help="measure only the time to the first token, and memory")
     parser.add_argument("--memory", action="store_true", help="show only where the memory of a process goes")
     parser.add_argument("--no-quality", dest="quality", action="store_false", help="leave out int8 activations' cost")

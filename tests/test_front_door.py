@@ -49,7 +49,7 @@ def test_completion_shows_public_names_only():
     assert {name for name in dir(eformer) if not name.startswith("__")} == {*DECLARED, *eformer._PACKAGES}
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "cli", "jaximus", "kernels", "model", "ops"])
+@pytest.mark.parametrize("name", ["cache", "checkpoint", "cli", "jaximus", "kernels", "model", "ops"])
 def test_packages_need_no_import_of_their_own(name):
     assert getattr(eformer, name) is importlib.import_module(f"eformer.{name}")
 

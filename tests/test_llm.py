@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eformer.examples.llm import (
+    CACHES,
     Config,
     Request,
     Sampling,
     Tokenizer,
     chat,
     empty_cache,
-    empty_int8_cache,
     forward,
     generate,
     hidden,
@@ -30,7 +30,6 @@ from eformer.examples.llm import (
 )
 from eformer.examples.llm.__main__ import Stream, main
 from eformer.examples.llm.generation import BUCKET
-from eformer.examples.llm.int8_cache import Int8Cache
 from eformer.examples.llm.model import PART, Cache
 from eformer.examples.llm.quantize import quantizing
 from eformer.examples.llm.sampling import choose
@@ -38,6 +37,7 @@ from small_llm import TOKENIZER, TOKENS, hugging_face_tokenizer, write_folder, w
 
 from eformer import cli, explain, fuse, implicit, materialize, stored_bytes
 from eformer._src.kernels import cpu
+from eformer.cache import QuantizedCache
 from eformer.checkpoint import open_checkpoint, save_gguf
 from eformer.ops.quantization import QuantizedArray
 
@@ -95,7 +95,7 @@ def test_token_by_token_is_all_at_once(family: str, tmp_path: Path):
     np.testing.assert_allclose(np.concatenate(parts, 1), expected, rtol=0, atol=1e-4 * np.ptp(expected))
 
 
-@pytest.mark.parametrize("make", [empty_cache, empty_int8_cache])
+@pytest.mark.parametrize("make", [CACHES["float32"], CACHES["int8"]])
 @pytest.mark.parametrize("length", [2 * PART, 2 * PART + 37])
 def test_a_long_prompt_is_its_parts(length: int, make: Any, tmp_path: Path):
     """A long prompt attends in parts that leave out later entries: as if each part came in a call of its own."""
@@ -178,20 +178,21 @@ def test_a_seed_is_that_of_jax(seed: int):
     assert np.array_equal(*keys)
 
 
-def test_an_int8_cache_is_small_and_near(tmp_path: Path):
-    """Only what a token writes is rounded, by half a step of its own scale; and nothing is made dense on the way."""
+@pytest.mark.parametrize(("format", "smaller", "most"), [("int8", 3, 0.02), ("fp8", 3, 0.1), ("int4", 5, 0.4)])
+def test_a_quantized_cache_is_small_and_near(format: str, smaller: float, most: float, tmp_path: Path):
+    """Only what a token writes is rounded, as the cache says; and nothing is made dense on the way."""
     params, config, _ = load_model(write_gguf(tmp_path / "m.gguf", "llama"))
     run = functools.partial(hidden, config=config)
-    caches = [make(config, 2, 8) for make in (empty_cache, empty_int8_cache)]
-    assert stored_bytes(caches[1]) < stored_bytes(caches[0]) / 3
+    caches = [CACHES[name](config, 2, 8) for name in ("float32", format)]
+    assert stored_bytes(caches[1]) < stored_bytes(caches[0]) / smaller
     tokens = jnp.asarray([PROMPT, PROMPT[::-1]], jnp.int32)
     (expected, exact), (found, rounded) = (jax.jit(implicit(run))(params, tokens, jnp.int32(1), c) for c in caches)
     for old, new in zip(exact[0], rounded[0], strict=True):  # of the first layer, whose input is the same
-        assert isinstance(new, Int8Cache)
-        assert jnp.all(jnp.abs(materialize(new) - old) <= 0.51 * new.scale)
-    assert 0 < np.linalg.norm(found - expected) / np.linalg.norm(expected) < 0.02
+        assert isinstance(new, QuantizedCache)
+        assert jnp.all(jnp.abs(materialize(new) - old) <= 1.02 * new.error_bound(old))
+    assert 0 < np.linalg.norm(found - expected) / np.linalg.norm(expected) < most
     assert explain(run)(params, tokens, jnp.int32(1), caches[1]).dense_bytes == 0
-    portions = generate(params, config, [PROMPT], 4, new_cache=empty_int8_cache)
+    portions = generate(params, config, [PROMPT], 4, new_cache=CACHES[format])
     assert len(joined_portions(portions)[0]) == 4
 
 

@@ -20,12 +20,12 @@ def _no_collection() -> _Iterator[None]:
 
 
 with _no_collection():
+    from .caches import CACHES as CACHES
     from .files import load_model as load_model
     from .files import open_model as open_model
     from .files import read_config as read_config
     from .generation import Request as Request
     from .generation import generate as generate
-    from .int8_cache import empty_int8_cache as empty_int8_cache
     from .model import Config as Config
     from .model import empty_cache as empty_cache
     from .model import forward as forward

@@ -16,14 +16,12 @@ import jax
 from eformer.model import stored_bytes
 
 from . import _no_collection
+from .caches import CACHES
 from .files import open_model
 from .generation import Request, Sampling, prefill
-from .int8_cache import empty_int8_cache
-from .model import empty_cache
 from .quantize import AS_IN_FILE, quantizing
 from .tokenizer import Tokenizer
 
-CACHES = {"float32": empty_cache, "int8": empty_int8_cache}
 SWITCH = 1e-4  # seconds that threads which read weights wait for Python's lock while JAX traces; they need it often
 LEAST_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 HELP = """\

@@ -179,7 +179,7 @@ def padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 class Request:
     """Texts to go on with: up to `count` tokens after each of the prompts, which end at one of the tokens `ends`.
 
-    `new_cache` makes a cache of the model, for a batch and a length: of floating point numbers, or `empty_int8_cache`.
+    `new_cache` makes a cache of the model, for a batch and a length: of floating point numbers, or one of `CACHES`.
     """
 
     config: Config

@@ -23,6 +23,7 @@ look inside     explain, materialization_error, use_kernels
 files           load, save, open_checkpoint, quantize_checkpoint
 train it        partition, combine, straight_through, ste
 look at data    calibrate, Statistics, tune
+keys, values    eformer.cache: empty, quantize; caches of language models in 8 or 4 bits
 formats         Array8B (int8), ArrayGrouped (int2, int3, int4, int5, int6, int8_grouped, mxfp4, nvfp4), ArrayNF4 (nf4),
                 ArrayFloat8 (fp8, fp8_e5m2), Array1B (ternary, binary), RSROperatorBinary, RSROperatorTernary
 add your own    ImplicitArray, aux_field, register; QuantizedArray, register_format, formats
@@ -93,7 +94,7 @@ _HOMES = {
     "checkpoint": "Checkpoint CheckpointError load open_checkpoint quantize_checkpoint save",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_PACKAGES = frozenset({"checkpoint", "cli", "jaximus", "kernels", "model", "ops"})
+_PACKAGES = frozenset({"cache", "checkpoint", "cli", "jaximus", "kernels", "model", "ops"})
 
 
 if not TYPE_CHECKING:  # so that type checkers report a name that is not there

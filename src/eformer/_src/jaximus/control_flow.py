@@ -14,7 +14,7 @@ from jax.core import ShapedArray
 from jax.extend import core as jexc
 from jax.extend.core import Primitive
 
-from .array import Deferred, is_implicit, materialize
+from .array import Deferred, ImplicitArray, is_implicit, materialize
 from .instrumentation import because, mode, repeated
 from .rules import Operand, on_register, register
 from .trace import UNSPECIFIED, apply, closed, constants_as_arguments, scan_counts, weakref_lru_cache
@@ -117,6 +117,12 @@ def _like(carry: Sequence[Value], outs: Sequence[Value]) -> list[Value]:
         return [o if is_implicit(c) else materialize(o) for c, o in zip(carry, outs, strict=True)]
 
 
+def _stacks(array: ImplicitArray, length: int) -> bool:
+    """Whether stacking every leaf of `length` arrays like this one stacks the arrays."""
+    stack = jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct((length, *leaf.shape), leaf.dtype), array)
+    return stack.is_stacked()
+
+
 @register("scan")
 def scan_rule(primitive: Primitive, *operands: Operand, jaxpr: Jaxpr, length: int, **params: Any) -> list[Value]:
     del primitive
@@ -135,8 +141,9 @@ def scan_rule(primitive: Primitive, *operands: Operand, jaxpr: Jaxpr, length: in
 
     def body(carry: list[Value], xs: list[Value]) -> tuple[list[Value], list[Value]]:
         outs = step(carry, xs)
-        with because("the outputs of the steps are stacked, and only dense ones can be"):
-            return _like(carry, outs[:num_carry]), materialize(outs[num_carry:])
+        with because("the outputs of the steps are stacked, and stacking its leaves does not stack the array"):
+            ys = [y if not is_implicit(y) or _stacks(y, length) else materialize(y) for y in outs[num_carry:]]
+        return _like(carry, outs[:num_carry]), ys
 
     with repeated(length):
         carry, ys = lax.scan(body, carry, xs, length=length, **params)
