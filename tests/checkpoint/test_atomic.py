@@ -152,6 +152,24 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path):
     assert not any((tmp_path / name).exists() for name in names)
 
 
+def test_what_a_save_made_just_before_it_was_killed_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It made more files after its journal was seen, and before the journal was free."""
+    journal, *others = left_by_a_killed_save(tmp_path)
+    for name in others:
+        (tmp_path / name).unlink()
+    hold = locks.OpenFile.hold
+
+    def killed_now(file: locks.OpenFile) -> bool | None:
+        if file.path.name == journal:
+            for name in others:
+                (tmp_path / name).touch()
+        return hold(file)
+
+    monkeypatch.setattr(locks.OpenFile, "hold", killed_now)
+    swept(tmp_path / "model.safetensors")
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_what_a_living_save_has_stays(tmp_path: Path):
     names = left_by_a_killed_save(tmp_path)
     journal = locks.OpenFile(tmp_path / names[0])

@@ -23,6 +23,7 @@ from eformer._src.checkpoint.gguf.encode import ENCODERS
 from eformer._src.checkpoint.gguf.types import GRIDS, GROUPED, IDS, TYPES
 from eformer._src.kernels import cpu
 from eformer.checkpoint import CheckpointError, DecodedWarning, convert, load, open_checkpoint, save_gguf
+from eformer.model import NonfiniteWarning
 from eformer.ops.quantization import Array1B, ArrayGrouped, QuantizedArray, quantize
 
 from .files import gguf_bytes, safetensors_file, text
@@ -280,7 +281,8 @@ def test_q4_k_is_nearer_than_q4_1_in_fewer_bits(tmp_path: Path):
 def test_a_block_with_a_nan_is_not_finite(kind: str, bad: float, tmp_path: Path):
     x = np.ones((1, 512), np.float32)
     x[0, 3] = bad
-    found = dense(load(save_gguf(tmp_path / "a.gguf", {"x": x}, type=kind))["x"])
+    with pytest.warns(NonfiniteWarning, match="'x' holds .*1 .*becomes NaN"):
+        found = dense(load(save_gguf(tmp_path / "a.gguf", {"x": x}, type=kind))["x"])
     assert not np.isfinite(found[0, 3])
     assert_within(found[0, 256:], np.ones(256), 2.0**-11)  # the scale is rounded to float16
 
@@ -290,6 +292,15 @@ def test_values_beyond_float16_are_refused(kind: str, tmp_path: Path):
     with pytest.raises(ValueError, match=r"'x' has values up to 1e\+09, which .* can't hold"):
         save_gguf(tmp_path / "a.gguf", {"x": np.full((1, 256), 1e9, np.float32)}, type=kind)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["F16", *ENCODERS])
+def test_values_below_float16_are_refused(kind: str, tmp_path: Path):
+    """Scales would be 0, and with them all values."""
+    with pytest.raises(ValueError, match=r"'x' has values up to 1e-09, which .* can't hold"):
+        save_gguf(tmp_path / "a.gguf", {"x": np.full((1, 256), 1e-9, np.float32)}, type=kind)
+    x = np.ones((2, 256), np.float32) * [[1], [1e-9]]
+    assert load(save_gguf(tmp_path / "a.gguf", {"x": x.astype(np.float32)}, type=kind)).keys() == {"x"}
 
 
 def types(path: Path) -> dict[str, str]:

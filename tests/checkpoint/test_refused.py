@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,18 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "HTML after a space": ("model.gguf", b"\n <html><body>Sign in</body></html>", "HTML"),
     "JSON": ("model.safetensors", b'{"error": "not found"}', "JSON"),
     "gzip": ("a.tar.gz", b"\x1f\x8b\x08" + bytes(50), "unpack"),
+    "zip": ("model.zip", ZIP, "archive.*unpack"),
+    "tar": ("model.nemo", bytes(257) + b"ustar\x0000" + bytes(200), "tar archive.*tar -xf"),
+    "xz": ("model.safetensors.xz", b"\xfd7zXZ\x00" + bytes(50), "unxz"),
+    "pickle of protocol 0": ("model.pkl", b"(dp0\nS'a'\np1\n", "pickle"),
+    "what a server answered": ("model.safetensors", b"Access denied. Please log in.", "text, 'Access denied"),
+    "a pointer of Xet": ("model.safetensors", b"# xet version 0\nfilesize = 12\n", "text, '# xet version 0"),
+    "nothing known": (
+        "model.safetensors",
+        b"\x7fELF\x02\x01" + bytes(50),
+        r"no safetensors file.*begins with b'\\x7fELF",
+    ),
+    "big-endian GGUF": ("model.gguf", b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     "old GGML": ("ggml.bin", b"tjgg" + bytes(50), "GGUF"),
 }
 
@@ -297,6 +310,15 @@ def test_other_files_are_named(name: str, tmp_path: Path):
     (tmp_path / file).write_bytes(data)
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path / file)
+
+
+def test_a_tensor_that_the_index_does_not_name(tmp_path: Path):
+    (in_shards(tmp_path) / "a.safetensors").write_bytes(safetensors_file({"m.codes": SCALE, "n.weight": SCALE}))
+    with pytest.raises(
+        CheckpointError, match=r"'n\.weight': it is in 'a\.safetensors', and the index does not name it"
+    ):
+        load(tmp_path)
+    assert load(tmp_path, raw=True, flat=True).keys() == {"m.codes", "m.codebooks", "n.weight"}
 
 
 def test_a_shard_that_was_not_fetched(tmp_path: Path):

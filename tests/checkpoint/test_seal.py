@@ -174,6 +174,20 @@ def test_the_configuration_of_another_checkpoint_stays(kind: str, tmp_path: Path
     assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == before
 
 
+@pytest.mark.parametrize("given", ["a method", "tensors"])
+def test_so_does_that_of_one_that_is_refused(given: str, tmp_path: Path):
+    """Its configuration is all that says how others read it."""
+    tensors = {"m.weight": np.ones((4, 8), np.float32), "n.codes": np.ones((4, 8), np.int16)}
+    tensors |= {"n.codebooks": np.ones(4, np.float32)} if given == "tensors" else {}
+    (tmp_path / "first.safetensors").write_bytes(safetensors_file(tensors))
+    method = "gptq" if given == "tensors" else "aqlm"
+    text = json.dumps({"quantization_config": {"quant_method": method, "bits": 4}})
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"first\.safetensors is read by the config\.json beside it"):
+        save(tmp_path, quantized(0), kind="mlx", overwrite=True)
+    assert (tmp_path / "config.json").read_text() == text
+
+
 def test_two_checkpoints_may_share_a_configuration(tmp_path: Path):
     save(tmp_path, quantized(0), kind="mlx")
     (tmp_path / "model.safetensors").rename(tmp_path / "first.safetensors")

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from eformer._src.kernels import cpu
-from eformer.jaximus import implicit, is_implicit
+from eformer.jaximus import explain, implicit, is_implicit
 from eformer.ops.quantization import RSROperatorTernary
 
 from .cases import Case, assert_product, normal
@@ -293,3 +293,19 @@ def test_gathering_shards_of_a_weight_moves_codes(case, gathered, check):
     assert_product(out, x, q)
     moved = [dtype for kind, dtype in collectives(program) if kind == "all-gather"]
     assert any(dtype in (*CODES, "f8e4m3fn") for dtype in moved), moved
+
+
+@pytest.mark.parametrize("case", [Case.of("int8", axis=1), Case.of("fp8", axis=1)], ids=str)
+def test_gathered_shards_that_are_merged_stay_codes(case):
+    """`tiled=False` puts the devices on an axis of its own; each part of a row then has a scale of its own."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    q, x = case(normal((64, 128))), normal((8, 64), seed=1)
+
+    def body(q, x):
+        return x @ jax.lax.all_gather(q, "x", axis=1).reshape(64, 128)
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P("x"), check_vma=False)
+    out, program = compiled(f, q, x)
+    assert_product(out, x, q)
+    assert not any(dtype == "f16" for kind, dtype in collectives(program) if kind == "all-gather")
+    assert explain(f)(q, x).dense_bytes == 0

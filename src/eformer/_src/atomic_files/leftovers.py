@@ -147,12 +147,12 @@ def sweep(heads: Sequence[Path], named: Callable[[], set[Path]]) -> None:
     Call it under the lock of the path.
     """
     path = heads[0]
-    names = os.listdir(path.parent)
     journals = re.compile(re.escape(f".{short(path.name)}.") + r"([0-9a-f]{16})\.saving")
-    for token in [found[1] for found in map(journals.fullmatch, names) if found]:
+    for token in [found[1] for found in map(journals.fullmatch, os.listdir(path.parent)) if found]:
         with contextlib.suppress(OSError), contextlib.closing(OpenFile(journal_path(path, token))) as file:
             if not stat.S_ISREG(os.fstat(file.handle).st_mode) or not file.hold():
                 continue
+            names = os.listdir(path.parent)  # only now: before it was killed, the save may have made more files
             temporary = temporary_name(path, token)
             shard = re.compile(re.escape(f"{path.stem}-{token[:8]}-") + r"\d{5,}-of-\d{5,}" + re.escape(path.suffix))
             left = {path.with_name(name) for name in names if temporary.fullmatch(name) or shard.fullmatch(name)}

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
-from eformer._src.checkpoint.prequantized.foreign import what_it_is
+from eformer._src.checkpoint.prequantized.foreign import BEGINNING, what_it_is
 
 from .file import CheckpointError, MappedFile
 
@@ -68,14 +68,15 @@ class Tensor(NamedTuple):
 
 def read_header(file: MappedFile) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file by name, in the order of the header, and its metadata."""
-    kind = what_it_is(file.data[:64].tobytes(), file.path)
+    kind = what_it_is(file.data[:BEGINNING].tobytes(), file.path)
     if kind is not None and file.data[8:9].tobytes() != b"{":  # which begins the header of every safetensors file
         raise file.wrong(kind)
     if len(file) < 8:
         raise file.wrong(f"{len(file)} bytes are too few for a safetensors file")
     length = int.from_bytes(file.data[:8].tobytes(), "little")
     if not 2 <= length <= min(MAX_HEADER, len(file) - 8):
-        raise file.wrong(f"a header of {length} bytes in a file of {len(file)}: no safetensors file, or it is cut off")
+        what = f"a header of {length} bytes in a file of {len(file)}: no safetensors file, or it is cut off"
+        raise file.wrong(f"{what}; it begins with {file.data[:12].tobytes()!r}")
     header = parse_json(file.data[8 : 8 + length].tobytes(), file.name, "the header")
     if not isinstance(header, dict):
         raise file.wrong("the header is no JSON object")
@@ -181,11 +182,13 @@ def _check_cover(tensors: dict[str, Tensor], file: MappedFile, base: int) -> Non
 
 
 def narrowed(name: str, array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
-    """`array` in a dtype of less range; a ValueError if a finite value would become infinite."""
+    """`array` in a dtype of less range; a ValueError if a finite value would become infinite, or all become 0."""
     dtype = np.dtype(dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         made = array.astype(dtype, copy=False)
     lost = np.isinf(made) & np.isfinite(array)
+    if not np.any(lost) and not np.any(made):
+        lost = array != 0
     if np.any(lost):
         peak = float(np.max(np.abs(array), initial=0, where=lost))
         raise ValueError(f"{name!r} has values up to {peak:g}, which {dtype.name} can't hold")

@@ -176,7 +176,11 @@ def _of_index(path: Path, copy: bool, raw: bool) -> Checkpoint:
         if missing is not None:
             what = f"the index says it is in {shard!r}, and it is not"
             raise CheckpointError(what, file=str(path), tensor=missing)
-        tensors |= {name: found[name] for name in names}
+        more = next((name for name in found if name not in weight_map), None)
+        if more is not None and not raw:
+            what = f"it is in {shard!r}, and the index does not name it: that is of another model, or cut"
+            raise CheckpointError(what, file=str(path), tensor=more)
+        tensors |= {name: each for name, each in found.items() if weight_map.get(name, shard) == shard}
         said |= header
         described, _, _ = _ours(header.get(KEY), files[-1])
         twice = min(arrays.keys() & described.keys(), default=None)
@@ -184,7 +188,7 @@ def _of_index(path: Path, copy: bool, raw: bool) -> Checkpoint:
             raise CheckpointError("two shards describe an array of that name", file=str(path), tensor=twice)
         arrays |= described
     if raw:
-        return _raw(path, {name: tensors[name] for name in weight_map}, metadata, files)
+        return _raw(path, tensors, metadata, files)
     given = metadata.pop(KEY, None)
     tree, config = (given.get("tree"), given.get("config")) if isinstance(given, dict) else (None, None)
     own = own_config(config, path)

@@ -203,7 +203,12 @@ class NonfiniteWarning(UserWarning):
 
 
 def _warn_nonfinite(path: str, array: Any) -> None:
-    nan, infinite = find_nonfinite({path: array}).get(path, (0, 0)) if not isinstance(array, Tracer) else (0, 0)
+    found = {} if isinstance(array, Tracer) else find_nonfinite({path: array})
+    warn_nonfinite(path, *found.get(path, (0, 0)))
+
+
+def warn_nonfinite(path: str, nan: int, infinite: int) -> None:
+    """Say that an array with so many elements that are not finite was quantized, if there are any."""
     if nan or infinite:
         what = f"{path!r} holds {nan:,} NaN and {infinite:,} infinite elements"
         warn(f"{what}: quantized, the whole slice or block of each becomes NaN", NonfiniteWarning)

@@ -144,7 +144,8 @@ def read_gguf(file: MappedFile) -> tuple[dict[str, Entry], Metadata]:
     reader.take(len(MAGIC))
     version = reader.scalar(_U32)
     if version not in (2, 3):
-        raise reader.wrong(f"GGUF version {version}; versions 2 and 3 can be read, little-endian")
+        order = ": it was written for a big-endian machine" if version in (2 << 24, 3 << 24) else ""
+        raise reader.wrong(f"GGUF version {version}{order}; versions 2 and 3 can be read, little-endian")
     tensors = reader.count(24, "tensors", STEPS_OF_TENSOR)
     metadata = read_pairs(reader, reader.pairs())
     alignment = metadata.get("general.alignment", 32)

@@ -22,6 +22,7 @@ from eformer._src.checkpoint.saving.folder import CheckpointSaving
 from eformer._src.checkpoint.saving.save import CHUNK
 from eformer._src.checkpoint.tree import flattened
 from eformer._src.jaximus.array import materialize
+from eformer._src.model.rules import warn_nonfinite
 from eformer._src.progress import Meter, Progress
 from eformer._src.quantization.base import QuantizedArray
 
@@ -33,6 +34,7 @@ from .types import IDS, PLAIN, TYPES
 ALIGNMENT = 32
 MAX_NAME = 63  # bytes; ggml keeps 64 with the closing zero
 AT_ONCE = 1 << 18  # elements encoded at a time
+SMALLEST_SCALE = 2.0**-22  # below, a float16 is off by up to an eighth
 TypeFor = str | Callable[[str, tuple[int, ...]], str | None] | None
 _PLAIN_NAMES = {dtype: name for name, dtype in PLAIN.items()}
 
@@ -164,16 +166,25 @@ def _data(plan: _Planned) -> memoryview:
         return contiguous_bytes(_cast(item.name, array, kind), Part(item.name, PLAIN[kind], array.shape))
     blocks, (encode, steps) = array.reshape(-1, form.elements), ENCODERS[kind]
     out, count = np.empty((len(blocks), form.bytes), np.uint8), AT_ONCE // form.elements
+    nan, infinite, largest = 0, 0, 0.0
     with np.errstate(invalid="ignore", over="ignore"):
         for start in range(0, len(blocks), count):
             piece = narrowed(item.name, blocks[start : start + count], np.float32)
             peak = np.max(np.abs(piece), initial=0, where=np.isfinite(piece)).astype(np.float64)
             if peak / steps >= 65520:  # the scale, a float16, would be infinite
-                raise ValueError(f"{item.name!r} has values up to {peak:g}, which {kind} can't hold; F32 can")
+                raise _unheld(plan, peak)
             out[start : start + count] = encode(piece)
+            largest, nan, infinite = max(largest, peak), nan + np.isnan(piece).sum(), infinite + np.isinf(piece).sum()
+    if 0 < largest / steps < SMALLEST_SCALE:
+        raise _unheld(plan, largest)
+    warn_nonfinite(item.name, int(nan), int(infinite))
     if not plan.asked:
         _check_exact(plan, array, out)
     return out.reshape(-1).data
+
+
+def _unheld(plan: _Planned, peak: float) -> ValueError:
+    return ValueError(f"{plan.item.name!r} has values up to {peak:g}, which {plan.kind} can't hold; F32 can")
 
 
 def _check_exact(plan: _Planned, array: np.ndarray, blocks: np.ndarray) -> None:

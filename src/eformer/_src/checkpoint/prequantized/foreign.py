@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 DENSE = "save its arrays as safetensors where they are loaded"
 FLAX = "`eformer.save` what `flax.serialization.msgpack_restore` reads"
+UNPACK = "unpack it, and give the file with the weights"
 TORCH = "load it with `torch.load(path, weights_only=True)` and write it by `safetensors.torch.save_file`"
 
 
@@ -18,6 +19,7 @@ class Kind(NamedTuple):
     begins: bytes | None
     suffixes: tuple[str, ...]
     instead: str
+    at: int = 0  # where these bytes are
 
 
 # The first that fits. Bytes alone decide where there are some; an ending alone where there are none.
@@ -28,6 +30,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("a page of XML", b"<?xml", (), "the download failed, or needs a login: fetch the file again"),
     Kind("an archive of NumPy arrays", b"PK\x03\x04", (".npz",), "write `dict(numpy.load(path))` by `eformer.save`"),
     Kind("a model of Keras", b"PK\x03\x04", (".keras",), "load it with Keras, and `eformer.save` its weights"),
+    Kind("an archive", b"PK\x03\x04", (".zip",), UNPACK),
     Kind("a checkpoint of PyTorch", b"PK\x03\x04", (), TORCH),
     Kind("a pickle, most likely of PyTorch", b"\x80\x02", (), TORCH),
     Kind("a pickle", b"\x80\x03", (), DENSE),
@@ -41,6 +44,13 @@ KINDS: tuple[Kind, ...] = (
     Kind("GGUF with its bytes the other way round", b"FUGG", (), "convert the model again on this machine"),
     Kind("a file of gzip", b"\x1f\x8b", (), "unpack it: `gunzip`, or `tar -xzf`"),
     Kind("a file of zstandard", b"\x28\xb5\x2f\xfd", (), "unpack it: `zstd -d`"),
+    Kind("a file of xz", b"\xfd7zXZ", (), "unpack it: `unxz`, or `tar -xJf`"),
+    Kind("a file of bzip2", b"BZh", (), "unpack it: `bunzip2`, or `tar -xjf`"),
+    Kind("a file of LZ4", b"\x04\x22\x4d\x18", (), "unpack it: `lz4 -d`"),
+    Kind("an archive", b"7z\xbc\xaf", (), UNPACK),
+    Kind("an archive", b"Rar!", (), UNPACK),
+    Kind("a tar archive", b"ustar", (), "unpack it: `tar -xf`", 257),
+    Kind("a pickle", None, (".pkl", ".pickle", ".joblib"), DENSE),
     Kind("a table of Parquet", b"PAR1", (), "it holds data, not weights"),
     Kind("a model of ONNX", None, (".onnx", ".onnx_data"), "export its weights by `onnx.numpy_helper.to_array`"),
     Kind("MessagePack, as Flax writes", None, (".msgpack",), FLAX),
@@ -51,6 +61,8 @@ KINDS: tuple[Kind, ...] = (
     Kind("a model of OpenVINO", None, (".xml",), DENSE),
     Kind("JSON", b"{", (), "give the file with the weights, or its index, which ends in .safetensors.index.json"),
 )  # fmt: skip
+SHOWN = 60  # bytes of a text
+BEGINNING = 512  # bytes of a file that tell its kind
 OTHER_WEIGHTS = tuple(sorted({suffix for kind in KINDS if kind.begins is None for suffix in kind.suffixes} - {".xml"}))
 HUB_NAME = re.compile(r"(hf://)?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -60,9 +72,13 @@ def what_it_is(data: bytes, path: Path | None) -> str | None:
     suffix = "" if path is None else path.suffix.lower()
     start = data.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     for kind in KINDS:
-        begins = kind.begins is None or data.startswith(kind.begins) or start.startswith(kind.begins.lower())
+        begins = kind.begins is None or data[kind.at :].startswith(kind.begins)
+        begins = begins or (kind.at == 0 and kind.begins is not None and start.startswith(kind.begins.lower()))
         if begins and (suffix in kind.suffixes or not kind.suffixes):
             return f"it is {kind.name}, which is not read here: {kind.instead}"
+    text = data[:SHOWN].decode("ascii", "replace")
+    if data and all(each.isprintable() or each.isspace() for each in text):
+        return f"it is text, {text!r}: a pointer to the file, or what a server answered; fetch the file itself"
     return None
 
 

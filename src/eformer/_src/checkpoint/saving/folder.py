@@ -64,7 +64,7 @@ class CheckpointSaving(Saving):
         texts = read_if_plain(self.config), new if isinstance(new, bytes) else read_if_plain(new)
         before, after = (quantization_in(text, self.config) for text in texts)
         for each in sorted(self._neighbours()) if before != after else ():
-            if _is_prequantized(each):
+            if _needs_config(each):
                 what = f"{each} is read by the {CONFIG} beside it, which would be replaced: write to another folder"
                 raise ValueError(what)
 
@@ -75,12 +75,12 @@ class CheckpointSaving(Saving):
         return found - {self.path, index_path(self.path)} - named_by_indexes(folder)
 
 
-def _is_prequantized(path: Path) -> bool:
-    try:
-        with open_checkpoint(path) as checkpoint:
-            return any(isinstance(checkpoint.entry(name), PrequantizedEntry) for name in checkpoint)
-    except (CheckpointError, OSError):
-        return False  # it can't be read with the old one either
+def _needs_config(path: Path) -> bool:
+    """Whether others quantized a checkpoint, as one that is refused may be: what is read then is codes and scales."""
+    for raw in (False, True):
+        with contextlib.suppress(CheckpointError, OSError), open_checkpoint(path, raw=raw) as checkpoint:
+            return raw or any(isinstance(checkpoint.entry(name), PrequantizedEntry) for name in checkpoint)
+    return False  # it can't be read with the old one either
 
 
 def are_several() -> bool:

@@ -31,14 +31,6 @@ def _gathered(
     q, axis, groups = q._single(), all_gather_dimension, params.get("axis_index_groups")
     count = _group_size(axis_name, groups)
     gather = {"axis": axis, "tiled": tiled, "axis_index_groups": groups, "to": _TYPED[primitive.name]}
-    if not tiled:
-        return q._mapped_to(lambda _, leaf: lax.all_gather(leaf, axis_name, **gather), *inserted(q, axis, count))
-    parts = _joinable(q, axis, axis_name)
-    if parts is None:  # devices may have scales of their own: then each part is a block
-        q = q._in_blocks(axis)
-        parts = _joinable(q, axis, axis_name)
-    if parts is None:
-        return NotImplemented
 
     def gathered(leaf: jax.Array) -> jax.Array:
         if not (jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 1):
@@ -46,6 +38,14 @@ def _gathered(
         bits = lax.bitcast_convert_type(leaf, jnp.uint8)  # XLA on CPU would move float8 as float16
         return lax.bitcast_convert_type(lax.all_gather(bits, axis_name, **gather), leaf.dtype)
 
+    if not tiled:
+        return q._mapped_to(lambda _, leaf: gathered(leaf), *inserted(q, axis, count))
+    parts = _joinable(q, axis, axis_name)
+    if parts is None:  # devices may have scales of their own: then each part is a block
+        q = q._in_blocks(axis)
+        parts = _joinable(q, axis, axis_name)
+    if parts is None:
+        return NotImplemented
     leaves = {name: leaf if shared else gathered(leaf) for name, (leaf, shared) in parts.items()}
     return q._rebuilt(leaves, replaced(q.shape, axis, count * q.shape[axis]))
 
