@@ -96,7 +96,7 @@ class Tokens:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise ImportError('the tokenizer of the model needs tokenizers: pip install "eformer[demo]"') from None
+            raise ImportError("the tokenizer of the model needs tokenizers: pip install tokenizers") from None
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.enable_truncation(MAX_TOKENS)
         self._tokenizer.enable_padding(pad_to_multiple_of=16)

@@ -29,9 +29,10 @@ from eformer.examples.llm import (
     open_model,
 )
 from eformer.examples.llm.__main__ import Stream, main
-from eformer.examples.llm.generation import BUCKET, choose
+from eformer.examples.llm.generation import BUCKET
 from eformer.examples.llm.model import PART, Cache
 from eformer.examples.llm.quantize import quantizing
+from eformer.examples.llm.sampling import choose
 from small_llm import TOKENIZER, TOKENS, hugging_face_tokenizer, write_folder, write_gguf
 
 from eformer import cli, explain, fuse, implicit, materialize, stored_bytes

@@ -26,7 +26,14 @@ bool TakesBytes(const Problem& p, int64_t parts) {
   return HasOuterScale(p) && p.kernels.byte_order(p.matrix, p.rows, parts).block != 0;
 }
 
-bool Rounds(const Problem& p) { return p.rounding.x && TakesBytes(p, 1); }
+// Whether codes have to be unpacked to be multiplied by bytes: for few rows, floats are faster.
+bool Unpacks(const Problem& p) {
+  const FormatInfo& format = p.kernels.format;
+  if (format.planes > 1) return !IsDots(p);
+  return format.values_per_byte[0] > 1 && p.matrix.packed_axis != p.matrix.contracted_axis;
+}
+
+bool Rounds(const Problem& p) { return p.rounding.x && (p.rows >= kFewRows || !Unpacks(p)) && TakesBytes(p, 1); }
 
 // Few rows of float x are split into three bytes a value, where that is faster.
 bool Splits(const Problem& p) {

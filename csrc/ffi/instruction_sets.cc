@@ -2,7 +2,7 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-#if defined(EFORMER_AMX) && defined(__linux__)
+#if defined(EFORMER_HAS_amx) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #elif defined(__aarch64__) && defined(__linux__)
@@ -22,7 +22,7 @@ namespace {
 
 bool HasAmx() { return true; }
 
-#elif defined(EFORMER_AMX) && defined(__linux__)
+#elif defined(EFORMER_HAS_amx) && defined(__linux__)
 
 // Asks Linux for the tile registers, for the whole process.
 bool HasAmx() {
@@ -33,13 +33,13 @@ bool HasAmx() {
   return __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
 }
 
-#elif defined(EFORMER_AMX)
+#elif defined(EFORMER_HAS_amx)
 
 bool HasAmx() { return false; }
 
 #endif
 
-#if defined(__aarch64__)
+#if defined(EFORMER_HAS_neon)
 
 // Instructions of ARM64 that sum products of bytes: four of them, or those of small matrices.
 struct ByteInstructions {
@@ -66,31 +66,39 @@ struct ByteInstructions {
 
 #endif
 
-// What this processor can run, the best first.
+// What this processor can run, the best first, of what the build has.
 std::vector<const InstructionSet*> FindInstructionSets() {
   std::vector<const InstructionSet*> found;
-#if defined(__x86_64__) && !defined(EFORMER_PORTABLE)
+#if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  unsigned a, b, c, d;
+  const bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+  [[maybe_unused]] const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c;
 #if defined(EFORMER_EMULATE_AVX512)
-  const bool has_avx512 = has_avx2, has_vnni = has_avx2;
+  [[maybe_unused]] const bool has_avx512 = has_avx2, has_vnni = has_avx2;
 #else
-  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
+  [[maybe_unused]] const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                                           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                                           __builtin_cpu_supports("avx512dq");
+  [[maybe_unused]] const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
 #endif
-#if defined(EFORMER_AMX)
+#if defined(EFORMER_HAS_amx)
   if (has_vnni && HasAmx()) found.push_back(&amx::Instructions());
 #endif
+#if defined(EFORMER_HAS_avx512_vnni)
   if (has_vnni) found.push_back(&avx512_vnni::Instructions());
+#endif
+#if defined(EFORMER_HAS_avx512)
   if (has_avx512) found.push_back(&avx512::Instructions());
-#if defined(EFORMER_AVX2_VNNI)
-  unsigned a, b, c, d;
+#endif
+#if defined(EFORMER_HAS_avx2_vnni)
   const bool has_avx_vnni = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4) != 0;
   if (has_avx2 && has_avx_vnni) found.push_back(&avx2_vnni::Instructions());
 #endif
+#if defined(EFORMER_HAS_avx2)
   if (has_avx2) found.push_back(&avx2::Instructions());
-#elif defined(__aarch64__) && !defined(EFORMER_PORTABLE)
+#endif
+#elif defined(EFORMER_HAS_neon)
   const ByteInstructions has;
   if (has.dots && has.matrices) found.push_back(&neon_i8mm::Instructions());
   if (has.dots) found.push_back(&neon_dot::Instructions());

@@ -166,6 +166,22 @@ struct DotsOfRows {
     return added != nullptr;
   }
 
+  // `first` plus the products of bytes, from place kPlace on, and a part of x, which starts at `fours`. An array of
+  // what is loaded would be kept in memory, too.
+  template <class Multiply, int kEach, int kPlace = 0>
+  EFORMER_INLINE static typename Multiply::Sum AddPlaces(typename Multiply::Sum sum, IntBytes flipped,
+                                                         const int8_t* fours) {
+    const auto bytes = Multiply::Prepare(BytesAt<Format, kEach, kPlace>(flipped));
+    sum = Multiply::Add(sum, bytes, LoadVector<Ints>(fours + kPlace * kParts * kSpan));
+    if constexpr (kPlace + 1 < kEach) return AddPlaces<Multiply, kEach, kPlace + 1>(sum, flipped, fours);
+    return sum;
+  }
+
+  template <class Multiply, int kEach>
+  EFORMER_INLINE static Ints Dot(IntBytes flipped, const int8_t* fours, Ints first) {
+    return Multiply::Finish(AddPlaces<Multiply, kEach>(Multiply::Start(first), flipped, fours), first);
+  }
+
   // Adds span `t` of rows of codes; kLast: what is behind the end of the rows is left out.
   template <int kField, int kRows, bool kLast>
   EFORMER_INLINE void AddSpan(int64_t t, const uint8_t* const (&codes)[kRows], const float* factor,
@@ -177,16 +193,11 @@ struct DotsOfRows {
     for (int h = 0; h < kSpanVectors; ++h) {
       const int64_t lane = t * kSpanLanes + h * kIntLanes;
       const Ints places = LoadVector<Ints>(field.places[h]);
-      Ints correction[2] = {};
-      for (int i = 0; i < 2 && kField == 0; ++i) {
-        correction[i] = LoadVector<Ints>(field.corrections + i * lanes + lane);
-      }
+      const int32_t* corrections = field.corrections + lane;
+      const Ints correction = kField == 0 ? LoadVector<Ints>(corrections) : Ints{};
       const Reals step = kInBlocks ? Reals{} : LoadVector<Reals>(field.steps + lane);
       const float* of_row = factor + field.first_block[h];
-      Ints fours[kParts][kEach];
-      for (int part = 0; part < kParts; ++part) {
-        for (int i = 0; i < kEach; ++i) fours[part][i] = FoursOfX(field, t * kEach + i, part, h);
-      }
+      const int8_t* fours = field.values + t * kEach * kParts * kSpan + h * kIntBytes;
       for (int r = 0; r < kRows; ++r) {
         IntBytes packed = LoadVector<IntBytes>(codes[r] + h * kIntBytes);
         if constexpr (kLast) packed &= LoadVector<IntBytes>(field.present + h * kIntBytes);
@@ -195,16 +206,13 @@ struct DotsOfRows {
 #endif
         const IntBytes flipped = FlipPacked<Format, kEach>(packed);
         if constexpr (Int8Codes<Format>::kHasNaN) nan[r] |= flipped & ShiftDown(flipped, 1);
-        const auto dot = [&](int part, Ints first) EFORMER_INLINED {
-          typename Multiply::Sum sum = Multiply::Start(first);
-          ForEachPlace<kEach>([&](auto place) EFORMER_INLINED {
-            const auto bytes = Multiply::Prepare(BytesAt<Format, kEach, place>(flipped));
-            sum = Multiply::Add(sum, bytes, fours[part][place]);
-          });
-          return Multiply::Finish(sum, first);
-        };
-        Reals found = ToReals(dot(kParts - 1, correction[0]));
-        if constexpr (kParts > 1) found += ToReals(dot(1, (dot(0, Ints{}) << 8) + correction[1])) * kPartUnits[1];
+        Reals found = ToReals(Dot<Multiply, kEach>(flipped, fours + (kParts - 1) * kSpan, correction));
+        if constexpr (kParts > 1) {
+          const Ints first = Dot<Multiply, kEach>(flipped, fours, Ints{}) << 8;
+          const Ints upper =
+              Dot<Multiply, kEach>(flipped, fours + kSpan, first + LoadVector<Ints>(corrections + lanes));
+          found += ToReals(upper) * kPartUnits[1];
+        }
         Reals scale = step;
         if constexpr (kInBlocks) {
           scale = PickFirst<kIntBytes * kEach / 16>(of_row, places);
@@ -234,6 +242,30 @@ struct DotsOfRows {
     return copy;
   }
 
+  template <int kRows>
+  struct Found {
+    Reals sums[kRows] = {};
+    IntBytes nan[kRows] = {};
+  };
+
+  // What the last span adds, if it is not whole. On its own, because the copies are calls: registers that must survive
+  // them would be kept in memory in the loop, too.
+  template <int kField, int kRows>
+  EFORMER_NOINLINE Found<kRows> LastSpan(int64_t n, const float* factor) const {
+    const FieldX& field = fields[kField];
+    const int64_t row_bytes = field.row_bytes, last = field.spans - 1;
+    const bool is_readable = kPacked && (n + kRows - 1) * row_bytes + field.spans * kSpan <= m.rows * row_bytes;
+    const uint8_t* codes[kRows];
+    alignas(64) uint8_t copies[kRows][kSpan];
+    for (int r = 0; r < kRows; ++r) {
+      codes[r] = is_readable ? m.planes[kField] + (n + r) * row_bytes + last * kSpan
+                             : CopySpan<kField>(n + r, last, copies[r]);
+    }
+    Found<kRows> found;
+    AddSpan<kField, kRows, true>(last, codes, factor + last * field.span_blocks, found.sums, found.nan);
+    return found;
+  }
+
   // Adds rows `n` and following. While they are read, those behind them are prefetched from end to end: of rows side by
   // side, memory gives less.
   template <int kRows, int kField = 0>
@@ -255,9 +287,8 @@ struct DotsOfRows {
       for (int r = 0; r < kRows && kPacked; ++r) codes[r] += kSpan;
     }
     if (whole < field.spans) {
-      const bool is_readable = kPacked && (n + kRows - 1) * row_bytes + field.spans * kSpan <= m.rows * row_bytes;
-      for (int r = 0; r < kRows && !is_readable; ++r) codes[r] = CopySpan<kField>(n + r, whole, copies[r]);
-      AddSpan<kField, kRows, true>(whole, codes, factor + whole * field.span_blocks, sums, nan);
+      const Found<kRows> last = LastSpan<kField, kRows>(n, factor);
+      for (int r = 0; r < kRows; ++r) sums[r] += last.sums[r], nan[r] |= last.nan[r];
     }
     if constexpr (kField + 1 < kFields) {
       Reals others[kRows] = {};

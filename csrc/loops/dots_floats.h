@@ -34,6 +34,19 @@ EFORMER_INLINE void AddSums(const Vec (&v)[4], bool starts, float (&sums)[4]) {
 #endif
 }
 
+// x times the scales of columns, into `to`; the sum of x times offsets, if there are any.
+EFORMER_NOINLINE static float ScaleRow(const float* x, const float* scales, const float* offsets, int64_t count,
+                                       float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = x[i] * scales[i];
+  if (offsets == nullptr) return 0;
+  Vec sums{};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) sums += Load(x + i) * Load(offsets + i);
+  float sum = Sum(sums);
+  for (; i < count; ++i) sum += x[i] * offsets[i];
+  return sum;
+}
+
 template <class Format>
 class Dots {
  public:
@@ -56,17 +69,18 @@ class Dots {
         decoder(m),
         along(m.packed_axis == 1),
         blocks(kInBlocks && along ? m.BlockScaleStride() : 0),
-        run_blocks(kInBlocks && along && m.block < kRunValues ? kRunValues / m.block : 1),
         whole(m.cols / kRunValues * kRunValues),
         depth(kNearX / Min(count, kDotTileRows) / kRunValues * kRunValues),
-        scale_buffer(kChunk * blocks),
-        offset_buffer(kChunk * blocks),
-        scales(kChunk * Numbers() + kLanes),
-        offsets(kChunk * Numbers() + kLanes),
+        scales(kChunk * blocks + kLanes),
+        offsets(kChunk * blocks + kLanes),
+        block_of(whole / kRunValues),
         tails(whole < m.cols && along ? kChunk * kRunValues : 0) {
     for (int i = 0; i < kRunValues; ++i) {
       const int place = kReorders<Format> ? LanePlace(i / kLanes, i % kLanes) : i;
       places[i] = kInBlocks && along && m.block < kRunValues ? static_cast<int32_t>(place / m.block) : 0;
+    }
+    for (int64_t k = 0; k < whole && blocks > 0; k += kRunValues) {
+      block_of.values[k / kRunValues] = static_cast<int32_t>(k / m.block);
     }
   }
 
@@ -89,24 +103,23 @@ class Dots {
   float* const y;
   const Decoder<Format> decoder;
   const bool along;
-  const int64_t blocks, run_blocks, whole, depth;
-  Floats scale_buffer, offset_buffer, scales, offsets, tails;
+  const int64_t blocks, whole, depth;
+  Floats scales, offsets;         // of a chunk of rows
+  const Zeros<int32_t> block_of;  // the first block of each run
+  const Floats tails;
   std::unique_ptr<const Floats> scaled;
   float of_offsets[kDotRows];  // sums of x times the offsets of a row of blocks
   int32_t places[kRunValues];  // the block of each column of a run
   const bool has_offsets = HasOffsets<Format>(m);
-
-  // Scales of a row, as they are stored for a tile: one for each run, or each block if those are shorter.
-  int64_t Numbers() const { return blocks == 0 ? 0 : run_blocks > 1 ? blocks : CeilDiv(m.cols, kRunValues); }
 
   // A tile's part of the depth.
   struct Part {
     PlanePlaces<Format> codes[4];
     int64_t stride;                       // of rows of bytes, across
     int first;                            // row of a unit, across
-    const float *scales[4], *offsets[4];  // of each run, or of each block if those are shorter
+    const float *scales[4], *offsets[4];  // of the blocks of rows
+    const int32_t* block_of;              // the first block of each run
     const float* tail[4];                 // decoded values behind the last whole run, or nullptr
-    int64_t run_blocks;
     const int32_t* places;
     const float* x;
     int64_t x_stride, runs;
@@ -133,15 +146,8 @@ class Dots {
       const float* scale = ScalesAt(m, row, c, some, found[0]);
       const float* offset = OffsetsAt(m, row, c, some, Format::kCentre, scale, found[1]);
       for (int64_t r = 0; r < count; ++r) {
-        const float* from = given.values + r * given.stride + c;
-        float* to = scaled->values + r * stride + c;
-        for (int64_t i = 0; i < some; ++i) to[i] = from[i] * scale[i];
-        if (offset == nullptr) continue;
-        Vec sum{};
-        int64_t i = 0;
-        for (; i + kLanes <= some; i += kLanes) sum += Load(from + i) * Load(offset + i);
-        of_offsets[r] += Sum(sum);
-        for (; i < some; ++i) of_offsets[r] += from[i] * offset[i];
+        of_offsets[r] +=
+            ScaleRow(given.values + r * given.stride + c, scale, offset, some, scaled->values + r * stride + c);
       }
     }
   }
@@ -159,10 +165,11 @@ class Dots {
   void TakeChunk(int64_t n, int64_t rows) {
     if (!along) return;
     if constexpr (kInBlocks) {
-      const float* scale = ScalesAt(m, n, 0, rows * blocks, scale_buffer.values);
-      const float* offset = OffsetsAt(m, n, 0, rows * blocks, Format::kCentre, scale, offset_buffer.values);
-      RepeatForRuns(scale, rows, scales.values);
-      if (offset != nullptr) RepeatForRuns(offset, rows, offsets.values);
+      CopyNumbers(m, m.scales, n, 1, 0, rows * blocks, scales.values);
+      const float* offset = OffsetsAt(m, n, 0, rows * blocks, Format::kCentre, scales.values, offsets.values);
+      if (offset != nullptr && offset != offsets.values) {
+        std::memcpy(offsets.values, offset, rows * blocks * sizeof(float));
+      }
       PrefetchScales(m, n + kChunk, 0, rows * blocks);
     }
     for (int64_t i = 0; i < rows && whole < m.cols; ++i) {
@@ -179,24 +186,11 @@ class Dots {
     }
   }
 
-  void RepeatForRuns(const float* stored, int64_t rows, float* to) const {
-    const int64_t numbers = Numbers(), each = m.block / kRunValues;
-    if (numbers == blocks) {
-      std::memcpy(to, stored, rows * blocks * sizeof(float));
-      return;
-    }
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t b = 0, run = 0; b < blocks; ++b, ++stored) {
-        for (const int64_t end = Min(run + each, numbers); run < end; ++run) *to++ = *stored;
-      }
-    }
-  }
-
   // The sums of a chunk of rows of the matrix and a tile of rows of x.
   void Multiply(int64_t n, int64_t rows, int64_t first, int64_t end) {
     const int64_t size = Min(kDotTileRows, count - first);
     const int64_t padded_rows = PaddedRows(size), columns = Columns(padded_rows);
-    const Kind kind = blocks == 0 ? kNone : run_blocks == 1 ? kRuns : kVectors;
+    const Kind kind = blocks == 0 ? kNone : m.block % kRunValues == 0 ? kRuns : kVectors;
     float sums[kDotTileRows * kChunk];
     // Rows of x behind the last one are that one again.
     const float* from = x.values + first * x.stride;
@@ -210,8 +204,8 @@ class Dots {
         Part part = {};
         part.stride = m.cols;
         part.first = static_cast<int>((n + i) % kUnit);
-        part.run_blocks = run_blocks;
         part.places = places;
+        part.block_of = block_of.values + k / kRunValues;
         part.x = from + k;
         part.x_stride = x.stride;
         part.runs = runs;
@@ -219,11 +213,10 @@ class Dots {
         part.starts = k == 0;
         part.sums = to;
         TakeCodes(n + i, k, end, part);
-        const int64_t number = k / kRunValues * run_blocks;
         for (int64_t c = 0; c < columns && along; ++c) {
           const int64_t row = Min(i + c, rows - 1);
-          part.scales[c] = scales.values + row * Numbers() + number;
-          part.offsets[c] = has_offsets ? offsets.values + row * Numbers() + number : nullptr;
+          part.scales[c] = scales.values + row * blocks;
+          part.offsets[c] = has_offsets ? offsets.values + row * blocks : nullptr;
           part.tail[c] = is_last && whole < m.cols ? tails.values + row * kRunValues : nullptr;
         }
         TileOf(kind, padded_rows)(decoder, part, size);
@@ -310,8 +303,8 @@ class Dots {
         const Places at = LoadPlaces(part.places);
 #pragma GCC unroll 4
         for (int c = 0; c < kColumns; ++c) {
-          scales[c] = Pick(Load(part.scales[c] + run * part.run_blocks), at);
-          offsets[c] = part.offsets[c] != nullptr ? Pick(Load(part.offsets[c] + run * part.run_blocks), at) : Vec{};
+          scales[c] = Pick(Load(part.scales[c] + part.block_of[run]), at);
+          offsets[c] = part.offsets[c] != nullptr ? Pick(Load(part.offsets[c] + part.block_of[run]), at) : Vec{};
         }
       }
       ForEach<2>([&](auto half) EFORMER_INLINED {
@@ -364,24 +357,18 @@ class Dots {
 
   // For runs that share a scale.
   EFORMER_INLINE static Strip Scaled(Strip values, const Part& part, int c, int64_t run) {
-    values = Times(values, Spread(part.scales[c][run]));
-    return part.offsets[c] != nullptr ? Plus(values, SpreadStrip(part.offsets[c][run])) : values;
+    values = Times(values, Spread(part.scales[c][part.block_of[run]]));
+    return part.offsets[c] != nullptr ? Plus(values, SpreadStrip(part.offsets[c][part.block_of[run]])) : values;
   }
 
   template <int kVector>
   EFORMER_INLINE static void ScaleVector(const Part& part, int c, int64_t run, Vec& values) {
-    const float *scale = part.scales[c] + run * part.run_blocks, *offset = part.offsets[c];
-    if (offset != nullptr) offset += run * part.run_blocks;
-    if (part.run_blocks * kLanes > kRunValues) {  // several blocks
-      const int32_t block = part.places[kVector * kLanes];
-      const Places at = LoadPlaces(part.places + kVector * kLanes) - block;
-      values *= Pick(Load(scale + block), at);
-      if (offset != nullptr) values += Pick(Load(offset + block), at);
-    } else {
-      const int32_t block = part.places[kVector * kLanes];
-      values *= Spread(scale[block]);
-      if (offset != nullptr) values += Spread(offset[block]);
-    }
+    const float *scale = part.scales[c] + part.block_of[run], *offset = part.offsets[c];
+    if (offset != nullptr) offset += part.block_of[run];
+    const int32_t block = part.places[kVector * kLanes];
+    const Places at = LoadPlaces(part.places + kVector * kLanes) - block;  // zeros, if a vector is in one block
+    values *= Pick(Load(scale + block), at);
+    if (offset != nullptr) values += Pick(Load(offset + block), at);
   }
 
   // kColumns rows of a unit, or of several units, from row `first` of the unit on.
@@ -414,16 +401,8 @@ class Dots {
 
   template <Kind kKind, bool kAlong>
   static TileFunction TileOf(int64_t rows) {
-    static constexpr TileFunction kAll[] = {nullptr,
-                                            Tile<1, kKind, kAlong>,
-                                            Tile<2, kKind, kAlong>,
-                                            nullptr,
-                                            Tile<4, kKind, kAlong>,
-                                            nullptr,
-                                            nullptr,
-                                            nullptr,
-                                            Tile<kDotTileRows, kKind, kAlong>};
-    return kAll[rows];
+    if (rows <= 2) return rows == 1 ? Tile<1, kKind, kAlong> : Tile<2, kKind, kAlong>;
+    return rows <= 4 ? Tile<4, kKind, kAlong> : Tile<kDotTileRows, kKind, kAlong>;
   }
 
   TileFunction TileOf(Kind kind, int64_t rows) const {

@@ -8,7 +8,7 @@ namespace eformer::EFORMER_ISA {
 
 // Whether x times any value is finite, with room for sums. Else scale * sum + offset * (sum of x) could be NaN where
 // the sum of scaled values is infinite.
-static inline bool AreModerate(const float* x, int64_t count) {
+EFORMER_NOINLINE static bool AreModerate(const float* x, int64_t count) {
   constexpr float kLargest = 0x1p100f;
   bool all = true;
   for (int64_t i = 0; i < count; ++i) all &= x[i] <= kLargest && x[i] >= -kLargest;

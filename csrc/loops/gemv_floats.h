@@ -6,7 +6,7 @@
 
 namespace eformer::EFORMER_ISA {
 
-static inline float SumOf(const float* x, int64_t count) {
+EFORMER_NOINLINE static float SumOf(const float* x, int64_t count) {
   float sum = 0;
   for (int64_t i = 0; i < count; ++i) sum += x[i];
   return sum;
@@ -176,6 +176,23 @@ struct GemvAcross {
   }
 };
 
+EFORMER_NOINLINE static void ScaleByBlocks(float x, const float* scales, int64_t blocks, float* to) {
+  for (int64_t b = 0; b < blocks; ++b) to[b] = scales[b] * x;
+}
+
+// Adds what x times values less `centre` lacks in each block. `factors` are scales times x, `stored` are offsets or
+// zeros.
+EFORMER_NOINLINE static void AddOffsets(const Matrix& m, float x, const float* factors, const float* stored,
+                                        int64_t blocks, float centre, float* added) {
+  if (stored == nullptr) {
+    for (int64_t b = 0; b < blocks; ++b) added[b] += factors[b] * (centre - m.centre);
+  } else if (m.offsets_are_zeros) {
+    for (int64_t b = 0; b < blocks; ++b) added[b] += factors[b] * (centre - stored[b]);
+  } else {
+    for (int64_t b = 0; b < blocks; ++b) added[b] += factors[b] * centre + stored[b] * x;
+  }
+}
+
 // For codes packed along the columns: each row of them has scales of its own, which multiply x.
 template <class Format>
 struct GemvAlong {
@@ -187,8 +204,7 @@ struct GemvAlong {
   enum Kind {
     kRuns,     // all share one, or there are none
     kInLanes,  // all vectors alike, in the order of LanePlace
-    kVectors,  // one for each vector
-    kShort     // several for each vector
+    kEach      // one or several for each vector
   };
 
   const Matrix m;
@@ -227,7 +243,7 @@ struct GemvAlong {
   static Kind KindOf(const Matrix& m) {
     if (!kInBlocks || m.block % kRunValues == 0) return kRuns;
     if (kReorders<Format> && kRunValues % m.block == 0 && m.block % 4 == 0) return kInLanes;
-    return m.block < kLanes ? kShort : kVectors;
+    return kEach;
   }
 
   // `sums` are zero at first, with room for a run behind them.
@@ -253,27 +269,19 @@ struct GemvAlong {
     offsets.Take(k, count);
     for (int64_t r = 0; r < count; ++r) {
       float* to = factors.values + r * stride;
-      if constexpr (!kInBlocks) {
-        *to = x[k + r];
+      if constexpr (kInBlocks) {
+        const float* offset = m.offsets.entries != nullptr ? offsets.Row(r) : nullptr;
+        ScaleByBlocks(x[k + r], scales.Row(r), blocks, to);
+        if (has_offsets) AddOffsets(m, x[k + r], to, offset, blocks, Format::kCentre, added.values);
       } else {
-        const float *scale = scales.Row(r), *stored = m.offsets.entries != nullptr ? offsets.Row(r) : nullptr;
-        for (int64_t b = 0; b < blocks; ++b) to[b] = scale[b] * x[k + r];
-        if (!has_offsets) continue;
-        if (stored == nullptr) {
-          for (int64_t b = 0; b < blocks; ++b) added.values[b] += to[b] * (Format::kCentre - m.centre);
-        } else if (m.offsets_are_zeros) {
-          for (int64_t b = 0; b < blocks; ++b) added.values[b] += to[b] * (Format::kCentre - stored[b]);
-        } else {
-          for (int64_t b = 0; b < blocks; ++b) added.values[b] += to[b] * Format::kCentre + stored[b] * x[k + r];
-        }
+        *to = x[k + r];
       }
     }
   }
 
   void AddRows(int64_t k, int64_t count, int64_t row, float* sums) const {
     if constexpr (kInBlocks) {
-      if (kind == kVectors) return AddRowsOf<kVectors>(k, count, row, sums);
-      if (kind == kShort) return AddRowsOf<kShort>(k, count, row, sums);
+      if (kind == kEach) return AddRowsOf<kEach>(k, count, row, sums);
       if constexpr (kReorders<Format>) {
         if (kind == kInLanes) return AddRowsOf<kInLanes>(k, count, row, sums);
       }
@@ -319,12 +327,10 @@ struct GemvAlong {
       if constexpr (kKind == kRuns) shared = Spread(factor[*block]);
       if constexpr (kKind == kInLanes) shared = Pick(Load(factor + *block), of_lanes);
       ForEach<2>([&](auto half) EFORMER_INLINED {
-        const Strip values = kKind == kRuns || kKind == kInLanes ? local.template AlongInLanes<half>(at)
-                                                                 : local.template Along<half>(at);
+        const Strip values = kKind == kEach ? local.template Along<half>(at) : local.template AlongInLanes<half>(at);
         for (int i = 0; i < kStripVecs; ++i) {
           Vec each = shared;
-          if constexpr (kKind == kVectors) each = Spread(factor[block[half * kStripVecs + i]]);
-          if constexpr (kKind == kShort) each = Pick(Load(factor + block[half * kStripVecs + i]), of_lanes);
+          if constexpr (kKind == kEach) each = Pick(Load(factor + block[half * kStripVecs + i]), of_lanes);
           found[half].v[i] += values.v[i] * each;
         }
       });

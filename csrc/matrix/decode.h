@@ -72,8 +72,7 @@ EFORMER_INLINE Words WordsAlong(const uint8_t* run) {
       std::memcpy(&bits, from, sizeof bits);
       words = (Words)_mm512_set1_epi16(bits);
     }
-    if constexpr (kBelow > 0) return (Words)_mm512_rorv_epi32((__m512i)words, (__m512i)((shifts - kBelow) & 31));
-    return ShiftEach(words, shifts);
+    return RotateEach(words, shifts - kBelow);
 #else
     constexpr int kBytes = kLanes * kBits < 8 ? 1 : kLanes * kBits / 8;
     uint32_t bits = 0;
@@ -104,21 +103,26 @@ template <class Format, int kPlane>
 EFORMER_INLINE Words WordsInLanes(const uint8_t* run) {
   constexpr int kBits = Format::kPlaneBits[kPlane], kBelow = BitsBelow<Format>(kPlane);
   const Words shifts = ShiftsOf<Format, kBits>([](int lane) { return lane / 8 * 4; }) & ~(4u * kBits - 1);
-  Words words{};
-#if defined(EFORMER_AVX512)
+  Words words;
+#if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
   if constexpr (kBits == 4) {
     words = (Words)_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(run)));
   } else if constexpr (kBits == 2) {
     const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(run));
     words = (Words)_mm512_cvtepu16_epi32(_mm256_broadcastsi128_si256(eight));
-  } else if constexpr (kBits == 1) {
+  } else {
     int64_t eight;
     std::memcpy(&eight, run, sizeof eight);
     words = (Words)_mm512_cvtepu8_epi32(_mm_set1_epi64x(eight));
   }
-  if constexpr (kBelow > 0) return (Words)_mm512_rorv_epi32((__m512i)words, (__m512i)((shifts - kBelow) & 31));
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    uint32_t eight = 0;
+    std::memcpy(&eight, run + i % 8 * kBits, kBits);
+    words[i] = eight;
+  }
 #endif
-  return ShiftEach(words, shifts);
+  return RotateEach(words, shifts - kBelow);
 }
 
 // Codes joined from planes: `words_of` gives the bits of a plane, above those of the planes before it.
@@ -240,19 +244,21 @@ struct Decoder {
 };
 
 // Puts a multiple of 64 floats into the order of LanePlace.
-EFORMER_INLINE void PutInLanes(const float* from, int64_t count, float* to) {
+EFORMER_NOINLINE static void PutInLanes(const float* from, int64_t count, float* to) {
   for (int64_t k = 0; k < count; k += kRunValues, from += kRunValues, to += kRunValues) {
-    for (int v = 0; v < kRunVectors; ++v) {
-      for (int i = 0; i < kLanes; ++i) to[v * kLanes + i] = from[LanePlace(v, i)];
+#pragma GCC unroll 1
+    for (int i = 0; i < kLanes; ++i) {
+      for (int v = 0; v < kRunVectors; ++v) to[v * kLanes + i] = from[LanePlace(v, i)];
     }
   }
 }
 
 // The inverse.
-EFORMER_INLINE void TakeFromLanes(const float* from, int64_t count, float* to) {
+EFORMER_NOINLINE static void TakeFromLanes(const float* from, int64_t count, float* to) {
   for (int64_t k = 0; k < count; k += kRunValues, from += kRunValues, to += kRunValues) {
-    for (int v = 0; v < kRunVectors; ++v) {
-      for (int i = 0; i < kLanes; ++i) to[LanePlace(v, i)] = from[v * kLanes + i];
+#pragma GCC unroll 1
+    for (int i = 0; i < kLanes; ++i) {
+      for (int v = 0; v < kRunVectors; ++v) to[LanePlace(v, i)] = from[v * kLanes + i];
     }
   }
 }

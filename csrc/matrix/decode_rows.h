@@ -87,63 +87,57 @@ EFORMER_NOINLINE static void DecodeRun(const Matrix& m, const Decoder<Format>& d
   }
 }
 
-// Numbers of blocks along the columns, as float32: where they are stored, or read once for several rows.
+// Numbers of blocks along the columns, read once for several rows. kLanes more can be read of each row.
 class RowsOfNumbers {
  public:
   // For the blocks of the columns n0 to n1.
-  RowsOfNumbers(const Matrix& m, const BlockNumbers& all, int64_t n0, int64_t n1, int64_t max_rows)
+  EFORMER_NOINLINE RowsOfNumbers(const Matrix& m, const BlockNumbers& all, int64_t n0, int64_t n1, int64_t max_rows)
       : m_(m),
         all_(all),
         exist_(m.packed_axis == 1 && all.entries != nullptr),
-        in_place_(all.type == Number::kFloat32 && all.factors == nullptr),
         first_(exist_ ? n0 / m.block : 0),
         blocks_(exist_ ? CeilDiv(Min(n1, m.cols), m.block) - first_ : 0),
-        buffer_(in_place_ ? 0 : max_rows * blocks_) {}
+        buffer_(max_rows * blocks_ + kLanes) {}
 
-  void Take(int64_t row0, int64_t count) {
-    if (!exist_ || row0 == first_row_) return;
+  EFORMER_NOINLINE void Take(int64_t row0, int64_t count) {
+    if (exist_ && row0 != first_row_) CopyNumbers(m_, all_, row0, count, first_, blocks_, buffer_.values);
     first_row_ = row0;
-    stride_ = in_place_ ? m_.BlockScaleStride() : blocks_;
-    rows_ = buffer_.values;
-    if (in_place_) rows_ = static_cast<const float*>(all_.entries) + row0 * stride_ + first_;
-    if (!in_place_) CopyNumbers(m_, all_, row0, count, first_, blocks_, buffer_.values);
   }
 
   // Those of row `k` of the taken ones, from the block of the first column on.
-  EFORMER_INLINE const float* Row(int64_t k) const { return rows_ + k * stride_; }
+  EFORMER_INLINE const float* Row(int64_t k) const { return buffer_.values + k * blocks_; }
 
  private:
   const Matrix& m_;
   const BlockNumbers& all_;
-  const bool exist_, in_place_;
+  const bool exist_;
   const int64_t first_, blocks_;
-  Floats buffer_;
-  int64_t first_row_ = -1, stride_ = 0;
-  const float* rows_ = nullptr;
+  const Floats buffer_;
+  int64_t first_row_ = -1;
 };
 
 // The blocks of a run of 64 columns from `n` on, counted from that of column n0.
 struct BlocksOfRun {
-  const int64_t block, n, first;
-  const bool in_vectors;    // whether each vector is in one block
-  int64_t of[kRunVectors];  // which
+  int64_t first[kRunVectors];  // of each vector
+  Places places[kRunVectors];  // the block of each lane, from that one on
 
-  BlocksOfRun(const Matrix& m, int64_t n, int64_t n0)
-      : block(m.block), n(n), first(n / m.block - n0 / m.block), in_vectors(m.block % kLanes == 0 && n % kLanes == 0) {
-    for (int i = 0; i < kRunVectors; ++i) of[i] = (n + i * kLanes) / block - n0 / block;
+  EFORMER_NOINLINE BlocksOfRun(const Matrix& m, int64_t n, int64_t n0) {
+    int64_t block = n / m.block - n0 / m.block, left = m.block - n % m.block;
+    for (int v = 0; v < kRunVectors; ++v) {
+      first[v] = block;
+      for (int i = 0; i < kLanes; ++i) {
+        places[v][i] = static_cast<int32_t>(block - first[v]);
+        if (--left == 0) ++block, left = m.block;
+      }
+    }
   }
 
   // Their numbers for each column. kLong: each strip is in one block.
   template <bool kLong>
   EFORMER_INLINE void Strips(const float* numbers, Strip (&to)[2]) const {
-    if constexpr (kLong) {
-      for (int half = 0; half < 2; ++half) to[half] = SpreadStrip(numbers[of[half * kStripVecs]]);
-    } else if (in_vectors) {
-      for (int i = 0; i < kRunVectors; ++i) to[i / kStripVecs].v[i % kStripVecs] = Spread(numbers[of[i]]);
-    } else {
-      alignas(64) float spread[kRunValues];
-      SpreadBlocks(numbers + first, block, n, kRunValues, spread);
-      for (int half = 0; half < 2; ++half) to[half] = LoadStrip(spread + half * kStripSize);
+    for (int v = 0; v < kRunVectors; ++v) {
+      Vec& each = to[v / kStripVecs].v[v % kStripVecs];
+      each = kLong ? Spread(numbers[first[v]]) : Pick(Load(numbers + first[v]), places[v]);
     }
   }
 };

@@ -82,19 +82,16 @@ struct PackFloats {
   }
 
  private:
-  void PackColumns(int64_t k0, int64_t depth, int64_t n, int64_t width, float* panel) {
-    constexpr int64_t kStride = kMaxPanelDepth + kRunValues;
-    alignas(64) float values[8][kStride];
-    for (int64_t row = 0; row < width; row += 8) {
-      const int64_t count = Min(8, width - row);
-      for (int64_t i = 0; i < count; ++i) {
-        for (int64_t k = 0; k < depth; k += kRunValues) {
-          DecodeRun<Format>(m, rows.decoder, n + row + i, k0 + k, Min(kRunValues, m.cols - k0 - k), values[i] + k);
+  // For blocks that TransposedCodes does not fit: floats are transposed.
+  EFORMER_NOINLINE void PackColumns(int64_t k0, int64_t depth, int64_t n, int64_t width, float* panel) {
+    alignas(64) float values[kPanelColumns * kPanelStride] = {};
+    RowDecoder<Format> columns(m, k0, k0 + depth, kPanelColumns);
+    for (int64_t k = 0; k < depth; k += kRunValues) {
+      columns.Decode(n, width, k0 + k, kRunValues, PrefetchDistances(), values, kPanelStride);
+      for (int64_t row = 0; row < kPanelColumns; row += 8) {
+        for (int64_t i = 0; i < Min(kRunValues, depth - k); i += 8) {
+          Transpose8(values + row * kPanelStride + i, kPanelStride, panel + (k + i) * kPanelStride + row, kPanelStride);
         }
-      }
-      if (count < 8) std::memset(values[count], 0, (8 - count) * sizeof values[0]);
-      for (int64_t k = 0; k < depth; k += 8) {
-        Transpose8(&values[0][k], kStride, panel + k * kPanelStride + row, kPanelStride);
       }
     }
   }

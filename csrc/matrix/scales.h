@@ -8,125 +8,41 @@
 
 namespace eformer::EFORMER_ISA {
 
-// Multiplies entries of one row, from (row, col) on, by the factors that they share with their superblocks.
+// Multiplies `count` numbers by factors, each of which is that of `each` neighbours. kLanes more can be read.
+EFORMER_NOINLINE static void MultiplyByFactors(const float* factors, int64_t each, int64_t count, float* numbers) {
+  if (each < kLanes && kLanes % each == 0) {
+    Places of_lanes;
+    for (int i = 0; i < kLanes; ++i) of_lanes[i] = i / static_cast<int32_t>(each);
+    for (; count >= kLanes; count -= kLanes, numbers += kLanes, factors += kLanes / each) {
+      Store(numbers, Load(numbers) * Pick(Load(factors), of_lanes));
+    }
+  }
+  for (; count > 0; ++factors) {
+    const float factor = *factors;
+    const int64_t some = Min(each, count);
+    int64_t i = 0;
+    for (; i + kLanes <= some; i += kLanes) Store(numbers + i, Load(numbers + i) * factor);
+    for (; i < some; ++i) numbers[i] *= factor;
+    numbers += some;
+    count -= some;
+  }
+}
+
+// Multiplies entries of a row, from (row, col) on, by the factors that they share with their superblocks.
 static inline void ScaleEntries(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col, int64_t count,
                                 float* entries) {
+  constexpr int64_t kAtOnce = 64;
+  float factors[kAtOnce + kLanes] = {};
   const int64_t first = (m.packed_axis == 0 ? row / all.per_factor : row) * all.factor_row_step;
-  const int64_t shared = m.packed_axis == 0 ? 1 : all.per_factor;  // by neighbours
-  constexpr int64_t kAtOnce = 64;
-  float factors[kAtOnce];
-  for (int64_t i = 0; i < count;) {
-    const int64_t start = (col + i) / shared * all.factor_col_step;
-    const int64_t left = all.factor_col_step == 0 ? count - i : CeilDiv(count - i + (col + i) % shared, shared);
-    const int64_t some = all.factor_col_step == 0 ? 1 : Min(kAtOnce, left);
-    ReadNumbers(all.factor_type, all.factors, first + start, 0, 1, some, factors);
-    if (all.factor_col_step == 0) {
-      for (; i < count; ++i) entries[i] *= factors[0];
-    } else if (shared == 1) {
-      for (int64_t j = 0; j < some; ++j) entries[i + j] *= factors[j];
-      i += some;
-    } else {
-      for (int64_t j = 0; j < some; ++j) {
-        const int64_t end = Min(count, ((col + i) / shared + 1) * shared - col);
-        for (; i < end; ++i) entries[i] *= factors[j];
-      }
-    }
-  }
-}
-
-// Reads entries of whole superblocks, whose factors are neighbours too, and multiplies them. kShared is how many
-// entries share a factor.
-template <class Read, int kShared>
-EFORMER_NOINLINE static void ReadSuperblocks(const BlockNumbers& all, int64_t first, int64_t count, float* floats) {
-  constexpr int64_t kAtOnce = 64;
-  float factors[kAtOnce + kLanes];
-  int32_t places[kLanes];
-  for (int i = 0; i < kLanes; ++i) places[i] = i / kShared;
-  const Places of_lanes = LoadPlaces(places);
-  const typename Read::Stored* from = static_cast<const typename Read::Stored*>(all.entries) + first * kShared;
-  for (int64_t f = 0; f < count; f += kAtOnce) {
-    const int64_t some = Min(kAtOnce, count - f);
-    std::memset(factors + some, 0, kLanes * sizeof(float));
-    ReadNumbers(all.factor_type, all.factors, first + f, 0, 1, some, factors);
-    int64_t i = 0;
-    for (; i + kLanes <= some * kShared; i += kLanes, from += kLanes, floats += kLanes) {
-      float found[kLanes];
-      ReadLanes<Read>(from, found);
-      const float* factor = factors + i / kShared;
-      Store(floats, Load(found) * (kShared >= kLanes ? Spread(*factor) : Pick(Load(factor), of_lanes)));
-    }
-    for (; i < some * kShared; ++i) *floats++ = Read::Of(*from++) * factors[i / kShared];
-  }
-}
-
-// The same from row `row` of entries on, if any number of them share a factor, the last ones of a row perhaps fewer.
-template <class Read>
-EFORMER_NOINLINE static void ReadSuperblocksOfRows(const BlockNumbers& all, int64_t row, int64_t stride, int64_t count,
-                                                   float* floats) {
-  const typename Read::Stored* from = static_cast<const typename Read::Stored*>(all.entries) + row * stride;
-  constexpr int64_t kAtOnce = 64;
-  float factors[kAtOnce];
-  int64_t left = stride;  // in this row
-  for (int64_t f = 0; f < count; f += kAtOnce) {
-    const int64_t some = Min(kAtOnce, count - f);
-    ReadNumbers(all.factor_type, all.factors, row * all.factor_row_step + f, 0, 1, some, factors);
-    for (int64_t i = 0; i < some; ++i) {
-      const int64_t shared = Min(all.per_factor, left);
-      const Vec factor = Spread(factors[i]);
-      int64_t j = 0;
-      for (; j + kLanes <= shared; j += kLanes) {
-        float found[kLanes];
-        ReadLanes<Read>(from + j, found);
-        Store(floats + j, Load(found) * factor);
-      }
-      for (; j < shared; ++j) floats[j] = Read::Of(from[j]) * factors[i];
-      from += shared;
-      floats += shared;
-      left = left == shared ? stride : left - shared;
-    }
-  }
-}
-
-// Reads `count` entries that run on into the following rows, and multiplies them by their factors, if there is a loop
-// that does both: for bytes that begin a row, in whole superblocks along the rows, or in whole rows.
-template <class Read>
-static inline bool ReadSuperblocks(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t count,
-                                   float* floats) {
-  const int64_t stride = m.BlockScaleStride(), superblocks = CeilDiv(stride, all.per_factor);
-  if (all.factor_row_step != superblocks) return false;
-  if (superblocks * all.per_factor != stride) {
-    if (count % stride != 0) return false;
-    ReadSuperblocksOfRows<Read>(all, row, stride, count / stride * superblocks, floats);
-    return true;
-  }
-  if (count % all.per_factor != 0) return false;
-  const int64_t first = row * superblocks, some = count / all.per_factor;
-  if (all.per_factor == 8) {
-    ReadSuperblocks<Read, 8>(all, first, some, floats);
-  } else if (all.per_factor == 16) {
-    ReadSuperblocks<Read, 16>(all, first, some, floats);
-  } else {
-    ReadSuperblocksOfRows<Read>(all, row, stride, some, floats);
-  }
-  return true;
-}
-
-static inline bool ReadSuperblocks(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col, int64_t count,
-                                   float* floats) {
-  if (m.packed_axis != 1 || col != 0 || count == 0) return false;
-  if (all.type == Number::kUint8) return ReadSuperblocks<ReadUint8>(m, all, row, count, floats);
-  return all.type == Number::kInt8 && ReadSuperblocks<ReadInt8>(m, all, row, count, floats);
-}
-
-// The same for entries that run on into the following rows.
-EFORMER_NOINLINE static void ScaleAllEntries(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col,
-                                             int64_t count, float* entries) {
-  const int64_t stride = m.BlockScaleStride();
-  for (; count > 0; ++row, col = 0) {
-    const int64_t some = Min(count, stride - col);
-    ScaleEntries(m, all, row, col, some, entries);
-    entries += some;
-    count -= some;
+  const int64_t end = col + count;
+  const int64_t each = all.factor_col_step == 0 ? end : m.packed_axis == 0 ? 1 : all.per_factor;  // neighbours
+  for (int64_t some; col < end; col += some, entries += some) {
+    const int64_t f = col / each, left = (f + 1) * each - col;  // in the superblock of `col`
+    const bool is_whole = left == each;
+    some = Min(end - col, is_whole ? kAtOnce * each : left);
+    ReadNumbers(all.factor_type, all.factors, first + f * all.factor_col_step, 0, 1, is_whole ? CeilDiv(some, each) : 1,
+                factors);
+    MultiplyByFactors(factors, each, some, entries);
   }
 }
 
@@ -134,32 +50,47 @@ EFORMER_NOINLINE static void ScaleAllEntries(const Matrix& m, const BlockNumbers
 EFORMER_NOINLINE static void ReadMapped(const BlockNumbers& all, int64_t start, int64_t count, float* floats) {
   const uint8_t* codes = static_cast<const uint8_t*>(all.entries) + start;
   const float* factors = static_cast<const float*>(all.factors);
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const int64_t some = Min(kLanes, count - i);
-    float values[kLanes] = {}, factor[kLanes];
-    for (int64_t j = 0; j < some; ++j) values[j] = all.map[codes[i + j]];
-    const int64_t first = (start + i) / kMappedBlock, last = (start + i + some - 1) / kMappedBlock;
-    for (int64_t j = 0; j < kLanes; ++j) factor[j] = factors[(start + i + j) / kMappedBlock <= first ? first : last];
-    Strip found{};
-    found.v[0] = Load(values) * Load(factor);
-    Store(values, Rounded(found).v[0] + Spread(*all.mean));  // rounded twice, as the oracle does
-    std::memcpy(floats + i, values, some * sizeof(float));
+  for (int64_t i = 0, some; i < count; i += some) {
+    some = Min(count - i, kMappedBlock - (start + i) % kMappedBlock);
+    for (int64_t j = i; j < i + some; ++j) floats[j] = all.map[codes[j]];
+    MultiplyByFactors(factors + (start + i) / kMappedBlock, some, some, floats + i);
+  }
+  const float mean = *all.mean;
+  for (int64_t i = 0; i < count; ++i) floats[i] += mean;  // the products are rounded, as the oracle's
+}
+
+// Copies `count` neighbouring entries in each of several rows, one row behind the other. They may run on into the
+// following rows.
+EFORMER_NOINLINE static void CopyNumbers(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t rows,
+                                         int64_t col, int64_t count, float* to) {
+  const int64_t stride = m.BlockScaleStride(), start = row * stride + col;
+  if (all.map != nullptr) {
+    for (int64_t i = 0; i < rows; ++i) ReadMapped(all, start + i * stride, count, to + i * count);
+    return;
+  }
+  ReadNumbers(all.type, all.entries, start, stride, rows, count, to);
+  if (all.factors == nullptr) return;
+  const int64_t row_step = all.factor_row_step, col_step = all.factor_col_step;
+  if (row_step == 0 && col_step == 0) return ScaleEntries(m, all, row, col, rows * count, to);  // by one factor
+  // Factors of whole superblocks run on into the following rows, too.
+  const bool runs_on = m.packed_axis == 1 && col_step == 1 && row_step * all.per_factor == stride;
+  for (int64_t i = 0; i < rows; ++i) {
+    int64_t from = col;
+    for (int64_t r = row + i, left = count, some; left > 0; ++r, from = 0, left -= some, to += some) {
+      some = runs_on ? left : Min(left, stride - from);
+      ScaleEntries(m, all, r, from, some, to);
+    }
   }
 }
 
-// `count` neighbouring entries, as float32: in place if they are stored so, else in `buffer`. They may run on into the
-// following rows.
+// `count` neighbouring entries, which may run on into the following rows: where they are stored, if that is as float32,
+// else in `buffer`.
 static inline const float* NumbersAt(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col, int64_t count,
                                      float* buffer) {
-  const int64_t start = row * m.BlockScaleStride() + col;
-  if (all.type == Number::kFloat32 && all.factors == nullptr) return static_cast<const float*>(all.entries) + start;
-  if (all.map != nullptr) {
-    ReadMapped(all, start, count, buffer);
-    return buffer;
+  if (all.type == Number::kFloat32 && all.factors == nullptr) {
+    return static_cast<const float*>(all.entries) + row * m.BlockScaleStride() + col;
   }
-  if (all.factors != nullptr && ReadSuperblocks(m, all, row, col, count, buffer)) return buffer;
-  ReadNumbers(all.type, all.entries, start, 0, 1, count, buffer);
-  if (all.factors != nullptr) ScaleAllEntries(m, all, row, col, count, buffer);
+  CopyNumbers(m, all, row, 1, col, count, buffer);
   return buffer;
 }
 
@@ -181,7 +112,7 @@ constexpr int64_t BytesOf(Number type) {
 }
 
 // Prefetches what ScalesAt and OffsetsAt will read: too little at a time for the processor to find out by itself.
-static inline void PrefetchScales(const Matrix& m, int64_t row, int64_t col, int64_t count) {
+EFORMER_NOINLINE static void PrefetchScales(const Matrix& m, int64_t row, int64_t col, int64_t count) {
   const int64_t stride = m.BlockScaleStride(), all_rows = m.packed_axis == 0 ? CeilDiv(m.rows, m.block) : m.rows;
   if (row >= all_rows) return;
   for (const BlockNumbers* all : {&m.scales, &m.offsets}) {
@@ -194,9 +125,16 @@ static inline void PrefetchScales(const Matrix& m, int64_t row, int64_t col, int
   }
 }
 
-// What to add to scale * (value - centre), given `found`, the offsets or zeros of these blocks as they are stored.
-static inline const float* OffsetsOf(const Matrix& m, int64_t count, float centre, const float* scales,
-                                     const float* found, float* buffer) {
+// What to add to scale * (value - centre) for the same blocks, where `value` is that of the format's header and
+// `scales` are from ScalesAt; nullptr if nothing.
+EFORMER_NOINLINE static const float* OffsetsAt(const Matrix& m, int64_t row, int64_t col, int64_t count, float centre,
+                                               const float* scales, float* buffer) {
+  if (m.offsets.entries == nullptr) {
+    if (centre == m.centre) return nullptr;
+    for (int64_t i = 0; i < count; ++i) buffer[i] = scales[i] * (centre - m.centre);
+    return buffer;
+  }
+  const float* found = NumbersAt(m, m.offsets, row, col, count, buffer);
   if (m.offsets_are_zeros) {
     for (int64_t i = 0; i < count; ++i) buffer[i] = scales[i] * (centre - found[i]);
     return buffer;
@@ -204,18 +142,6 @@ static inline const float* OffsetsOf(const Matrix& m, int64_t count, float centr
   if (centre == 0) return found;
   for (int64_t i = 0; i < count; ++i) buffer[i] = found[i] + scales[i] * centre;
   return buffer;
-}
-
-// What to add to scale * (value - centre) for the same blocks, where `value` is that of the format's header and
-// `scales` are from ScalesAt; nullptr if nothing.
-static inline const float* OffsetsAt(const Matrix& m, int64_t row, int64_t col, int64_t count, float centre,
-                                     const float* scales, float* buffer) {
-  if (m.offsets.entries == nullptr) {
-    if (centre == m.centre) return nullptr;
-    for (int64_t i = 0; i < count; ++i) buffer[i] = scales[i] * (centre - m.centre);
-    return buffer;
-  }
-  return OffsetsOf(m, count, centre, scales, NumbersAt(m, m.offsets, row, col, count, buffer), buffer);
 }
 
 // Numbers of neighbouring blocks: where they are stored, as float32 or bfloat16, or in a buffer of floats.
@@ -236,19 +162,16 @@ struct RowOfNumbers {
   // A vector of them, from number `i` on.
   template <class Vector>
   EFORMER_INLINE Vector At(int64_t i) const {
-    constexpr int kCount = sizeof(Vector) / sizeof(float);
     Vector found;
-    if (is_narrow) {
-      const uint16_t* from = static_cast<const uint16_t*>(entries) + i;
-      float floats[kCount];
-      if constexpr (kCount == kLanes) {
-        ReadLanes<ReadBfloat16>(from, floats);
-      } else {
-        for (int j = 0; j < kCount; ++j) floats[j] = ReadBfloat16::Of(from[j]);
-      }
-      std::memcpy(&found, floats, sizeof found);
-    } else {
+    const uint16_t* narrow = static_cast<const uint16_t*>(entries) + i;
+    if (!is_narrow) {
       std::memcpy(&found, static_cast<const float*>(entries) + i, sizeof found);
+    } else if constexpr (sizeof(Vector) == sizeof(Vec)) {
+      found = (Vector)ReadBfloat16::Of(LoadWords(narrow));
+    } else {
+      uint32_t words[sizeof(Vector) / sizeof(float)];
+      for (uint32_t& word : words) word = static_cast<uint32_t>(*narrow++) << 16;
+      std::memcpy(&found, words, sizeof found);
     }
     return found;
   }
@@ -279,7 +202,7 @@ struct ScaleBuffers {
   alignas(64) float offsets[kSliceColumns];
 
   // Those of block row `row`, for `count` columns from `col` on. Zeros follow them up to a multiple of kPanelColumns.
-  RowOfScales Take(const Matrix& m, int64_t row, int64_t col, int64_t count, float centre) {
+  EFORMER_NOINLINE RowOfScales Take(const Matrix& m, int64_t row, int64_t col, int64_t count, float centre) {
     const int64_t start = row * m.BlockScaleStride() + col, padding = -count & (kPanelColumns - 1);
     const bool has_stored = m.offsets.entries != nullptr;
     RowOfScales found;
@@ -309,7 +232,7 @@ struct ScalesAhead {
   const char* end[2] = {};
 
   ScalesAhead() = default;
-  ScalesAhead(const Matrix& m, int64_t row, int64_t col, int64_t count) {
+  EFORMER_NOINLINE ScalesAhead(const Matrix& m, int64_t row, int64_t col, int64_t count) {
     if (row >= CeilDiv(m.rows, m.block)) return;
     for (int i = 0; i < 2; ++i) {
       const BlockNumbers& all = i == 0 ? m.scales : m.offsets;
@@ -330,33 +253,5 @@ struct ScalesAhead {
     }
   }
 };
-
-// Copies numbers of `count` neighbouring blocks in each of several rows, one row behind the other.
-static inline void CopyNumbers(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t rows, int64_t col,
-                               int64_t count, float* to) {
-  const int64_t stride = m.BlockScaleStride();
-  for (int64_t i = 0; i < rows && all.map != nullptr; ++i) {
-    ReadMapped(all, (row + i) * stride + col, count, to + i * count);
-  }
-  if (all.map != nullptr) return;
-  ReadNumbers(all.type, all.entries, row * stride + col, stride, rows, count, to);
-  for (int64_t i = 0; i < rows && all.factors != nullptr; ++i) {
-    ScaleAllEntries(m, all, row + i, col, count, to + i * count);
-  }
-}
-
-// The scales of `count` neighbouring blocks in each of several rows, one row behind the other, and what to add to
-// scale * (value - centre); false if nothing.
-static inline bool CopyScales(const Matrix& m, int64_t row, int64_t rows, int64_t col, int64_t count, float centre,
-                              float* scales, float* offsets) {
-  CopyNumbers(m, m.scales, row, rows, col, count, scales);
-  if (m.offsets.entries != nullptr) {
-    CopyNumbers(m, m.offsets, row, rows, col, count, offsets);
-    OffsetsOf(m, rows * count, centre, scales, offsets, offsets);
-    return true;
-  }
-  for (int64_t i = 0; i < rows * count; ++i) offsets[i] = scales[i] * (centre - m.centre);
-  return centre != m.centre;
-}
 
 }  // namespace eformer::EFORMER_ISA

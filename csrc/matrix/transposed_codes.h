@@ -87,9 +87,6 @@ struct TransposedCodes {
   // and other scales are those of columns.
   static bool Fits(const Matrix& m, int64_t k0, int64_t depth) {
     if (m.contracted_axis == 0 || depth > kMaxDepth || k0 % 8 != 0) return false;
-    for (int bits : Format::kPlaneBits) {
-      if (m.packed_axis == 0 && bits == 1) return false;
-    }
     if (Format::kScales == ScaleKind::kBroadcast) return m.scale == nullptr || m.scale_row_step == 0;
     if (m.block < kMinBlock) return false;
     if (m.packed_axis == 0) return m.block % kPanelColumns == 0 || kPanelColumns % m.block == 0;
@@ -146,7 +143,7 @@ struct TransposedCodes {
       for (; b + 16 <= bytes; b += 16) std::memcpy(line + b, from + b, 16);
       if (b < bytes) std::memcpy(line + b, from + b, bytes - b);
     }
-    const int64_t at_once = Min(all_rows, sizeof(WidestBytes));
+    const int64_t at_once = Min(Max(all_rows, sizeof(Sixteen)), sizeof(WidestBytes));  // of eight, with eight others
     auto transpose = TransposeBytes<WidestBytes>;
     if (at_once == sizeof(Bytes)) transpose = TransposeBytes<TwoLanes>;
     if (at_once == sizeof(Sixteen)) transpose = TransposeBytes<Sixteen>;

@@ -244,6 +244,15 @@ EFORMER_INLINE Words ShiftEach(Words words, Words shifts) {
 #endif
 }
 
+// Each word rotated down by the lowest five bits of its shift.
+EFORMER_INLINE Words RotateEach(Words words, Words shifts) {
+#if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)
+  return (Words)_mm512_rorv_epi32((__m512i)words, (__m512i)shifts);
+#else
+  return ShiftEach(words, shifts & 31) | (words << (-shifts & 31));
+#endif
+}
+
 // The bits of `a` where `mask` has bits, and those of `b` elsewhere.
 EFORMER_INLINE Words Select(uint32_t mask, Words a, Words b) {
 #if defined(EFORMER_AVX512) && !defined(EFORMER_EMULATE_AVX512)

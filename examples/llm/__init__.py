@@ -25,11 +25,11 @@ with _no_collection():
     from .files import open_model as open_model
     from .files import read_config as read_config
     from .generation import Request as Request
-    from .generation import Sampling as Sampling
     from .generation import generate as generate
     from .model import Config as Config
     from .model import empty_cache as empty_cache
     from .model import forward as forward
     from .model import hidden as hidden
     from .model import logits as logits
+    from .sampling import Sampling as Sampling
     from .tokenizer import Tokenizer as Tokenizer

@@ -21,7 +21,7 @@ LONGEST = 1 << 20  # characters more than the messages have
 def render(template: str, messages: Sequence[Mapping[str, str]]) -> str:
     """The prompt that the template makes of messages; a ValueError if it refuses them, fails, or exceeds its limits."""
     if importlib.util.find_spec("jinja2") is None:
-        raise ImportError('text needs the package jinja2: pip install "eformer[llm]"')
+        raise ImportError("text needs the package jinja2: pip install tokenizers jinja2")
     given = json.dumps({"path": sys.path, "template": template, "messages": list(messages)})
     command = [sys.executable, "-I", "-S", __file__]
     try:

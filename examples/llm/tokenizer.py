@@ -175,4 +175,4 @@ def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ImportError(f'text needs the package {name}: pip install "eformer[llm]"') from None
+        raise ImportError(f"text needs the package {name}: pip install tokenizers jinja2") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
-AVX2 = ("-DEFORMER_ISA=avx2", "-mavx2", "-mfma")
+AVX2 = ("-DEFORMER_ISA=avx2", "-mavx2", "-mfma", "-mf16c")
 NEON = ("-DEFORMER_ISA=neon", "-march=armv8-a", "-DEFORMER_NEON")
 ARM = ("-DEFORMER_ISA=neon_i8mm", "-march=armv8.2-a+dotprod+i8mm", "-DEFORMER_NEON")
 EMULATED = (*AVX2[1:], "-DEFORMER_EMULATE_AVX512", "-DEFORMER_VNNI")

@@ -18,7 +18,7 @@ def progress_bar(what: str | None = None, stream: TextIO | None = None) -> Itera
         from rich import progress as rich
         from rich.console import Console
     except ImportError:
-        raise ImportError('a progress bar needs rich: pip install "eformer[cli]"') from None
+        raise ImportError("a progress bar needs rich: pip install rich") from None
     columns = (
         rich.TextColumn("{task.description}", markup=False),
         rich.BarColumn(),

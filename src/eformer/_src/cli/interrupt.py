@@ -94,6 +94,27 @@ def _raise_once(*_: object) -> None:
 
 
 @contextlib.contextmanager
+def answered_by() -> Iterator[threading.Event]:
+    """During this block, Ctrl-C sets the event that is yielded, and ends nothing; the second one ends the process."""
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+
+    def press(*_: object) -> None:
+        if pressed.is_set():
+            leave()
+        pressed.set()
+
+    waking, before = signal.set_wakeup_fd(-1), signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+
+
+@contextlib.contextmanager
 def handled_by(handler: Callable[..., None]) -> Iterator[None]:
     """During this block, `handler` handles Ctrl-C: in the main thread, and only if nobody else has set a handler."""
     free = signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -16,6 +16,7 @@ from eformer._src.text import printable
 
 from .commands import bench as _bench
 from .commands import calibrate as _calibrate
+from .commands import chat as _chat
 from .commands import compare as _compare
 from .commands import completion as _completion
 from .commands import convert as _convert
@@ -23,6 +24,7 @@ from .commands import demo as _demo
 from .commands import inspect as _inspect
 from .commands import lora as _lora
 from .commands import quantize as _quantize
+from .commands import write as _write
 from .interrupt import INTERRUPTED, LINE
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
@@ -33,6 +35,8 @@ COMMANDS = {
     "compare": _compare,
     "convert": _convert,
     "lora": _lora,
+    "run": _write,
+    "chat": _chat,
     "bench": _bench,
     "demo": _demo,
     "completion": _completion,
@@ -69,7 +73,8 @@ def run(argv: Sequence[str] | None) -> int:
         return _fail(str(error), WRONG_USAGE)
     try:
         answer = COMMANDS[args.command].run(args)
-        print(answer.to_json() if args.json else answer.text, flush=True)
+        if args.json or answer.lines:  # what `run` and `chat` wrote is printed already
+            print(answer.to_json() if args.json else answer.text, flush=True)
     except KeyboardInterrupt:
         return _fail(f"eformer {args.command}: {LINE}", INTERRUPTED)
     except BrokenPipeError:  # the reader has seen enough, as in `eformer inspect FILE | head`

@@ -213,7 +213,7 @@ class GgufEntry(Entry):
         raise self.wrong(what)
 
     def _without_package(self) -> CheckpointError:
-        return self.wrong(f'its type {self.kind} is decoded by the package gguf: pip install "eformer[gguf]"')
+        return self.wrong(f"its type {self.kind} is decoded by the package gguf: pip install gguf")
 
 
 class BlockLeaf(Unread):
