@@ -47,7 +47,14 @@ def test_a_file_or_two_add_a_format(tmp_path: Path):
     for name, text in files:
         (copy / name).write_text(text)
     run(
-        "cmake", "-S", copy, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-DEFORMER_SETS=portable", cwd=tmp_path
+        "cmake",
+        "-S",
+        copy,
+        "-B",
+        build,
+        f"-DPython_EXECUTABLE={sys.executable}",
+        "-DEFORMER_SETS=portable",
+        cwd=tmp_path,
     )
     run("cmake", "--build", build, "--parallel", "2", cwd=tmp_path)
     shutil.copy(build / "libeformer.so", copy / "src/eformer/_src/kernels/cpu")
