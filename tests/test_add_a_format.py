@@ -47,13 +47,8 @@ def test_a_file_or_two_add_a_format(tmp_path: Path):
     for name, text in files:
         (copy / name).write_text(text)
     run(
-        "cmake",
-        "-S",
-        copy,
-        "-B",
-        build,
+        *("cmake", "-S", copy, "-B", build, "-DEFORMER_SETS=portable"),
         f"-DPython_EXECUTABLE={sys.executable}",
-        "-DEFORMER_SETS=portable",
         cwd=tmp_path,
     )
     run("cmake", "--build", build, "--parallel", "2", cwd=tmp_path)

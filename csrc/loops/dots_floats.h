@@ -401,16 +401,8 @@ class Dots {
 
   template <Kind kKind, bool kAlong>
   static TileFunction TileOf(int64_t rows) {
-    static constexpr TileFunction kAll[] = {nullptr,
-                                            Tile<1, kKind, kAlong>,
-                                            Tile<2, kKind, kAlong>,
-                                            nullptr,
-                                            Tile<4, kKind, kAlong>,
-                                            nullptr,
-                                            nullptr,
-                                            nullptr,
-                                            Tile<kDotTileRows, kKind, kAlong>};
-    return kAll[rows];
+    if (rows <= 2) return rows == 1 ? Tile<1, kKind, kAlong> : Tile<2, kKind, kAlong>;
+    return rows <= 4 ? Tile<4, kKind, kAlong> : Tile<kDotTileRows, kKind, kAlong>;
   }
 
   TileFunction TileOf(Kind kind, int64_t rows) const {

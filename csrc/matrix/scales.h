@@ -50,17 +50,13 @@ static inline void ScaleEntries(const Matrix& m, const BlockNumbers& all, int64_
 EFORMER_NOINLINE static void ReadMapped(const BlockNumbers& all, int64_t start, int64_t count, float* floats) {
   const uint8_t* codes = static_cast<const uint8_t*>(all.entries) + start;
   const float* factors = static_cast<const float*>(all.factors);
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const int64_t some = Min(kLanes, count - i);
-    float values[kLanes] = {}, factor[kLanes];
-    for (int64_t j = 0; j < some; ++j) values[j] = all.map[codes[i + j]];
-    const int64_t first = (start + i) / kMappedBlock, last = (start + i + some - 1) / kMappedBlock;
-    for (int64_t j = 0; j < kLanes; ++j) factor[j] = factors[(start + i + j) / kMappedBlock <= first ? first : last];
-    Strip found{};
-    found.v[0] = Load(values) * Load(factor);
-    Store(values, Rounded(found).v[0] + Spread(*all.mean));  // rounded twice, as the oracle does
-    std::memcpy(floats + i, values, some * sizeof(float));
+  for (int64_t i = 0, some; i < count; i += some) {
+    some = Min(count - i, kMappedBlock - (start + i) % kMappedBlock);
+    for (int64_t j = i; j < i + some; ++j) floats[j] = all.map[codes[j]];
+    MultiplyByFactors(factors + (start + i) / kMappedBlock, some, some, floats + i);
   }
+  const float mean = *all.mean;
+  for (int64_t i = 0; i < count; ++i) floats[i] += mean;  // the products are rounded, as the oracle's
 }
 
 // Copies `count` neighbouring entries in each of several rows, one row behind the other. They may run on into the
