@@ -46,10 +46,10 @@ class LanguageModel:
     What the last text and the next one have in common is not read again.
     """
 
-    def __init__(self, model: Model, *, longest: int = 4096, seed: int = 0) -> None:
+    def __init__(self, model: Model, *, longest: int = 4096, seed: int = 0, rows: int = 1) -> None:
         self.params, self.config = model.params, model.config
         self.tokenizer: Tokenizer = model.tokenizer()
-        self.engine = Engine(model.params, model.config, self.tokenizer.ends, longest=longest, seed=seed)
+        self.engine = Engine(model.params, model.config, self.tokenizer.ends, rows=rows, longest=longest, seed=seed)
         self.last: Result | None = None
         self._per_token = TURN
 
@@ -107,6 +107,7 @@ def load(
     adapter: str | Path | None = None,
     longest: int = 4096,
     seed: int = 0,
+    rows: int = 1,
     folder: str | Path = "models",
     say: Callable[[str], object] = print,
     progress: Progress | None = None,
@@ -115,13 +116,13 @@ def load(
 
     `format` is "auto" (as in the file where it is quantized, INT4 elsewhere), "file", "float32" or that of
     `eformer.quantize`, with options: "int4,block_size=32". `adapter` is a folder of PEFT's LoRA. A text takes up to
-    `longest` tokens with its prompt.
+    `longest` tokens with its prompt, and the engine has `rows` of texts.
     """
     path = find(str(model), Path(folder), say)
     loaded = load_model(path, _change(format, embeddings, activations), progress)
     if adapter is not None:
         loaded = loaded._replace(params=with_adapter(loaded, adapter))
-    return LanguageModel(loaded, longest=longest, seed=seed)
+    return LanguageModel(loaded, longest=longest, seed=seed, rows=rows)
 
 
 def _change(format: str, embeddings: str, activations: str) -> Change:

@@ -24,6 +24,7 @@ from .commands import demo as _demo
 from .commands import inspect as _inspect
 from .commands import lora as _lora
 from .commands import quantize as _quantize
+from .commands import serve as _serve
 from .commands import write as _write
 from .interrupt import INTERRUPTED, LINE
 
@@ -37,6 +38,7 @@ COMMANDS = {
     "lora": _lora,
     "run": _write,
     "chat": _chat,
+    "serve": _serve,
     "bench": _bench,
     "demo": _demo,
     "completion": _completion,

@@ -62,6 +62,7 @@ class Conversation:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     language_model.configure(parser)
+    language_model.configure_answers(parser)
 
 
 def run(args: argparse.Namespace) -> Answer:

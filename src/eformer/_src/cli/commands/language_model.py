@@ -29,25 +29,30 @@ COMPILED = "jax_compilation_cache_dir"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a model and of how it answers."""
+    """Add the options of a model."""
     parser.add_argument("model", metavar="MODEL", help="a file, a folder, or the name of a known model")
     add = parser.add_argument
     add("--format", default="auto", help="auto: as in the file, where dense INT4; file; float32; or a format (auto)")
     add("--embeddings", default="int8", metavar="FORMAT", help="that of embeddings and output, where --format acts")
     add("--activations", choices=("float", "int8"), default="float", help="int8: faster and less exact (float)")
     add("--adapter", type=Path, metavar="FOLDER", help="a LoRA adapter, as PEFT writes it")
+    add("--context", type=positive, default=4096, metavar="N", help="tokens of the whole text, at most (4096)")
+    add("--seed", type=int, default=0, help="of the random choices (0)")
+    add("--models", type=Path, metavar="FOLDER", help="where fetched models are kept")
+    add("--quiet", action="store_true", help="print nothing but answers and errors")
+
+
+def configure_answers(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how a model answers."""
+    add = parser.add_argument
     add("--system", metavar="TEXT", help="what the model is told about its role")
     add("--max-tokens", type=positive, metavar="N", help="in one answer (default: as many as there is room for)")
-    add("--context", type=positive, default=4096, metavar="N", help="tokens of the whole text, at most (4096)")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)")
     add("--top-k", type=int, default=0, metavar="N", help="choose among so many of the likeliest (0: all)")
     add("--top-p", type=float, default=1.0, metavar="P", help="of these, the fewest with this probability (1: all)")
     add("--min-p", type=float, default=0.0, metavar="P", help="of these, those with this part of the likeliest's (0)")
     add("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1, tokens of the text lose (1)")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be given several times")
-    add("--seed", type=int, default=0, help="of the random choices (0)")
-    add("--models", type=Path, metavar="FOLDER", help="where fetched models are kept")
-    add("--quiet", action="store_true", help="print no times to standard error")
 
 
 def cache_folder() -> Path:
@@ -55,7 +60,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eformer"
 
 
-def load(args: argparse.Namespace) -> Any:  # a `LanguageModel` of the example, which is imported only here
+def load(
+    args: argparse.Namespace, *, rows: int = 1
+) -> Any:  # a `LanguageModel` of the example, which is imported only here
     """The model, with programs kept from run to run unless JAX was told where to keep them."""
     if getattr(jax.config, COMPILED) is None:
         jax.config.update(COMPILED, str(cache_folder() / "compiled"))
@@ -70,6 +77,7 @@ def load(args: argparse.Namespace) -> Any:  # a `LanguageModel` of the example, 
             adapter=args.adapter,
             longest=args.context,
             seed=args.seed,
+            rows=rows,
             folder=args.models or cache_folder() / "models",
             say=lambda text: stage(text, sys.stderr),
             progress=progress if not args.quiet and sys.stderr.isatty() else None,

@@ -24,6 +24,7 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     language_model.configure(parser)
+    language_model.configure_answers(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="what it answers; - reads standard input")
     parser.add_argument("--raw", action="store_true", help="go on with the text, without the model's chat template")
 
