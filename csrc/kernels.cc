@@ -42,7 +42,7 @@ EFORMER_FORMATS(EFORMER_CHECK_FORMAT)
 
 #if defined(EFORMER_EXTENDS)
 
-// The kernels of another instruction set, which are not compiled again, and those that this one has better.
+// Takes the kernels of another instruction set as they are compiled, and replaces those that are faster here.
 template <class Format>
 static void Replace(Kernels& kernels) {
   kernels.byte_order = ByteOrderOf<Format>;

@@ -11,7 +11,7 @@ struct Rounding {
   bool values;  // of the matrix to bfloat16, if x is bfloat16
 };
 
-// A matmul of so many rows of x with a matrix.
+// A matmul of `rows` rows of x with a matrix.
 struct Problem {
   const InstructionSet& instructions;
   const Kernels& kernels;

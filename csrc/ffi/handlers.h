@@ -13,7 +13,7 @@ XLA_FFI_Handler* MatmulsHandler();   // x, index, buffers of matrices... -> x @ 
 XLA_FFI_Handler* SegmentsHandler();  // x, codes... -> x @ matrix of bits in float32
 XLA_FFI_Handler* DecodeHandler();    // planes of codes..., scales... -> the matrix in float32
 
-// The loop that multiplies so many rows of x with a matrix, for `contracted_axis` 0 or 1; or what is wrong.
+// The name of the loop that runs this matmul, or what is wrong with the query. `contracted_axis` is 0 or 1.
 struct LoopQuery {
   const char *format, *instruction_set;  // "" is the best there is
   int64_t x_rows, rows, cols, packed_axis, contracted_axis, block_size;

@@ -109,7 +109,7 @@ std::string ShapeOf(std::initializer_list<int64_t> shape);
 ffi::Error CheckResult(const ffi::AnyBuffer& y, int64_t count, int64_t rows, int64_t width, int64_t& size);
 
 // Takes the buffers of codes, uint8 or int8 (count, rows, cols), each shorter along the packed axis by its values per
-// byte, and then those that `scale_names` names. Of kBroadcast: none, or "scale", float32 (count, rows or 1, cols or
+// byte, and then the buffers in `scale_names`. Of kBroadcast: none, or "scale", float32 (count, rows or 1, cols or
 // 1). Of kPerBlock, where `blocks` is (count, rows / block_size, cols) or (count, rows, cols / block_size):
 //
 //   scale         `blocks`: float32, bfloat16, float16, float8_e8m0fnu, float8_e4m3fn, or with scale_scale uint8 or

@@ -17,7 +17,7 @@ constexpr int kVectorRows = 8;  // rows of x in a vector
 
 typedef float RowVector __attribute__((vector_size(4 * kVectorRows)));
 
-// y[j] = the sum of x[i] over all i whose codes[0][i] has bit j, the highest first, minus the same for codes[1]. `sums`
+// y[j] = the sum of x[i] where codes[0][i] has bit j (bit 0 is the highest), minus that sum for codes[1]. `sums`
 // has room for 2^k values; a code is masked to its k bits, as in reference.py. Elements without the bit are multiplied
 // by 0, so that infinities give NaN as in a dense matmul.
 template <class Value, class Code>

@@ -146,8 +146,8 @@ inline Work CutRowMatmul(const Stack& stack, const PartMatmul& matmul, float* y)
   return work;
 }
 
-// In how many tasks to cut work of so many multiplications, of which there are `others` alike: some for each thread, so
-// that all end at about the same time, but no smaller than kTaskValues, which take about 10 microseconds.
+// How many tasks to cut `multiplications` into, where `others` pieces of work of this size run beside each other: some
+// tasks a thread, so that all threads end at about the same time; none below kTaskValues, about 10 microseconds.
 inline int64_t TasksWorth(ffi::ThreadPool& pool, int64_t multiplications, int64_t others) {
   return std::min(multiplications / kTaskValues, CeilDiv(kThreadTasks * pool.num_threads(), others));
 }

@@ -5,7 +5,7 @@
 
 namespace eformer {
 
-// The rows of x for each matrix, times its outer scale.
+// x as bytes, a batch for each matrix, times the outer scale of that matrix.
 struct ByteRows {
   const Stack& stack;
   const ffi::AnyBuffer& x;

@@ -49,7 +49,7 @@ constexpr int64_t kMinChunkRows = 48;  // rows of x in a call: for less, decodin
 struct TaskColumns {
   int64_t least;
   int64_t most;
-  int64_t depth_parts = 1;  // parts of the contracted axis, so that there are enough tasks of so many columns
+  int64_t depth_parts = 1;  // parts of the contracted axis, where columns alone make too few tasks
 };
 
 // For Kernels::matmul or Kernels::bfloat_matmul.
@@ -94,7 +94,7 @@ struct OuterScale {
   }
 };
 
-// `Scales(rows)` of each kind of rows says whether so many are times the outer scale of their matrix.
+// `Scales(rows)`: whether this form of x already contains the outer scale when a call has `rows` rows.
 
 // One row of x for each matrix, followed by zeros.
 struct SingleRows {
@@ -115,8 +115,8 @@ struct SingleRows {
   }
 };
 
-// The rows of x for each matrix, times its outer scale if `scales`, with zeros up to `stride`, and in the order of
-// InstructionSet::put_in_lanes if `in_lanes`: x itself if it is float32 and all of that leaves it as it is.
+// x as floats, a batch for each matrix: times its outer scale if `scales`, padded with zeros up to `stride`, and in the
+// order of InstructionSet::put_in_lanes if `in_lanes`. Not copied if x is float32 and none of this changes it.
 struct FloatRows {
   int64_t rows;
   int64_t stride;

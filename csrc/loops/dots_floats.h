@@ -1,5 +1,5 @@
 // Up to 24 rows of float x times the transpose of a matrix, x @ q.T: dot products along rows of codes, which are
-// decoded in registers and never stored. A tile has the sums of its rows of x times two or four rows of the matrix.
+// decoded in registers and never stored. A tile sums the products of its rows of x with two or four rows of the matrix.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace eformer::EFORMER_ISA {
 
-// Sums that fit into registers beside what is decoded, and rows of x in a tile.
+// kTileSums: sums that fit into registers beside the decoded values. kDotTileRows: rows of x in a tile (MR).
 constexpr int kTileSums = kLanes == 8 ? 8 : 16;
 constexpr int kDotTileRows = kLanes == 8 ? 4 : 8;
 

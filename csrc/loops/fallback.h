@@ -1,5 +1,5 @@
-// Few rows of x times any matrix, by runs of decoded values: right for every block, scale and x, also where sums of
-// unscaled values would overflow.
+// The fallback: few rows of x times any matrix, run by run of decoded values. It is correct for every block size, scale
+// and x, also where sums of unscaled values would overflow.
 #pragma once
 
 #include "matrix/decode_rows.h"

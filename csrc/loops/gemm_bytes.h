@@ -92,7 +92,7 @@ struct ByteGemm {
     }
   }
 
-  // For few rows of x: a row of blocks after the other, which is read panel by panel, while the next is prefetched.
+  // For few rows of x: one row of blocks at a time, panel by panel, while the next row is prefetched.
   void ByBlocks() {
     struct Ahead {
       RowsAhead<false> rows;
@@ -179,7 +179,7 @@ struct ByteGemm {
   }
 };
 
-// Whether so few rows of x are multiplied without panels.
+// Whether `rows` rows of x are few enough to multiply without packing panels.
 template <int kParts>
 EFORMER_INLINE bool ByStripes(const Matrix& m, int64_t rows) {
   return m.contracted_axis == 0 && rows <= kMostStripeRows<kParts>;

@@ -14,12 +14,12 @@ constexpr int kTileRows = 8;
 constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 #endif
 
-// Those of many, of which each is multiplied by all columns of a panel where there are registers for that: less of x is
-// read. Else a part of the columns stays in L1.
+// Rows of a tile where x has many (MR), and its columns (NR): all columns of a panel where registers suffice, so that x
+// is read less often; otherwise as many columns as stay in L1.
 constexpr int kManyTileRows = kLanes == 16 ? kTileRows / 2 : kTileRows;
 constexpr int64_t kManyTileColumns = kLanes == 16 ? kPanelColumns : 2 * kLanes;
 
-// The sums of kRows rows of x.
+// The micro-kernel: sums of kRows rows of x times a panel.
 template <int kRows>
 struct Tile {
   static constexpr int kVectors = 2 * kRows <= kTileRows ? 4 : 2;

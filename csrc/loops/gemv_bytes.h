@@ -17,8 +17,8 @@ constexpr int64_t kLineRows = 16;
 // Rows of x that share what is read; more are multiplied by panels.
 constexpr int kStripeRows = 1;
 
-// Prefetches the rows behind those that are read side by side, one after the other from end to end: of rows side by
-// side, memory gives less.
+// Prefetches the next rows one after the other, each from end to end. Memory is slower where several rows are fetched
+// side by side.
 template <bool kIntoL1>
 struct RowsAhead {
   const uint8_t *at, *end;  // what is next, and where its row ends
@@ -34,7 +34,7 @@ struct RowsAhead {
   }
 };
 
-// kRows rows of x.
+// kRows rows of x times a stripe of columns.
 template <class Format, bool kPacked, int kParts, int kRows>
 struct Stripe {
   static constexpr int kPlaces = kPacked ? kValuesPerByte<Format> : 1;

@@ -36,7 +36,7 @@ constexpr int kByteTileRows = kParts == 1           ? kTileLines
                               : kTileLines < kParts ? 1
                                                     : kTileLines / kParts;
 
-// Vectors of columns whose sums are in registers together with those of `rows` rows of x.
+// Vectors of columns in a register tile of `rows` rows of x.
 template <class Dots, int kParts>
 constexpr int TileVectors(int rows) {
   const int lines = rows * kParts;

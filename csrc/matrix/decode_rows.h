@@ -46,7 +46,7 @@ EFORMER_INLINE Decoder<Format> ExactDecoder(const Matrix& m) {
   return Decoder<Format>(m, Format::kScales == ScaleKind::kPerBlock ? m.centre : 0);
 }
 
-// The numbers of the blocks that 64 columns of a row are in, from column `c` on; zeros behind those that are present.
+// The scales (or offsets) of 64 columns of a row from column `c` on, one for each column; zeros beyond `present`.
 EFORMER_NOINLINE static void NumbersOfRun(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t c,
                                           int64_t present, float* to) {
   float found[kRunValues];

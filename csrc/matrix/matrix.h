@@ -151,7 +151,7 @@ struct ByteOrder {
   int64_t scaled;  // values of x whose sums are scaled together: a multiple of `block`
 };
 
-// A group of rows of x as bytes. What blocks have is adjacent for the rows of the group too.
+// A group of rows of x as bytes. The steps, sums and totals of a block lie side by side for all rows of the group.
 struct ByteX {
   const int8_t* values;
   const float* steps;   // of each block
@@ -173,7 +173,8 @@ struct Kernels {
   void (*gemv_any)(const Matrix& matrix, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y);
 
   // y[:, n0:n1] = x @ matrix[n0:n1].T for up to kDotRows rows of x, followed by zeros up to a multiple of kXPadding,
-  // for contracted_axis 1; n0 is a multiple of 4. The same of the two; `dots_any` takes x in its own order.
+  // for contracted_axis 1; n0 is a multiple of 4. `dots` is for the blocks that FitsGemv admits; `dots_any` takes all,
+  // and x in its own order.
   void (*dots)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y);
   void (*dots_any)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y);
 
@@ -193,8 +194,7 @@ struct Kernels {
   // y[n0:n1] = x @ matrix[n0:n1].T for one row of x, for contracted_axis 1.
   void (*byte_dots)(const Matrix& matrix, const ByteX& x, int64_t n0, int64_t n1, float* y);
 
-  // As `matmul` for up to kByteChunkRows rows of x; k0 is a multiple of
-  // kByteDepthStep.
+  // As `matmul` for up to kByteChunkRows rows of x; k0 is a multiple of kByteDepthStep.
   void (*byte_matmul)(const Matrix& matrix, const ByteX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0,
                       int64_t n1, float* y);
 

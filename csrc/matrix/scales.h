@@ -8,7 +8,7 @@
 
 namespace eformer::EFORMER_ISA {
 
-// Multiplies `count` numbers by factors, each of which is that of `each` neighbours. kLanes more can be read.
+// Multiplies `count` numbers by factors; `each` neighbouring numbers share a factor. kLanes more can be read.
 EFORMER_NOINLINE static void MultiplyByFactors(const float* factors, int64_t each, int64_t count, float* numbers) {
   if (each < kLanes && kLanes % each == 0) {
     Places of_lanes;

@@ -10,10 +10,10 @@
 
 namespace eformer::EFORMER_ISA {
 
-// From the codes that dot products along rows read to those that they prefetch, on Zen 5: at least, and at most for
-// what fits into L1 until it is read.
+// How many bytes ahead of the codes being read dot products along rows prefetch, on Zen 5: at least, and at most, so
+// that prefetched lines still are in L1 when they are read.
 constexpr int64_t kDotBytesAhead = 16384, kDotMostAhead = 32768;
-constexpr int64_t kDotScalesAhead = 4;  // the same for scales, times the rows whose scales are read at once
+constexpr int64_t kDotScalesAhead = 4;  // rows of scales ahead, times the rows whose scales are read at once
 
 #if defined(EFORMER_VNNI) && defined(__AVX512VNNI__)
 #define EFORMER_BYTE_DOTS
@@ -199,7 +199,7 @@ EFORMER_INLINE void ForEachPlace(const Use& use) {
   if constexpr (kPlace + 1 < kPlaces) ForEachPlace<kPlaces, kPlace + 1>(use);
 }
 
-// Each lane's sum of four bytes of codes times four bytes of x, none of which is -128. Sums that start with
+// In each lane, the sum of four bytes of codes times four bytes of x; no byte of x is -128. Sums that start with
 // Start(first) end with Finish(sum, first).
 struct ByteDots {
   typedef IntBytes Codes;
