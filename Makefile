@@ -62,6 +62,7 @@ lint: $(VENV)/.linters ## check style, formatting and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.cc csrc/*/*.h csrc/*/*.cc
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/python -m pytest -q -n 0 tests/typing
 
 format: $(VENV)/.linters ## format the code and apply safe fixes
 	$(VENV)/bin/ruff check --fix .
@@ -163,5 +164,5 @@ $(VENV)/.llm: $(CORE) $(VENV)/bin/python
 # With `test`, so that `make lint test` builds the core once.
 $(VENV)/.linters: $(CORE) $(VENV)/bin/python
 	@echo "installing the package, the linters and the test dependencies into $(VENV)"
-	@$(PIP) --editable '.[test,lint]'
+	@$(PIP) $(WITH_CORE) --editable '.[test,lint]'
 	@touch $(VENV)/.tests $@

@@ -32,12 +32,13 @@ from eformer.examples.llm.models import find  # pyright: ignore[reportMissingImp
 
 from eformer import Statistics, calibrate, materialize, quantize_model, stored_bytes, tune
 from eformer.model import Rule, plan_budget
+from eformer.ops.quantization import FormatName
 
 WINDOW = 512
 WEIGHTS = r"(attn_(q|k|v|output)|ffn_(gate|up|down)|token_embd|^output)\.weight$"
 BLOCKS = {size: {"axis": -1, "block_size": size, "double_quantization": True} for size in (32, 64)}
-# The format of all leaves that is nearest to so many bits a weight, for the lines without a budget.
-FORMATS = {
+# For the lines without a budget: the format of all leaves, by bits a weight; the nearest is taken.
+FORMATS: dict[float, tuple[FormatName, int]] = {
     2.6: ("int2", 32),
     3.3: ("int3", 64),
     3.5: ("int3", 32),
@@ -94,7 +95,7 @@ def _score(function: Any, params: Any, reference: Any, window: jax.Array) -> tup
 def forms(
     model: Model, bits: float, statistics: Statistics, steps: Sequence[str], epochs: int
 ) -> Iterator[tuple[str, Any]]:
-    """The model in each of the `steps` at about so many bits."""
+    """The model in each of the `steps` at about `bits` bits a weight."""
     form, size = FORMATS[min(FORMATS, key=lambda each: abs(each - bits))]
     rules = [Rule(WEIGHTS, form, BLOCKS[size])]
     plain = [Rule(WEIGHTS, form, {**BLOCKS[size], "fit": False})]

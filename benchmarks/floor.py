@@ -56,9 +56,10 @@ SECONDS, LONGER = 0.02, 10  # for each cell; for one that is timed again, this m
 OPTIONS: dict[str, Any] = {"fit": False, "scale": "channel"}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nf4,double": ("nf4", {"double_quantization": True}),
-    "int4,double": ("int4", {"double_quantization": True}),
-    "int6,double": ("int6", {"double_quantization": True}),
+    "int4,64": ("int4", {"block_size": 64}),
+    "int6,64": ("int6", {"block_size": 64}),
     "int4,symmetric": ("int4", {"symmetric": True}),
+    "int4,symmetric,64": ("int4", {"symmetric": True, "block_size": 64}),
     "fp8,blocks": ("fp8", {"block_shape": (128, 128)}),
 }
 
@@ -103,7 +104,9 @@ def weight(name: str, shape: tuple[int, int], axis: int) -> Any:
     if name == DENSE:
         return dense
     if name == "iq4_nl":  # known from GGUF files alone
-        made: Any = find_format("int4").encode(dense, 32, axis=axis, symmetric=True, fit=False)
+        made: Any = find_format("int4").encode(
+            dense, 32, axis=axis, symmetric=True, double_quantization=False, fit=False
+        )
         return ArrayGrouped(made.packed, made.scale, block_size=32, axis=made.axis, padding=made.padding, codebook=name)
     name, own = VARIANTS.get(name, (name, {}))
     form = find_format(name)

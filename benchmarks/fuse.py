@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from eformer import fuse, implicit, quantize
+from eformer.ops.quantization import FormatName
 
 LAYERS, WIDTH, KEYS, HIDDEN = 30, 576, 192, 1536
 SHAPES = {  # (out, in)
@@ -61,7 +62,7 @@ def scanned(layers: Layer, x: jax.Array) -> jax.Array:
     return lax.scan(lambda x, layer: (run_layer(x, layer), None), x, layers)[0]
 
 
-def contenders(form: str, activations: str) -> dict[str, tuple[Callable[..., Any], Any]]:
+def contenders(form: FormatName, activations: str) -> dict[str, tuple[Callable[..., Any], Any]]:
     rng = np.random.default_rng(0)
 
     def quantized(array: np.ndarray) -> Any:

@@ -40,7 +40,7 @@ from rings import (
 )
 
 from eformer._src.kernels import cpu
-from eformer.ops.quantization import RSROperatorTernary, quantize
+from eformer.ops.quantization import FormatSpec, RSROperatorTernary, quantize
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 SHAPES = [(4096, 4096), (4096, 14336), (14336, 4096)]
@@ -63,9 +63,10 @@ LAYOUTS: dict[str, Make] = {
     "nf4 32 along K": functools.partial(quantize, dtype="nf4", axis=0, block_size=32),
     **{f"nf4 {size} along N": functools.partial(quantize, dtype="nf4", block_size=size) for size in (16, 32, 64, 96)},
     **{
-        f"int{bits} 32 along N": functools.partial(quantize, dtype=f"int{bits}", block_size=32) for bits in (2, 3, 4, 5)
+        f"int{bits} 32 along N": functools.partial(quantize, dtype=FormatSpec(f"int{bits}"), double_quantization=False)
+        for bits in (2, 3, 4, 5)
     },
-    "int6 16 along N": functools.partial(quantize, dtype="int6", block_size=16),
+    "int6 16 along N": functools.partial(quantize, dtype="int6", block_size=16, double_quantization=False),
     "int8 32 along N": functools.partial(quantize, dtype="int8_grouped", block_size=32),
     "ternary along N": lambda w: quantize(w.T, dtype="ternary", scale="channel").T,
 }

@@ -31,6 +31,7 @@ from eformer.examples.stories import perplexity, read_stories, windows  # pyrigh
 from eformer.checkpoint import load, open_checkpoint
 from eformer.jaximus import implicit, materialize
 from eformer.model import Rule, default_rules, quantize_model, stored_bytes
+from eformer.ops.quantization import FormatName
 
 BATCH = 32  # sentences at a time
 
@@ -71,6 +72,8 @@ def sts(path: Path, limit: int | None) -> Iterator[tuple[str, int, float]]:
     forms: dict[str, Sequence[Rule]] = {
         "float32": (),
         "int8": default_rules("int8", embeddings="int8"),
+        "int4, embeddings int8": default_rules("int4", embeddings="int8"),
+        "int4": default_rules("int4", embeddings="int4"),
         "nf4, embeddings int8": default_rules("nf4", embeddings="int8"),
         "nf4": default_rules("nf4", embeddings="nf4"),
         "nf4, double quantization": default_rules("nf4", embeddings="nf4", double_quantization=True),
@@ -94,11 +97,13 @@ def stories(path: Path, text: Path, limit: int | None, only: str | None) -> Iter
         "int8, embedding int8": default_rules("int8", embeddings="int8"),
         "nf4, blocks of 64": default_rules("nf4"),
         "nf4, blocks of 64, fitted": default_rules("nf4", fit=True),
-        "int4, blocks of 64, rounded": default_rules("int4", fit=False),
-        "int4, blocks of 64, fitted": default_rules("int4"),
-        "int4, blocks of 32, fitted": default_rules("int4", block_size=32),
-        "int4, blocks of 32, double quantization": default_rules("int4", block_size=32, double_quantization=True),
-        "int4, blocks of 32, symmetric, fitted": default_rules("int4", block_size=32, symmetric=True),
+        "int4": default_rules("int4"),
+        "int4, blocks of 64, rounded": default_rules("int4", block_size=64, fit=False),
+        "int4, blocks of 64": default_rules("int4", block_size=64),
+        "int4, blocks of 32, 16-bit scales": default_rules("int4", double_quantization=False),
+        "int4, blocks of 16, symmetric": default_rules("int4", block_size=16, symmetric=True),
+        "int3": default_rules("int3"),
+        "int3, blocks of 32": default_rules("int3", block_size=32),
         "nf4, blocks of 64, double quantization": default_rules("nf4", double_quantization=True),
         "nf4, blocks of 32": default_rules("nf4", block_size=32),
         "nf4, blocks of 32, double quantization": default_rules("nf4", block_size=32, double_quantization=True),
@@ -121,27 +126,26 @@ WINDOW = 512  # tokens; each window is a text of its own
 LINEAR = r"^blk\.\d+\.(attn_(q|k|v|output)|ffn_(gate|up|down))\.weight$"
 FILE_TYPES = {"llama.cpp Q4_0": 2, "llama.cpp Q4_K": 14}  # llama.cpp's numbers: MOSTLY_Q4_0, MOSTLY_Q4_K_S
 TYPES = {"llama.cpp Q4_K in every layer": 12, "llama.cpp Q3_K in every layer": 11, "llama.cpp Q2_K in every layer": 10}
-LANGUAGE_FORMS: dict[str, tuple[str, dict[str, Any]] | None] = {
+LANGUAGE_FORMS: dict[str, tuple[FormatName, dict[str, Any]] | None] = {
     "float32": None,
     "int8": ("int8", {}),
     "nf4, rounded": ("nf4", {}),
     "nf4, fitted": ("nf4", {"fit": True}),
-    "int4, rounded": ("int4", {"fit": False}),
-    "int4, fitted": ("int4", {}),
-    "int4, symmetric, blocks of 32, fitted": ("int4", {"symmetric": True, "block_size": 32}),
-    "int4, blocks of 32, fitted": ("int4", {"block_size": 32}),
-    "int4, blocks of 32, double, fitted": ("int4", {"block_size": 32, "double_quantization": True}),
-    "int5, double, fitted": ("int5", {"double_quantization": True}),
-    "int3, rounded": ("int3", {"fit": False}),
-    "int3, fitted": ("int3", {}),
-    "int3, blocks of 32, double, fitted": ("int3", {"block_size": 32, "double_quantization": True}),
-    "int3, symmetric, blocks of 16, double, fitted": (
-        "int3",
-        {"symmetric": True, "block_size": 16, "double_quantization": True},
-    ),
-    "int2, rounded": ("int2", {"fit": False}),
-    "int2, fitted": ("int2", {}),
-    "int2, blocks of 32, double, fitted": ("int2", {"block_size": 32, "double_quantization": True}),
+    "int4": ("int4", {}),
+    "int4, blocks of 64, rounded": ("int4", {"block_size": 64, "fit": False}),
+    "int4, blocks of 64": ("int4", {"block_size": 64}),
+    "int4, symmetric, blocks of 32": ("int4", {"symmetric": True, "block_size": 32, "double_quantization": False}),
+    "int4, symmetric, blocks of 16": ("int4", {"symmetric": True, "block_size": 16}),
+    "int4, blocks of 32, 16-bit scales": ("int4", {"double_quantization": False}),
+    "int5, blocks of 64, double": ("int5", {"block_size": 64, "double_quantization": True}),
+    "int3": ("int3", {}),
+    "int3, blocks of 64, rounded": ("int3", {"block_size": 64, "fit": False}),
+    "int3, blocks of 64": ("int3", {"block_size": 64}),
+    "int3, blocks of 32": ("int3", {"block_size": 32}),
+    "int2": ("int2", {}),
+    "int2, blocks of 64, rounded": ("int2", {"block_size": 64, "fit": False}),
+    "int2, blocks of 64": ("int2", {"block_size": 64}),
+    "int2, blocks of 32": ("int2", {"block_size": 32}),
 }
 
 

@@ -26,7 +26,7 @@ from jax import lax
 
 from eformer import quantize_model
 from eformer.jaximus import ImplicitArray, implicit, register
-from eformer.ops.quantization import quantize
+from eformer.ops.quantization import FormatSpec, quantize
 
 LAYERS, WIDTH, HEADS, HIDDEN, TOKENS = 24, 64, 4, 256, 16  # sizes matter to a call, not to tracing
 GOAL = 1.5
@@ -158,7 +158,7 @@ def vision_transformer(format: str) -> tuple[Any, Any, jax.Array]:
     patches = nnx.Conv(3, width, (16, 16), strides=(16, 16), padding="VALID", rngs=rngs)
     model = nnx.Sequential(patches, lambda x: x.reshape(x.shape[0], -1, width), *(Block() for _ in range(12)))
     images = jnp.ones((2, 64, 64, 3))
-    small = quantize_model(model, function=lambda model, x: model(x), inputs=(images,), format=format)
+    small = quantize_model(model, function=lambda model, x: model(x), inputs=(images,), format=FormatSpec(format))
     return model, small, images
 
 
@@ -196,7 +196,7 @@ class Contender:
 def contenders(variant: str, format: str | None) -> list[Contender]:
     model = VARIANTS[variant]
     dense = dense_params(stacked=model is scanned)
-    weights = map_weights(quantized if format is None else lambda w: quantize(w, dtype=format), dense)
+    weights = map_weights(quantized if format is None else lambda w: quantize(w, dtype=FormatSpec(format)), dense)
     x = jax.random.normal(jax.random.key(1), (TOKENS, WIDTH))
     rivals = [
         Contender("plain", lambda: lambda p, x: model(p, x, jnp.matmul), (dense, x)),

@@ -23,6 +23,7 @@ from scaling import MODELS, Shape, block
 
 from eformer.jaximus import implicit
 from eformer.model import add_lora, combine, partition, quantize_model, stored_bytes
+from eformer.ops.quantization import FormatSpec
 
 RANK = 16
 FORMATS = ("float32", "bfloat16", "int8", "nf4", "int4")
@@ -61,7 +62,7 @@ def step(trained: Any, state: Any, frozen: Any, tokens: jax.Array, shape: Shape)
 
 
 def adapted(params: Any, format: str) -> Any:
-    base = params if format.startswith(("float", "bfloat")) else quantize_model(params, format=format)
+    base = params if format.startswith(("float", "bfloat")) else quantize_model(params, FormatSpec(format))
     return add_lora(base, RANK, key=jax.random.key(0), rules=[r"layers.*kernel$"])
 
 

@@ -56,11 +56,12 @@ from eformer._src.kernels import reference
 from eformer.checkpoint import atomic_file, load, save
 from eformer.jaximus import materialize, ste
 from eformer.model import Rule, add_lora, fake_quantize, finalize
+from eformer.ops.quantization import FormatSpec
 
 LINEAR = r"^(query|key|value|output|gate|up|down)\.weight$"
 OPTIONS: dict[str, dict[str, Any]] = {
     "ternary": {"scale": "absmean"},
-    "int4": {"axis": -1, "block_size": 32},
+    "int4": {"axis": -1, "block_size": 32, "double_quantization": False},
     "nf4": {"axis": -1, "block_size": 8, "double_quantization": True, "fit": True},  # 5.02 bits a weight; int4 takes 5
 }
 RATES = {"ternary": 2e-3, "int4": 1e-3, "nf4": 1e-3}  # of Adam
@@ -83,7 +84,7 @@ class Text(NamedTuple):
 
 
 def tell(teacher: Params, sizes: Sizes, folder: Path, count: int, batch: int, vocabulary: int, seed: int) -> Text:
-    """`count` stories; those that are in the folder already are read."""
+    """`count` stories, read from the folder if they are there."""
     folder.mkdir(parents=True, exist_ok=True)
     run = functools.partial(sample, teacher, heads=sizes.heads, length=sizes.length)
     key, start = jax.random.key(seed), _clocks()
@@ -129,7 +130,7 @@ def likely_tokens(teacher: Params, states: jax.Array, count: int) -> np.ndarray:
 
 
 def rules(format: str) -> tuple[Rule, ...]:
-    return (Rule(LINEAR, format, OPTIONS[format]),)
+    return (Rule(LINEAR, FormatSpec(format), OPTIONS[format]),)
 
 
 class Student(NamedTuple):
@@ -155,7 +156,7 @@ def student_of(teacher: dict[str, Any], format: str, rank: int | None, loftq: bo
 
 
 def student_with_codes(model: dict[str, Any]) -> Student:
-    """A quantized model, of which scales, offsets and norms are trained: codes and the embedding stay as they are.
+    """A quantized model whose scales, offsets and norms are trained; codes and the embedding stay as they are.
 
     Scales that are quantized too (`double_quantization`) are trained as numbers, and rounded in the forward pass.
     """
@@ -295,7 +296,7 @@ def read_rows(path: Path) -> list[dict[str, float]]:
 
 
 class Curve:
-    """A row every so many steps, in a table that a run which continues goes on with.
+    """A table with a row every few steps; a resumed run continues it.
 
     Minutes are those of training and judging, of telling the stories, also if another run told them, and of the run
     `before` this one, if it goes on with what that one trained.

@@ -26,6 +26,7 @@ from jax import lax
 from eformer import implicit, quantize_model
 from eformer.checkpoint import atomic_file
 from eformer.model import Rule, default_rules, fake_quantize, finalize, stored_bytes
+from eformer.ops.quantization import FormatSpec
 
 Params = Mapping[str, Any]
 
@@ -101,7 +102,7 @@ def compare(formats: Sequence[str], *, steps: int, width: int, count: int, rate:
     for format in formats:
         networks = {"rounded": dense, "trained": dense}
         if format != "float32":
-            rules = default_rules(format, **OPTIONS.get(format, {}))
+            rules = default_rules(FormatSpec(format), **OPTIONS.get(format, {}))
             networks = {"rounded": quantize_model(dense, rules), "trained": finalize(fit(rules=rules), rules)}
         found = {name: accuracy(params, *judged) for name, params in networks.items()}
         rows.append(Row(format, stored_bytes(networks["trained"]), networks, found))

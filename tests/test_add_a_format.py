@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = re.search(r"^## Add a format$(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^```(?:py|cpp)\n(?:#|//) (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # its path, its text
-# Tests that take every format by its name, and those that list all formats.
+# Tests of every format by its name, and tests that list all formats.
 BY_NAME = (
     *("tests/added_format.py", "tests/quantization", "tests/model", "tests/cli/test_completion.py"),
     "tests/checkpoint/test_new_format.py",
@@ -42,7 +42,7 @@ def test_a_file_or_two_add_a_format(tmp_path: Path):
     for name in ("CMakeLists.txt", "pyproject.toml", *(page.name for page in ROOT.glob("*.md"))):
         shutil.copy(ROOT / name, copy)
     assert not any((copy / name).exists() for name, _ in files)
-    shutil.rmtree(copy / "csrc/formats")  # those that are there take two minutes to compile, and are tested elsewhere
+    shutil.rmtree(copy / "csrc/formats")  # our own take two minutes to compile, and are tested elsewhere
     (copy / "csrc/formats").mkdir()
     for name, text in files:
         (copy / name).write_text(text)

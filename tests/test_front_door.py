@@ -24,7 +24,7 @@ DECLARED = {
     for alias in node.names
 }
 PROMISED = [
-    *("quantize", "dequantize", "straight_through", "quantize_model", "dequantize_model", "report", "load", "save"),
+    *("quantize", "dequantize", "straight_through", "quantize_model", "report", "load", "save", "convert"),
     *("implicit", "explain", "ste", "register", "ImplicitArray", "rules_from_use", "default_rules", "partition"),
     *("combine", "Array8B", "ArrayNF4", "Array1B", "RSROperatorBinary", "RSROperatorTernary", "use_kernels"),
 ]

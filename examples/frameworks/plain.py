@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eformer import dequantize_model, implicit, quantize_model, stored_bytes
+from eformer import dequantize, implicit, quantize_model, stored_bytes
 
 
 def init(key: jax.Array, width: int = 128, layers: int = 3) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def main() -> None:
     params, x = init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (4, 128))
     quantized = quantize_model(params, function=model, inputs=(x,))
     y = jax.jit(implicit(model))(quantized, x)
-    dense = jax.jit(model)(dequantize_model(quantized), x)
+    dense = jax.jit(model)(dequantize(quantized), x)
     sizes = f"{stored_bytes(params):,} -> {stored_bytes(quantized):,} bytes"
     print(f"plain: {sizes}, max error {jnp.max(jnp.abs(y - dense)):.1e}")
 

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from eformer import dequantize_model, implicit, quantize_model, stored_bytes
+from eformer import dequantize, implicit, quantize_model, stored_bytes
 
 
 class Block(eqx.Module):
@@ -40,7 +40,7 @@ def main() -> None:
     model, tokens = eqx.filter_jit(Block)(jax.random.key(0)), jnp.arange(12)
     quantized = quantize_model(model, function=run, inputs=(tokens,))
     y = eqx.filter_jit(implicit(run))(quantized, tokens)
-    dense = eqx.filter_jit(run)(dequantize_model(quantized), tokens)
+    dense = eqx.filter_jit(run)(dequantize(quantized), tokens)
     sizes = f"{stored_bytes(model):,} -> {stored_bytes(quantized):,} bytes"
     print(f"equinox: {sizes}, max error {jnp.max(jnp.abs(y - dense)):.1e}")
 

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from eformer import dequantize_model, implicit, quantize_model, stored_bytes
+from eformer import dequantize, implicit, quantize_model, stored_bytes
 
 
 class Block(nn.Module):
@@ -22,7 +22,7 @@ def main() -> None:
     params = jax.jit(model.init)(jax.random.key(0), tokens)
     quantized = quantize_model(params, function=model.apply, inputs=(tokens,))
     y = jax.jit(implicit(model.apply))(quantized, tokens)
-    dense = jax.jit(model.apply)(dequantize_model(quantized), tokens)
+    dense = jax.jit(model.apply)(dequantize(quantized), tokens)
     sizes = f"{stored_bytes(params):,} -> {stored_bytes(quantized):,} bytes"
     print(f"linen: {sizes}, max error {jnp.max(jnp.abs(y - dense)):.1e}")
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from eformer import dequantize_model, implicit, quantize_model, stored_bytes
+from eformer import dequantize, implicit, quantize_model, stored_bytes
 
 
 class Block(nnx.Module):
@@ -30,7 +30,7 @@ def main() -> None:
     model, tokens = Block(nnx.Rngs(0)), jnp.arange(12)[None]
     quantized = quantize_model(model, function=run, inputs=(tokens,))  # a `Block` that holds quantized arrays
     y = jax.jit(implicit(run))(quantized, tokens)
-    dense = jax.jit(run)(dequantize_model(quantized), tokens)
+    dense = jax.jit(run)(dequantize(quantized), tokens)
     sizes = f"{stored_bytes(model):,} -> {stored_bytes(quantized):,} bytes"
     print(f"nnx: {sizes}, max error {jnp.max(jnp.abs(y - dense)):.1e}")
 

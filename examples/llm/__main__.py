@@ -37,7 +37,7 @@ examples:
   echo "What is 2 + 2?" | python -m eformer.examples.llm model.gguf - --chat
 
 formats: float32 decodes all weights; int8, int4, nf4, ... quantize them again as they are loaded, one array at a time,
-with options after commas (int4,block_size=32,fit=false). Embeddings and the output layer get --embeddings.
+with options after commas (int4,block_size=64,fit=false). Embeddings and the output layer get --embeddings.
 --activations int8 rounds the activations too, as llama.cpp always does: faster, and a little less exact.
 
 The first run compiles, for some seconds. JAX keeps what it compiled if JAX_COMPILATION_CACHE_DIR names a folder; each
@@ -63,7 +63,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--activations", choices=("float", "int8"), default="float", help="in matmuls (default: float)")
     parser.add_argument("--cache", choices=CACHES, default="float32", help="of keys and values (float32)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)")
-    parser.add_argument("--top-k", type=int, default=0, help="choose among so many of the likeliest (0: all)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the K most likely tokens (0: off)")
     parser.add_argument("--top-p", type=float, default=1.0, help="of these, the fewest with this probability (1: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the random choices (default: 0)")
     parser.add_argument("--quiet", action="store_true", help="print no times to standard error")

@@ -84,7 +84,7 @@ class ModelFile:
 
 @contextlib.contextmanager
 def open_model(path: str | Path) -> Iterator[ModelFile]:
-    """The model in a GGUF file or a Hugging Face folder, of which only headers are read."""
+    """The model in a GGUF file or a Hugging Face folder; only headers are read."""
     with open_checkpoint(path) as checkpoint:
         yield ModelFile(Path(path), checkpoint)
 

@@ -51,7 +51,7 @@ class State(NamedTuple):
 def _following(
     params: Params, x: jax.Array, cache: Cache, length: int, state: State, sampling: Sampling, ends: tuple[int, ...]
 ) -> State:
-    """The state after `length` tokens more, of the last of which x (batch, width) is the output of all layers."""
+    """The state after `length` more tokens; x (batch, width) is the output of all layers at the last one."""
     key, own = jax.random.split(state.key)
     token = choose(logits(params, x), sampling, own)
     done = state.done | jnp.isin(token, jnp.asarray(ends, jnp.int32))
@@ -114,7 +114,7 @@ _layer = jax.jit(fuse(implicit(layer)), static_argnames="config", donate_argname
 def _end(
     params: Params, x: jax.Array, state: State, *, config: Config, sampling: Sampling, ends: tuple[int, ...]
 ) -> State:
-    """The state after a prompt of which x (batch, length, width) is the output of the last layer."""
+    """The state after a prompt; x (batch, length, width) is the output of the last layer."""
     last = normalized(params, "output_norm", x[:, -1], config)
     return _following(params, last, state.cache, x.shape[1], state, sampling, ends)
 

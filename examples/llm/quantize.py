@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from eformer import QuantizedArray, materialize
-from eformer.model import apply_rule, default_rules, find_rule, parse_rule
+from eformer.model import apply_rule, default_rules, find_rule
+from eformer.ops.quantization import FormatSpec
 
 AS_IN_FILE, DENSE = "file", "float32"
 
@@ -18,12 +19,7 @@ def quantizing(form: str, *, embeddings: str = "int8", activations: str = "float
     """
     rules = ()
     if form not in (AS_IN_FILE, DENSE):
-        rule = parse_rule(f".={form}")
-        if rule.format is None:
-            raise ValueError(
-                f"{form!r} is no format; {DENSE} decodes all weights, and {AS_IN_FILE} leaves them as they are"
-            )
-        rules = default_rules(rule.format, embeddings=embeddings, **rule.options)
+        rules = default_rules(FormatSpec(form), embeddings=FormatSpec(embeddings))
 
     def change(name: str, array: Any) -> Any:
         rule = find_rule(rules, name, array)

@@ -40,7 +40,7 @@ class Rope(NamedTuple):
         return (plain * (kept + (1 - kept) / self.factor)).astype(np.float32)
 
     def _pair_with(self, turns: float, size: int) -> float:
-        """The pair, not a whole number, that turns so many times within the original length."""
+        """The fractional index of the pair that turns `turns` times within the original length."""
         return size * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
 

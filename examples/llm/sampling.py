@@ -15,7 +15,7 @@ HALVINGS = 32  # of the interval from LEAST to 0, in the search for a limit
 class Sampling(NamedTuple):
     """How the next token is chosen: the likeliest at temperature 0, else at random among those that are left.
 
-    `top_k` keeps so many of the likeliest (0: all), `top_p` the fewest of them that have this probability together,
+    `top_k` keeps the K most likely tokens (0: all), `top_p` the fewest of these with this probability together,
     and `min_p` those with at least this part of the probability of the likeliest. Before that, logits of tokens that
     are in the text are divided by `repetition` if they are positive, and multiplied by it if not.
 

@@ -20,7 +20,7 @@ WINDOW = 512  # tokens; each window is a text of its own
 
 
 def perplexity(params: Params, config: Config, tokens: Sequence[int], window: int = WINDOW) -> float:
-    """Of the tokens in whole windows; those that are left over do not count."""
+    """Perplexity over whole windows; tokens after the last window do not count."""
     windows = np.asarray(tokens[: len(tokens) // window * window], np.int32).reshape(-1, window)
     if not len(windows):
         raise ValueError(f"the text has {len(tokens)} tokens, and a window takes {window}")

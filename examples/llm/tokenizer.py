@@ -124,7 +124,7 @@ class BytePairs:
         return [token for word in words for token in self._known[word]]
 
     def _learn(self, words: Collection[str]) -> None:
-        """Find the tokens of words: of all that are parts of them, those that merging pairs leads to."""
+        """Find the tokens of words by merging pairs."""
         short = [word for word in words if len(word) <= LONG]
         parts = {word[i:end] for word in short for i in range(len(word)) for end in range(i + 1, len(word) + 1)}
         ids = _found(self._tokens, map(parts.__contains__, self._tokens))

@@ -8,19 +8,19 @@ on them: a matmul reads the codes, and no dense copy of a weight is made.
 >>> def model(params, x):  # any JAX code: Flax, Equinox, Haiku or plain functions
 ...     return jax.nn.relu(x @ params["up"]) @ params["down"]
 >>> params = {"up": jnp.ones((256, 1024)), "down": jnp.ones((1024, 256))}
->>> small = eformer.quantize_model(params, format="nf4")
+>>> small = eformer.quantize_model(params)  # 4 bits a weight; "int8", "int3", "nf4" and more by name
 >>> small["up"]
-ArrayNF4(float32[256, 1024], 147,456 bytes)
+ArrayGrouped(float32[256, 1024], 151,552 bytes)
 >>> jax.jit(eformer.implicit(model))(small, jnp.ones((2, 256))).shape
 (2, 256)
 
 What to look at next:
 
 one array       quantize, dequantize
-a model         quantize_model, dequantize_model, default_rules, rules_from_use, Rule, report, stored_bytes
-run it          implicit, use_implicit, fuse, materialize
+a model         quantize_model, default_rules, rules_from_use, Rule, report, stored_bytes
+run it          implicit, fuse
 look inside     explain, materialization_error, use_kernels
-files           load, save, open_checkpoint, quantize_checkpoint
+files           load, save, convert, open_checkpoint, quantize_checkpoint
 train it        partition, combine, straight_through, ste
 look at data    calibrate, Statistics, tune
 keys, values    eformer.cache: empty, quantize; caches of language models in 8 or 4 bits
@@ -40,6 +40,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:  # for type checkers and editors; `_HOMES` has the same names
     from .checkpoint import Checkpoint as Checkpoint
     from .checkpoint import CheckpointError as CheckpointError
+    from .checkpoint import convert as convert
     from .checkpoint import load as load
     from .checkpoint import open_checkpoint as open_checkpoint
     from .checkpoint import quantize_checkpoint as quantize_checkpoint
@@ -52,7 +53,6 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOMES` has the same names
     from .jaximus import materialize as materialize
     from .jaximus import register as register
     from .jaximus import ste as ste
-    from .jaximus import use_implicit as use_implicit
     from .model import Report as Report
     from .model import Rule as Rule
     from .model import Statistics as Statistics
@@ -60,7 +60,6 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOMES` has the same names
     from .model import combine as combine
     from .model import default_rules as default_rules
     from .model import dequantize as dequantize
-    from .model import dequantize_model as dequantize_model
     from .model import partition as partition
     from .model import quantize_model as quantize_model
     from .model import report as report
@@ -85,13 +84,13 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOMES` has the same names
     from .ops.quantization import use_kernels as use_kernels
 
 _HOMES = {
-    "jaximus": "ImplicitArray aux_field explain implicit materialization_error materialize register ste use_implicit",
+    "jaximus": "ImplicitArray aux_field explain implicit materialization_error materialize register ste",
     "ops.quantization": "Array1B Array8B ArrayFloat8 ArrayGrouped ArrayNF4 QuantizationConfig QuantizationType "
     "QuantizedArray RSROperatorBinary RSROperatorTernary formats fuse quantize register_format straight_through "
     "use_kernels",
-    "model": "Report Rule Statistics calibrate combine default_rules dequantize dequantize_model partition "
+    "model": "Report Rule Statistics calibrate combine default_rules dequantize partition "
     "quantize_model report rules_from_use stored_bytes tune",
-    "checkpoint": "Checkpoint CheckpointError load open_checkpoint quantize_checkpoint save",
+    "checkpoint": "Checkpoint CheckpointError convert load open_checkpoint quantize_checkpoint save",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _PACKAGES = frozenset({"cache", "checkpoint", "cli", "jaximus", "kernels", "model", "ops"})

@@ -64,7 +64,7 @@ def test_devices_are_known_by_name(chip):
 
 
 def abstract(options: dict[str, Any], shape: tuple[int, ...], sharding: Any) -> Any:
-    """A quantized array of which only the shapes are known, all of it laid out in one way."""
+    """A quantized array without values, only shapes, laid out in one way."""
     q = jax.eval_shape(lambda w: quantize(w, **options), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), q)
 

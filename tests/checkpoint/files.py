@@ -91,7 +91,7 @@ def text(value: str) -> bytes:
 def gguf_bytes(
     *tensors: tuple[str, tuple[int, ...], int, int], pairs: bytes = b"", count: int = 0, data: int = 64
 ) -> bytes:
-    """A file with these tensors (name, dimensions, type, offset), and so many bytes of data."""
+    """A file with these tensors (name, dimensions, type, offset), and `size` bytes of data."""
     header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), count) + pairs
     for name, shape, kind, offset in tensors:
         header += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)

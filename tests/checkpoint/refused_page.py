@@ -47,7 +47,7 @@ def tables() -> dict[str, str]:
 
 
 def written(page: str) -> str:
-    """The page with the tables of the registry in place of those that it has."""
+    """The page with its tables replaced by the registry's."""
     for name, table in tables().items():
         first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         page = f"{page.partition(first)[0]}{first}{table}\n{last}{page.partition(last)[2]}"

@@ -80,13 +80,23 @@ def test_only_plain_files_are_shards(make: Callable[[Path], Any], kind: str, tmp
 
 
 def test_a_configuration_that_leads_to_itself_is_refused(tmp_path: Path):
-    q = quantize(jnp.ones((4, 64)), format="int4", symmetric=True)
+    q = quantize(jnp.ones((4, 64)), "int4", axis=-1, symmetric=True)
     save(tmp_path / "model", {"m": {"weight": q}}, kind="compressed-tensors")
     config = tmp_path / "model" / "config.json"
     config.unlink()
     config.symlink_to(config)
     with pytest.raises(CheckpointError, match=r"config.json: it can't be read: "):
         load(tmp_path / "model")
+
+
+def test_the_suffix_says_what_is_written(tmp_path: Path):
+    tree = {"m": {"weight": np.ones((2, 32), np.float32)}}
+    written = [save(tmp_path / "a.gguf", tree, type="Q8_0"), save(tmp_path / "b", tree, kind="gguf", type="Q8_0")]
+    assert [path.name for path in written] == ["a.gguf", "model.gguf"]
+    assert written[0].read_bytes() == written[1].read_bytes()
+    back = convert(written[0], tmp_path / "c.safetensors")
+    assert convert(back, tmp_path / "d.gguf").read_bytes() == written[0].read_bytes()
+    assert convert(written[0], tmp_path / "e").name == "model.safetensors"
 
 
 def test_a_file_that_becomes_a_pipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -110,7 +120,11 @@ WRONG = {
     "a typo": ("save", "out.saftensors", "did you mean '.*out.safetensors'"),
     "a letter more": ("save_bitsandbytes", "out.safetensorss", "did you mean '.*out.safetensors'"),
     "capitals": ("save", "out.SAFETENSORS", "did you mean '.*out.safetensors'"),
-    "another of ours": ("save", "out.gguf", r"must end in .safetensors, or be a folder: .gguf files are not written"),
+    "another of ours": (
+        "save_bitsandbytes",
+        "out.gguf",
+        r"must end in .safetensors, .*: .gguf is the ending of",
+    ),
     "ours for GGUF": ("save_gguf", "out.safetensors", r"must end in .gguf, or be a folder"),
     "a typo of GGUF": ("save_gguf", "out.ggfu", "did you mean '.*out.gguf'"),
     "pickle": ("save", "out.pt", r"\.pt files are not written here; with a slash at the end it is a folder"),

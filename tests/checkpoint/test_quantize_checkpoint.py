@@ -150,7 +150,7 @@ def test_a_rule_that_does_not_fit_writes_nothing(tmp_path: Path):
     with pytest.raises(ValueError, match=r"'layers\.0\.bias', float32"):
         quantize_checkpoint(source, tmp_path / "b", [Rule("bias|kernel", "nf4", {"axis": -2})])
     assert not (tmp_path / "b").exists()
-    with pytest.raises(TypeError, match="`rules` must be a sequence"):
+    with pytest.raises(TypeError, match="`rules` must be a format or a sequence"):
         quantize_checkpoint(source, tmp_path / "b", Rule("a", "nf4"))  # pyright: ignore[reportArgumentType]
 
 

@@ -91,7 +91,7 @@ def mlx_values(parts: dict[str, np.ndarray], said: dict[str, Any], shape: tuple[
 
 CT, COLUMNS = "compressed-tensors", "transpose it"
 REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
-    "offsets": (CT, lambda: quantize(weight(), format="int4"), "quantize with `symmetric=True`"),
+    "offsets": (CT, lambda: quantize(weight(), dtype="int4"), "quantize with `symmetric=True`"),
     "axis": (CT, lambda: quantize(weight(), format="int4", axis=0, symmetric=True), COLUMNS),
     "blocks": (CT, lambda: ArrayGrouped.quantize(weight(), 48, symmetric=True), "choose a `block_size`"),
     "int8 columns": (CT, lambda: quantize(weight(), format="int8", axis=0), COLUMNS),
@@ -100,9 +100,11 @@ REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
     "e5m2": (CT, lambda: quantize(weight(), format="fp8_e5m2"), "float8_e4m3fn, not float8_e5m2"),
     "fp8 columns": (CT, lambda: ArrayFloat8.quantize(weight(), axis=0), "quantize with `axis=-1`"),
     "zero": (CT, lambda: dataclasses.replace(grouped(4), zero=jnp.full((1, 1), 16, jnp.uint8)), "does not fit into 4"),
-    "mlx blocks": ("mlx", lambda: ArrayGrouped.quantize(weight(), 48), "must be divided by one of 32, 64, 128"),
+    "levels": (CT, lambda: ArrayGrouped.quantize(weight(), 16, symmetric=True), "`double_quantization=False`"),
+    "mlx levels": ("mlx", lambda: quantize(weight(), dtype="int4"), "`double_quantization=False`"),
+    "mlx blocks": ("mlx", lambda: ArrayGrouped.quantize(weight(), 72), "must be divided by one of 32, 64, 128"),
     "mlx axis": ("mlx", lambda: quantize(weight(), format="int4", axis=0), COLUMNS),
-    "mlx scales": ("mlx", lambda: quantize(weight(), format="int8_grouped", symmetric=True), "`symmetric=False`"),
+    "mlx scales": ("mlx", lambda: quantize(weight(), dtype="int8_grouped", symmetric=True), "`symmetric=False`"),
     "mlx int8": ("mlx", lambda: quantize(weight(), format="int8"), "quantize it to int4 or its kin"),
 }  # fmt: skip
 

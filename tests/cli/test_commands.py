@@ -51,10 +51,10 @@ KERNELS, EMBED = ("layers.0.kernel", "layers.1.kernel"), "embed.embedding"
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], dict.fromkeys(KERNELS, "nf4")),
+        ([], dict.fromkeys(KERNELS, "int4")),
         (["--format", "int8"], dict.fromkeys(KERNELS, "int8")),
-        (["--embeddings", "int8"], {**dict.fromkeys(KERNELS, "nf4"), EMBED: "int8"}),
-        (["--rule", "layers[.]0.*kernel=int8,axis=-2"], {KERNELS[0]: "int8", KERNELS[1]: "nf4"}),
+        (["--embeddings", "int8,axis=-1"], {**dict.fromkeys(KERNELS, "int4"), EMBED: "int8"}),
+        (["--rule", "layers[.]0.*kernel=int8,axis=-2"], {KERNELS[0]: "int8", KERNELS[1]: "int4"}),
         (["--rule", "[.]0[.]=keep", "--rule", "kernel=int8"], {KERNELS[1]: "int8"}),
         (["--format", "keep", "--rule", "embed=nf4"], {EMBED: "nf4"}),
         (["--format", "keep"], {}),
@@ -83,7 +83,7 @@ def test_quantize_reads_and_writes_shards(run, dense: Path, tmp_path: Path):
     index = tmp_path / "a" / "model.safetensors.index.json"
     assert index.exists()
     assert run("quantize", index, tmp_path / "b.safetensors").code == 0
-    assert formats_of(tmp_path / "b.safetensors")["layers.0.kernel"] == "nf4"
+    assert formats_of(tmp_path / "b.safetensors")["layers.0.kernel"] == "int4"
 
 
 def test_quantize_replaces_with_force_and_names_what_it_replaced(run, dense: Path, tmp_path: Path):
@@ -167,13 +167,19 @@ def test_inspect(run, dense: Path, tmp_path: Path):
     run("quantize", dense, tmp_path / "small")
     ran = run("inspect", tmp_path / "small")
     assert ran.code == 0
-    assert re.search(r"layers\.0\.kernel +64x128 +nf4 +4\.61 kB\n", ran.out)
+    assert re.search(r"layers\.0\.kernel +64x128 +int4 +5\.12 kB\n", ran.out)
     assert "6 arrays, 2 quantized" in ran.out
     data = json.loads(run("inspect", tmp_path / "small", "--json").out)
     assert data["kind"] == "safetensors"
     assert data["total"]["quantized"] == 2
     kernel = next(each for each in data["arrays"] if each["name"] == "layers.0.kernel")
-    assert kernel == {"name": "layers.0.kernel", "shape": [64, 128], "dtype": "float32", "format": "nf4", "bytes": 4608}
+    assert kernel == {
+        "name": "layers.0.kernel",
+        "shape": [64, 128],
+        "dtype": "float32",
+        "format": "int4",
+        "bytes": 5120,
+    }
 
 
 def test_inspect_shortens_metadata(run, tmp_path: Path):
@@ -292,7 +298,7 @@ def test_bench_as_text(run, monkeypatch: pytest.MonkeyPatch):
     lines = run("bench").out.splitlines()
     ((problem, contenders, repeats, ring),) = measured
     assert (str(problem), repeats, ring) == ("1x4096x4096", 20, 800 * 10**6)
-    assert [each.format for each in contenders] == ["int8", "nf4", "ternary"]
+    assert [each.format for each in contenders] == ["int8", "int4", "ternary"]
     assert "x (1, 4096) @ weight (4096, 4096)" in lines
     assert lines[-1].split() == ["int8", "1.15", "kB", "1.000", "4.00x"]
 

@@ -30,7 +30,7 @@ def test_commands_are_those_of_the_parser():
     found = {command.name: command for command in commands_of(make_parser())}
     assert found.keys() == COMMANDS.keys()
     options = {option.flag: option for option in found["quantize"].options}
-    assert options["--embeddings"].words == FORMATS
+    assert options["--embeddings"].words == [*FORMATS, "keep"]
     assert options["--format"].words == [*FORMATS, "keep"]
     assert options["--report"].words is None
     assert not options["--force"].takes_value
@@ -64,7 +64,7 @@ COMPLETED = {
     "eformer quantize --format ": {*FORMATS, "keep"},
     "eformer quantize in out --format nf": {"nf4"},
     "eformer quantize --format = nf": {"nf4"},  # bash splits at "="
-    "eformer quantize --embeddings =": set(FORMATS),
+    "eformer quantize --embeddings =": {*FORMATS, "keep"},
     "eformer compare a b --sort ": {"error", "bytes_before", "bytes_after"},
     "eformer convert --to g": {"gguf"},
     "eformer completion ": set(SHELLS),

@@ -133,7 +133,7 @@ def small_model(one_layer: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("small_model")
 def test_demo(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(demo_llm, "FORMS", {"float32": "float32", "nf4": "nf4"})
+    monkeypatch.setattr(demo_llm, "FORMS", ("float32", "nf4"))
     model = write_gguf(tmp_path / "m.gguf", "llama", layers=1)
     options = {"model": str(model), "prompt": "the", "turns": 1, "models": tmp_path, "activations": "int8"}
     answer = demo_module.run(argparse.Namespace(out=None, repeats=1, force=False, **options))
@@ -143,15 +143,17 @@ def test_demo(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     written = {row["format"]: row for row in json.loads(answer.to_json())["language_model"]}
     assert written["nf4"]["weight_bytes"] < written["float32"]["weight_bytes"] / 3
     assert written["nf4"]["perplexity"] == pytest.approx(written["float32"]["perplexity"], rel=0.2)
-    *_, own = text.splitlines()
+    *_, best, own = text.splitlines()
+    assert re.fullmatch(r"of 4 bits a weight nf4 is best here: perplexity .* \(nf4\)", best)  # the only one that ran
+    assert "--format nf4 " in own
     assert own.startswith("with a file of your own: ")
     assert "eformer quantize model.safetensors small.safetensors" in own
-    assert re.findall(r"^(\w+) .* of 40 ", text, re.MULTILINE) == ["float32", "int8", "nf4", "ternary"]
+    assert re.findall(r"^(\w+) .* of 40 ", text, re.MULTILINE) == ["float32", "int8", "int4", "nf4", "ternary"]
     assert re.search(r"^float32 .*1\.0000  1\.0000 +40 of 40 .*1\.00x .*1\.00x$", text, re.MULTILINE)
     pages = [Path(found) for found in re.findall(r"^report: (.*)$", text, re.MULTILINE)]
-    assert [page.name for page in pages] == ["int8.html", "nf4.html", "ternary.html"]
+    assert [page.name for page in pages] == ["int8.html", "int4.html", "nf4.html", "ternary.html"]
     assert all(page.is_relative_to(tmp_path / "temporary") and page.exists() for page in pages)
-    with open_checkpoint(pages[1].with_name("nf4.safetensors")) as checkpoint:
+    with open_checkpoint(pages[2].with_name("nf4.safetensors")) as checkpoint:
         assert checkpoint.info("encoder.layer.0.output.dense.weight").format == "nf4"
         assert checkpoint.read("encoder.layer.0.output.dense.weight").activation_dtype == "int8"
     assert text.count("Activations are rounded to 8 bits") == 2

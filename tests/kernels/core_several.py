@@ -33,7 +33,7 @@ class Calls:
 
 
 def random_calls(rng: np.random.Generator, instruction_sets: tuple[str, ...]) -> Calls:
-    """Up to three matmuls, of which one may be spoilt, or else the call itself."""
+    """Up to three matmuls; one of them, or the call itself, may be spoilt."""
     x = random_x(rng, int(rng.choice([0, 1, 1, 1, 2])), int(rng.choice([0, 1, 30, 64, 96, 256, 300])))
     single = [random_matmul(rng, instruction_sets, x) for _ in range(rng.integers(1, 4))]
     if rng.integers(3) == 0:

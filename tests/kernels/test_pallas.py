@@ -232,7 +232,7 @@ def lowered(function: Any, platform: str, *arguments: Any) -> str:
 
 
 def device_of(platform: str) -> contextlib.AbstractContextManager[Any]:
-    """The newest JAX wants to know of which GPU a program will be; before, it did not ask."""
+    """The newest JAX asks which GPU a program is for; older ones did not."""
     if platform == "tpu" or jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")

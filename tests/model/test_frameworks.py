@@ -14,7 +14,7 @@ import pytest
 
 from eformer.jaximus import implicit, materialization_error
 from eformer.model import Rule, dequantize_model, named_leaves, quantize_model, report
-from eformer.ops.quantization import ArrayNF4, QuantizedArray
+from eformer.ops.quantization import ArrayGrouped, QuantizedArray
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
 PACKAGES = {
@@ -167,7 +167,7 @@ def test_equinox_modules_with_what_is_no_array():
     assert type(quantized) is eqx.nn.MLP
     assert paths_of(quantized) == {"layers.0.weight", "layers.1.weight"}
     assert quantized.activation is model.activation
-    assert [leaf.axis for _, leaf in named_leaves(quantized)[0] if isinstance(leaf, ArrayNF4)] == [-1, -1]
+    assert [leaf.axis for _, leaf in named_leaves(quantized)[0] if isinstance(leaf, ArrayGrouped)] == [-1, -1]
     x = jnp.ones((3, 64))
     assert_runs(lambda model, x: jax.vmap(model)(x), quantized, x)
 

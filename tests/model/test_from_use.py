@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from eformer._src.model.uses.find import find_uses
 from eformer.jaximus import explain, implicit, materialization_error
 from eformer.model import Rule, named_leaves, parse_rule, quantize_model, report, rules_from_use
-from eformer.ops.quantization import Array8B, ArrayNF4, quantize
+from eformer.ops.quantization import Array8B, ArrayGrouped, quantize
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +212,7 @@ def test_the_axis_of_the_most_work_is_taken():
 
 def test_a_use_that_goes_dense_beside_one_that_does_not_is_told():
     (rule,) = rules_from_use(lambda w, x: (x @ w, jnp.sum(jnp.exp(w))), struct(64, 96), X)
-    assert rule.format == "nf4"
+    assert rule.format == "int4"
     assert rule.reason == "summed over axis -2 by dot_general; goes dense in exp"
 
 
@@ -242,11 +242,11 @@ def test_embeddings_take_a_format_of_their_own():
     def formats_of(**options):
         return {str(rule) for rule in rules_from_use(model, params, tokens, **options)}
 
-    assert formats_of() == {"^E$=int8,axis=-1", "^w$=nf4,axis=-2"}
-    assert formats_of(embeddings=None) == {"^E$=keep", "^w$=nf4,axis=-2"}
-    assert formats_of(embeddings="nf4", block_size=32) == {
-        "^E$=nf4,axis=-1,block_size=32",
-        "^w$=nf4,axis=-2,block_size=32",
+    assert formats_of() == {"^E$=int8,axis=-1", "^w$=int4,axis=-2"}
+    assert formats_of(embeddings=None) == {"^E$=keep", "^w$=int4,axis=-2"}
+    assert formats_of(embeddings="int4", block_size=32) == {
+        "^E$=int4,axis=-1,block_size=32",
+        "^w$=int4,axis=-2,block_size=32",
     }
 
 
@@ -261,9 +261,9 @@ def test_layers_that_are_alike_have_one_rule_and_rules_can_be_written():
     rules = rules_from_use(model, params, X)
     written = [str(rule) for rule in rules]
     assert written == [
-        "^head2$=nf4,axis=-2",
+        "^head2$=int4,axis=-2",
         r"^layers\.\d+\.b$=keep",
-        r"^layers\.\d+\.w$=nf4,axis=-2",
+        r"^layers\.\d+\.w$=int4,axis=-2",
     ]
     assert [str(parse_rule(text)) for text in written] == written
     assert all(rule.optional for rule in rules)
@@ -272,7 +272,7 @@ def test_layers_that_are_alike_have_one_rule_and_rules_can_be_written():
 def test_layers_that_differ_have_rules_of_their_own():
     params = [struct(64, 96), struct(96, 64)]
     rules = rules_from_use(lambda p, x: (x @ p[0], x @ p[1].T), params, X)
-    assert [str(rule) for rule in rules] == ["^0$=nf4,axis=-2", "^1$=nf4,axis=-1"]
+    assert [str(rule) for rule in rules] == ["^0$=int4,axis=-2", "^1$=int4,axis=-1"]
 
 
 def test_given_rules_go_first():
@@ -281,7 +281,7 @@ def test_given_rules_go_first():
         params, [Rule("a", "int8", {"axis": 0})], function=lambda p, x: (x @ p["a"], x @ p["b"]), inputs=(X,)
     )
     assert isinstance(quantized["a"], Array8B)
-    assert isinstance(quantized["b"], ArrayNF4)
+    assert isinstance(quantized["b"], ArrayGrouped)
 
 
 def test_inputs_without_a_function_raise():

@@ -15,7 +15,7 @@ from eformer.model import Rule, default_rules, fake_quantize, finalize, init_sca
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("int8", {"axis": -2}),
     "int2": ("int2", {"axis": -2, "symmetric": True}),
-    "int3 of blocks that are cut": ("int3", {"axis": -1, "symmetric": True, "block_size": 24}),
+    "int3 of blocks that are cut": ("int3", {"axis": -1, "symmetric": True, "block_size": 40}),
     "int4": ("int4", {"axis": -2, "symmetric": True, "block_size": 32}),
     "int8_grouped": ("int8_grouped", {"symmetric": True}),
     "ternary": ("ternary", {"scale": "channel"}),

@@ -276,7 +276,9 @@ def test_more_errors():
     with pytest.raises(ValueError, match="no matrix is quantized, but perhaps embeddings: give `rules`"):
         add_lora(quantize_model({"embed": {"table": jnp.ones((64, 64))}}, [Rule("", "int8")]), key=key)
     quantized = quantize_model({"kernel": jnp.ones((64, 128))})
-    with pytest.raises(ValueError, match=r"'kernel' must be a dense array \(64, 128\), and is ArrayNF4 \(64, 128\)"):
+    with pytest.raises(
+        ValueError, match=r"'kernel' must be a dense array \(64, 128\), and is ArrayGrouped \(64, 128\)"
+    ):
         add_lora(quantized, key=key, original=quantized)
     with pytest.raises(ValueError, match=r"'kernel' must be a dense array \(64, 128\), and is .* \(128, 64\)"):
         add_lora(quantized, key=key, original={"kernel": jnp.ones((128, 64))})

@@ -47,7 +47,7 @@ class Checked(html.parser.HTMLParser):
 def test_a_report_shows_the_table():
     before = {"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}
     text = Checked(report(before, quantize_model(before))._repr_html_()).text
-    assert "1 of 2 arrays quantized to nf4" in text
+    assert "1 of 2 arrays quantized to int4" in text
     assert "75.8 kB" in text
     assert text.index("kernel") < text.index("bias")  # the largest error first
 

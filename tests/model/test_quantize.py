@@ -124,7 +124,7 @@ def test_what_is_no_weight_stays(leaf):
 
 
 def test_numpy_arrays_are_leaves_too():
-    quantized = quantize_model({"w": np.ones((6, 10), np.float32)}, ALL, free=True)
+    quantized = quantize_model({"w": np.ones((6, 10), np.float32)}, ALL, donate=True)
     assert isinstance(quantized["w"], ArrayNF4)
 
 
@@ -184,7 +184,7 @@ def live_bytes() -> int:
 def test_memory_peaks_near_one_copy_when_sources_are_freed(free):
     tree = {f"w{i}": normal(256, 256, seed=i) for i in range(2)}  # each is a look at all that lives, which is slow
     start, dense, seen = live_bytes(), 256 * 256 * 4, []
-    quantized = quantize_model(tree, free=free, progress=lambda path, done, total: seen.append(live_bytes()))
+    quantized = quantize_model(tree, donate=free, progress=lambda path, done, total: seen.append(live_bytes()))
     stored = quantized["w0"].nbytes
     kept = [start + (i + 1) * (stored - dense * free) for i in range(2)]
     assert seen == kept
@@ -193,7 +193,7 @@ def test_memory_peaks_near_one_copy_when_sources_are_freed(free):
 
 def test_an_array_that_occurs_twice_is_quantized_once():
     w = normal(6, 10)
-    quantized = quantize_model({"a": w, "b": w, "c": normal(6, 10)}, ALL, free=True)
+    quantized = quantize_model({"a": w, "b": w, "c": normal(6, 10)}, ALL, donate=True)
     assert quantized["a"] is quantized["b"]
     assert quantized["a"] is not quantized["c"]
     assert w.is_deleted()
@@ -204,7 +204,7 @@ def test_an_array_that_occurs_twice_is_quantized_once():
 def test_an_array_that_also_stays_is_not_freed():
     w = normal(6, 10)
     quantized = quantize_model(
-        {"a": w, "b": w, "c": w}, [Rule("a", "int8"), Rule("c", "nf4", {"block_size": 4})], free=True
+        {"a": w, "b": w, "c": w}, [Rule("a", "int8"), Rule("c", "nf4", {"block_size": 4})], donate=True
     )
     assert quantized["b"] is w
     assert not w.is_deleted()
@@ -216,7 +216,7 @@ def test_nothing_is_freed_when_a_leaf_cannot_take_its_format():
     with pytest.raises(
         ValueError, match=r"'b', float32\[6\], can't be quantized by the rule .*axis -2 is out of range"
     ):
-        quantize_model(tree, [Rule("", "nf4", {"axis": -2})], free=True)
+        quantize_model(tree, [Rule("", "nf4", {"axis": -2})], donate=True)
     assert not tree["a"].is_deleted()
 
 
@@ -268,8 +268,12 @@ def test_a_model_that_is_too_small_warns():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rules": Rule("w", "nf4")}, "must be a sequence of rules, got one Rule"),
-        ({"rules": "w=nf4"}, "must be a sequence of rules, got one str"),
+        ({"rules": Rule("w", "nf4")}, "must be a format or a sequence of `Rule`s, got Rule .*: put it into a list"),
+        ({"rules": 4}, "must be a format or a sequence of `Rule`s, got int 4: options of a format are given by name"),
+        ({"rules": "int8", "format": "int4"}, "the format is given twice: the second argument is 'int8', and `format`"),
+        ({"rules": ALL, "block_size": 32}, "'block_size' can't be given beside `rules`"),
+        ({"free": True}, "`free` is called `donate` here, as in JAX"),
+        ({"function": print, "inputs": jnp.ones(3)}, r"must be a tuple .* got float32\[3\]: .*`inputs=\(x,\)`"),
         ({"rules": ["w=nf4"]}, "must hold `Rule`s, got str 'w=nf4'; `parse_rule` reads strings"),
         ({"rules": ALL, "progress": 3}, "`progress` must be None, True or a function"),
     ],

@@ -115,7 +115,7 @@ def test_bytes_are_those_of_the_stored_arrays(small):
     assert found.bytes_before == sum(leaf.nbytes for leaf in before.values() if isinstance(leaf, jax.Array))
     assert found.size == 60 + 180 + 10 + 3
     assert found.bits == 8 * found.bytes_after / found.size
-    # Half a byte a weight and a float32 for each block of 4, of which each row of 10 has three.
+    # Half a byte a weight and a float32 for each block of 4; a row of 10 has three blocks.
     assert found.leaves[0].bits == 8 * (6 * 5 + 6 * 3 * 4) / 60
 
 
@@ -142,7 +142,7 @@ def test_shared_arrays_count_once():
 @pytest.mark.parametrize("how", ["freed", "abstract"])
 def test_without_the_values_before_there_are_sizes(how):
     tree = {"w": normal(6, 10)}
-    after = quantize_model(tree, RULES, free=how == "freed")
+    after = quantize_model(tree, RULES, donate=how == "freed")
     found = report(jax.eval_shape(lambda: tree) if how == "abstract" else tree, after)
     assert (found.bytes_before, found.bytes_after) == (240, after["w"].nbytes)
     assert (found.leaves[0].error, found.distance, found.worst, found.histogram) == (None, None, None, None)

@@ -63,9 +63,9 @@ def test_what_is_no_rule_says_how_to_write_one(text):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("w", "nf5"), ValueError, r"unknown format 'nf5'; there are .*'nf4'.*None"),
-        (("w", "nf4", {"group": 3}), ValueError, r"'nf4' has no option 'group'; it has 'block_size', 'axis'"),
-        (("w", None, {"axis": 3}), ValueError, r"'keep' has no option 'axis'; it has none"),
+        (("w", "nf5"), ValueError, r"unknown format 'nf5'; there are .*'nf4'"),
+        (("w", "nf4", {"group": 3}), TypeError, r"'nf4' has no option 'group'; it has 'block_size', 'axis'"),
+        (("w", None, {"axis": 3}), TypeError, r"keeps leaves as they are has no options, got 'axis'"),
         (("w(", "nf4"), ValueError, r"pattern 'w\(' is no regular expression: .*position 1"),
         ((3, "nf4"), TypeError, r"must be a str or a function of path and leaf, got 3"),
         (("w", "nf4", {"axis": {}}), TypeError, r"option `axis` must be hashable.*dict"),

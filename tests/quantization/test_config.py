@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import typing
 from typing import Any
 
 import jax
@@ -14,11 +15,12 @@ import pytest
 
 from eformer._src.quantization import registry
 from eformer._src.quantization.elementwise_layout import LeafwiseArray
-from eformer.jaximus import MaterializationWarning, materialize
+from eformer.jaximus import MaterializationWarning, explain, materialize
 from eformer.ops.quantization import (
     Array1B,
     Array8B,
     ArrayNF4,
+    FormatName,
     QuantizationConfig,
     QuantizationType,
     QuantizedArray,
@@ -115,9 +117,10 @@ def test_training_step_of_the_documentation():
     assert np.any(grads["weight"])
 
 
+# Documented calls have blocks along the last axis, as they always had; by `format` they run along the contracted one.
 ALIASES: dict[str, Any] = {
-    "quantize": (quantize, "int8"),
-    "straight_through": (straight_through, "int8"),
+    "quantize": (functools.partial(quantize, axis=-2), "int8"),
+    "straight_through": (functools.partial(straight_through, axis=-2), "int8"),
     "straight_through_1bit": (straight_through_1bit, "binary"),
     "config": (lambda w, **name: quantize(w, QuantizationConfig(**name)), "int8"),
 }
@@ -131,6 +134,54 @@ def test_format_is_another_name_of_dtype(call):
     assert type(found) is type(expected)
     with pytest.raises(TypeError, match=f"`dtype` and `format` mean the same.*'{name}' and 'nf4'"):
         function(normal(), dtype=name, format="nf4")
+
+
+FORMS: dict[str, Any] = {
+    "text": lambda w: quantize(w, "int4,block_size=4,symmetric=true"),
+    "capitals": lambda w: quantize(w, "INT4, block_size=4", symmetric=True),
+    "format": lambda w: quantize(w, format="int4", block_size=4, symmetric=True),
+    "registry": lambda w: quantize(w, find_format("int4"), block_size=4, symmetric=True),
+    "dtype": lambda w: quantize(w, dtype="int4", block_size=4, symmetric=True, axis=-2),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_format_has_one_meaning_however_it_is_spelt(form):
+    assert_same_leaves(FORMS[form](normal()), find_format("int4").encode(normal(), 4, symmetric=True, axis=-2))
+
+
+@pytest.mark.parametrize("form", [form for form in formats() if "axis" in form.options], ids=str)
+def test_blocks_run_along_the_contracted_axis(form):
+    vector, matrix, stack = (normal(shape) for shape in ((10,), (6, 10), (2, 6, 10)))
+    assert_same_leaves(quantize(vector, form), form.encode(vector))
+    assert_same_leaves(quantize(matrix, form.name), form.encode(matrix, axis=-2))
+    assert_same_leaves(quantize(stack, format=form.name), form.encode(stack, axis=-2))
+    assert_same_leaves(quantize(matrix, dtype=form.name), form.encode(matrix))  # as documented
+    assert_same_leaves(quantize(matrix, QuantizationConfig(form.name)), form.encode(matrix))
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_explain_says_that_blocks_run_along_the_other_axis(axis, transposed):
+    q = quantize(normal((6, 10)), "int4", axis=axis)
+    told = explain(lambda x, q: x @ (q.T if transposed else q))(normal((2, 10 if transposed else 6)), q)
+    summed = -1 if transposed else -2
+    remark = f"packed along axis {axis}, and the matmul sums over axis {summed}: quantized with `axis={summed}`"
+    assert [remark in each for each in told.remarks] == [True] * (axis != summed)
+    assert (remark in repr(told)) == (axis != summed)
+
+
+def test_names_for_type_checkers_are_those_of_the_package():
+    names = [each for alias in typing.get_args(FormatName) for each in typing.get_args(alias) or [alias]]
+    assert {str(name) for name in names} == {t.value for t in QuantizationType}
+
+
+@pytest.mark.parametrize(("name", "meant"), [("group_size", "block_size"), ("sym", "symmetric"), ("axs", "axis")])
+def test_a_near_miss_is_answered_with_the_right_name(name, meant):
+    with pytest.raises(TypeError, match=f"'int4' has no option '{name}'; it has .*Did you mean '{meant}'"):
+        quantize(W, "int4", **{name: 1})
+    with pytest.raises(ValueError, match=r"unknown format 'q4_k'.*did you mean 'int4'"):
+        quantize(W, "q4_k")
 
 
 def test_a_config_has_its_format_by_both_names():
@@ -175,13 +226,17 @@ def test_every_format_refuses_options_it_does_not_have(form):
 
 W = np.ones((6, 10), np.float32)
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "unknown type": (lambda: quantize(W, dtype="int99"), ValueError, "unknown quantization type 'int99'.*'nf4'"),
+    "unknown type": (lambda: quantize(W, dtype="int99"), ValueError, "unknown format 'int99'.*'nf4'"),
     "unknown type of config": (lambda: QuantizationConfig("fp4"), ValueError, "'fp4'.*'int8'"),
-    "type that is a number": (lambda: quantize(W, dtype=8), TypeError, "'int8'.*'nf4'.*, got int 8"),
-    "type of an element": (lambda: quantize(W, dtype=jnp.int8), TypeError, "'int8'.*'nf4'.*, got .*jax.numpy.int8"),
-    "NumPy's type": (lambda: quantize(W, dtype=np.dtype("int8")), TypeError, "'int8'.*'nf4'.*, got Int8DType dtype"),
-    "type of config that is no name": (lambda: QuantizationConfig(dtype=4), TypeError, "'int8'.*'nf4'.*, got int 4"),
-    "name as config": (lambda: quantize(W, "int8"), TypeError, "QuantizationConfig, got str 'int8'"),
+    "type that is a number": (lambda: quantize(W, dtype=8), TypeError, "'int8'.*'nf4'.*; got int 8"),
+    "type of an element": (lambda: quantize(W, dtype=jnp.int8), TypeError, "'int8'.*'nf4'.*; got .*jax.numpy.int8"),
+    "NumPy's type": (lambda: quantize(W, dtype=np.dtype("int8")), TypeError, "'int8'.*'nf4'.*; got Int8DType dtype"),
+    "type of config that is no name": (lambda: QuantizationConfig(dtype=4), TypeError, "'int8'.*'nf4'.*; got int 4"),
+    "number as config": (lambda: quantize(W, 8), TypeError, "a format is a name.*got int 8; for 8 bits write 'int8'"),
+    "format twice": (lambda: quantize(W, "int8", format="nf4"), TypeError, "second argument is 'int8' and `format` is"),
+    "option twice": (lambda: quantize(W, "nf4,axis=0", axis=1), TypeError, "`axis` is given twice: 0 in .* and 1"),
+    "no options": (lambda: quantize(W, "int4,32"), ValueError, "is no format with options: write 'int4,block_size=32'"),
+    "config with options": (lambda: QuantizationConfig("int4,axis=0"), TypeError, "takes options as arguments"),
     "unknown option": (lambda: quantize(W, dtype="int8", group=3), TypeError, "'int8' has no option 'group'.*'axis'"),
     "block size 0": (lambda: quantize(W, block_size=0), ValueError, "`block_size=0` must be even and at least 2"),
     "odd block size": (lambda: quantize(W, block_size=7), ValueError, "`block_size=7` must be even"),
@@ -291,7 +346,8 @@ def test_a_block_that_is_longer_than_the_array_takes_no_memory_of_its_own(form, 
     make = jax.jit(lambda w: quantize(w, format=form, block_size=10**9, axis=axis).materialize())
     memory = make.lower(w).compile().memory_analysis()
     assert memory.temp_size_in_bytes <= 64 * w.nbytes
-    exact = quantize(w, format=form, block_size=w.shape[axis], axis=axis)
+    one_level = {"double_quantization": False} if "double_quantization" in find_format(form).options else {}
+    exact = quantize(w, format=form, block_size=w.shape[axis], axis=axis, **one_level)
     assert_same_array(make(w), jax.jit(lambda q: q.materialize())(exact))
 
 

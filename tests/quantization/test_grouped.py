@@ -72,8 +72,10 @@ def test_round_trip(bits, symmetric, axis, block_size):
 
 @pytest.mark.parametrize(("bits", "per_weight"), [(2, 2.5), (3, 3.5), (4, 4.5), (5, 5.5), (6, 6.5), (8, 9)])
 def test_size(bits, per_weight):
-    q = ArrayGrouped.quantize(jnp.ones((128, 8)), bits=bits, axis=0)
-    assert q.nbytes * 8 / q.size == per_weight
+    sizes = [ArrayGrouped.quantize(jnp.ones((1024, 2)), size, bits=bits, axis=0).nbytes for size in (None, 64)]
+    # By default there are scales of scales, so that short blocks take no more than those of 64.
+    scales_of_scales = 0 if bits == 8 else (16 if bits < 4 else 32) / 1024
+    assert [size * 8 / 2048 for size in sizes] == [per_weight + scales_of_scales, per_weight]
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_handlers_run_under_jit():
     assert_same(out, q.materialize())
 
 
-# The documented parameters of the constructors, in order; those that follow `*` by keyword only.
+# The documented parameters of the constructors, in order; after `*` keyword-only.
 CONSTRUCTORS = {
     "1bit": ("Array1B", ["weight"]),
     "8bit": ("Array8B", ["scale", "weight", "axis", "sharding"]),

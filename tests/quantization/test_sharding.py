@@ -39,7 +39,7 @@ def equal(x: Any, y: Any) -> bool:
     return np.array_equal(np.asarray(x), np.asarray(y))
 
 
-# Explicit axes ask something of every step; automatic ones of those that look across devices.
+# Explicit axes concern every step, automatic axes only steps that look across devices.
 COMMUTING = [(case, AxisType.Explicit, P("a", "b")) for case in LAYOUTS]
 COMMUTING += [(case, AxisType.Auto, P("a")) for case in LAYOUTS[2:5]]
 COMMUTING += [(case, AxisType.Auto, P(("a", "b"))) for case in LAYOUTS[:2]]

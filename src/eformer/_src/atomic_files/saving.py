@@ -108,7 +108,7 @@ class Saving:
     # What a save of several files adds.
 
     def heads(self) -> list[Path]:
-        """The files of which one is there: the path itself, then what else a checkpoint of that path may begin with."""
+        """Candidates for the first file of a checkpoint at that path: the path itself, then others. One is there."""
         return [self.path]
 
     def old_shards(self) -> set[Path]:

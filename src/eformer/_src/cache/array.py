@@ -146,7 +146,8 @@ def _encoded(array: jax.Array, like: LeafwiseArray, axes: tuple[int, ...], turn:
         made = float8(x, *axes)
     else:
         assert isinstance(like, ArrayGrouped)
-        layout: Any = {"bits": like.bits, "block_size": like.block_size, "symmetric": like.offset is None}
+        levels = {"symmetric": like.offset is None, "double_quantization": like.scale_scale is not None}
+        layout: Any = {"bits": like.bits, "block_size": like.block_size, **levels}
         made = ArrayGrouped.quantize(x, axis=axes[0], fit=False, **layout)
     own = {name: getattr(like, name) for name in ("dtype", "use_kernel", "activation_dtype")}
     return made._replaced(**own)

@@ -1,4 +1,4 @@
-"""Files read through memory mapping, whose pages can be dropped again, and the error of those that are wrong."""
+"""Memory-mapped files whose pages can be dropped again, and `CheckpointError`."""
 
 from __future__ import annotations
 
@@ -106,3 +106,9 @@ class MappedFile:
             with contextlib.suppress(BufferError):  # such an array
                 self._map.close()
             self._map = None
+
+
+def check_path(path: object, call: str) -> None:
+    """A TypeError unless `path` is one; `call` shows how the function is called."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"a path is a text or a `pathlib.Path`, got {type(path).__name__}: `{call}`")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -19,7 +20,7 @@ from eformer._src.checkpoint.prequantized.quantization_config import Configurati
 from eformer._src.checkpoint.prequantized.refusal import check_methods, check_said, check_tensors
 
 from .arrays import ArrayInfo, DenseEntry, Entry, QuantizedEntry
-from .file import CheckpointError, MappedFile, StrPath
+from .file import CheckpointError, MappedFile, StrPath, check_path
 from .header import Json, Tensor, parse_json, read_header
 from .paths import check_inside, find_file, is_index, read_index, state_of
 from .placement import ShardingFor, place, sharding_for
@@ -61,7 +62,7 @@ class Checkpoint(Mapping[str, Any], AbstractContextManager["Checkpoint"]):
 
     def info(self, name: str) -> ArrayInfo:
         """Shape, dtype, format and bytes, without reading the data."""
-        return self._entries[name].info
+        return self._entry(name).info
 
     def read(self, name: str, sharding: ShardingFor = None) -> Any:
         """The array, laid out over devices by `sharding`: each reads its shard from the file, none holds the whole."""
@@ -75,6 +76,13 @@ class Checkpoint(Mapping[str, Any], AbstractContextManager["Checkpoint"]):
         """The array as it is in the file, for writers of other files."""
         if self._closed:
             raise ValueError(f"{name!r} can't be read any more: the checkpoint is closed")
+        return self._entry(name)
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            near = difflib.get_close_matches(str(name), self._entries, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, list(self)[:5]))}, ..."
+            raise KeyError(f"the checkpoint has no array {name!r}; {hint}")
         return self._entries[name]
 
     @property
@@ -120,6 +128,7 @@ def open_checkpoint(source: StrPath | bytes, *, copy: bool = False, raw: bool = 
     """
     if isinstance(source, bytes):
         return _of_file(None, MappedFile(source), copy, raw)
+    check_path(source, "load(path)")
     for attempts_left in reversed(range(ATTEMPTS)):
         found = state_of(source)
         try:

@@ -170,6 +170,8 @@ def check_suffix(path: StrPath, suffixes: tuple[str, ...] = SUFFIXES) -> None:
         return  # no ending: the version of a model has digits
     if near and near[0] in suffixes:
         why = f"did you mean {text.removesuffix(suffix) + near[0]!r}?"
+    elif suffix in SUFFIXES:
+        why = f"{suffix} is the ending of another kind"
     else:
         why = f"{suffix} files are not written here; with a slash at the end it is a folder"
     raise ValueError(f"{text!r} must end in {' or '.join(suffixes)}, or be a folder: {why}")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from eformer._src.checkpoint.paths import check_suffix
 from eformer._src.model.rules import Rule, parse_rule
 from eformer._src.quantization.registry import formats
+from eformer._src.quantization.spelling import FormatSpec, read_format
 
 KEEP = "keep"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -32,10 +33,18 @@ def rule(text: str) -> Rule:
 
 def format_rule(text: str) -> Rule:
     """FORMAT,option=value,...: a rule for everything."""
-    name = text.partition(",")[0]
-    if name not in (*format_names(), KEEP):
-        raise argparse.ArgumentTypeError(f"unknown format {name!r}; there are {', '.join(format_names())} and {KEEP}")
-    return rule(f".={text}")
+    if text.strip() == KEEP:
+        return Rule(".", None)
+    try:
+        return Rule(".", *read_format(text))
+    except (TypeError, ValueError) as error:
+        hint = "" if "option" in str(error) else f"; {KEEP} leaves arrays as they are"
+        raise argparse.ArgumentTypeError(f"{error}{hint}") from None
+
+
+def format_text(rule: Rule) -> FormatSpec | None:
+    """What `format_rule` read, as text; None for the word that keeps arrays as they are."""
+    return None if rule.format is None else FormatSpec(str(rule).removeprefix(".="))
 
 
 def format_names() -> list[str]:

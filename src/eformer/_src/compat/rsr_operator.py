@@ -34,7 +34,7 @@ from . import rsr_codes as rsr
 if TYPE_CHECKING:
     from .rsr import RSROperatorBinary
 
-# The sums of this many rows of x stay in cache (2 cores of an AMD EPYC; `benchmarks/matmul.py` shows the effect).
+# Sums for this many rows of x stay in cache (2 cores of an AMD EPYC; `benchmarks/matmul.py` shows the effect).
 MAX_ROWS = 256
 
 

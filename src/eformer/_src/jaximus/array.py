@@ -216,6 +216,10 @@ class ImplicitArray(ArrayMethods, metaclass=ArrayMeta):
         """An equal array whose leaves can be sharded as the array is, if this one's can't."""
         return self
 
+    def _finer(self) -> ImplicitArray:
+        """An equal array that can be cut in more places, and may take more memory."""
+        return self
+
     def leaf_specs(self, spec: PartitionSpec) -> Self | None:
         """This tree with a `PartitionSpec` for each leaf: sharding the leaves by these shards the array by `spec`.
 

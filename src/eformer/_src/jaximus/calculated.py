@@ -116,7 +116,7 @@ def _innermost(leaf: Leaf) -> Leaf:
 
 
 def _is_traced_from(new: Any, old: Leaf, beside: Sequence[Leaf]) -> bool:
-    """Whether a primitive that calculates lies between `new` and `old`, or a leaf `beside` it, of which it is made."""
+    """Whether `new` was calculated from `old`, or from a leaf `beside` it, and not merely moved."""
 
     def is_old(tracer: Any) -> bool:
         if any(tracer is each for each in beside):
@@ -158,7 +158,7 @@ def _sources(atom: Any, made_by: Callable[[Any], tuple[Any, Sequence[Any], int] 
 
 
 def _sources_of_output(jaxpr: jexc.Jaxpr, place: int) -> list[tuple[int, bool]]:
-    """The inputs of which this output of `jaxpr` is made, by number, and whether by a calculation."""
+    """The inputs, by number, that this output of `jaxpr` depends on, and whether by a calculation."""
     made = {out: (eqn, eqn.invars, i) for eqn in jaxpr.eqns for i, out in enumerate(eqn.outvars)}
     inputs = {var: i for i, var in enumerate(jaxpr.invars)}
     known: Callable[[Any], Any] = lambda atom: None if isinstance(atom, jexc.Literal) else made.get(atom)  # noqa: E731

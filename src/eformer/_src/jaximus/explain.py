@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax import tree_util as jtu
 
+from eformer._src.jaximus.function import check_function
 from eformer._src.text import table
 
 from .instrumentation import Met, Recorder, mode
@@ -17,7 +18,9 @@ from .trace import implicit
 
 
 class Explanation(tuple[tuple[Met, int, int], ...]):
-    """Rows of (primitive, classes and rule; how often; dense bytes); prints as a table."""
+    """Rows of (primitive, classes and rule; how often; dense bytes); prints as a table, with `remarks` below it."""
+
+    remarks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         if not self:
@@ -26,7 +29,7 @@ class Explanation(tuple[tuple[Met, int, int], ...]):
         rows = [
             (met.primitive, ", ".join(met.classes), met.rule, f"{count:,}", f"{dense:,}") for met, count, dense in self
         ]
-        return "\n".join(table(header, rows, words=3))
+        return "\n".join([*table(header, rows, words=3), *self.remarks])
 
     @property
     def dense_bytes(self) -> int:
@@ -40,6 +43,8 @@ def explain(function: Callable[..., Any]) -> Callable[..., Explanation]:
     `f` is only traced, not run, so a large model costs nothing to explain; if `f` branches on values it is run. The
     body of a scan is counted as often as it runs; the body of a `while_loop`, whose length is not known, once.
     """
+
+    check_function(function, "explain")
 
     @functools.wraps(function)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
@@ -64,4 +69,8 @@ def _recorded(run: Callable[[], object]) -> Explanation:
         run()
     counts, dense = recorder.counts, recorder.dense_bytes
     rows = [(met, counts[met], dense[met]) for met in counts | dense]  # the union is without zeros
-    return Explanation(sorted(rows, key=lambda row: (-row[2], row[0].primitive)))
+    explanation = Explanation(sorted(rows, key=lambda row: (-row[2], row[0].primitive)))
+    explanation.remarks = tuple(
+        f"{text} ({count:,} times)" if count > 1 else text for text, count in recorder.remarks.items()
+    )
+    return explanation

@@ -41,6 +41,7 @@ class Met:
 class Recorder:
     counts: Counter[Met] = dataclasses.field(default_factory=Counter)
     dense_bytes: Counter[Met] = dataclasses.field(default_factory=Counter)
+    remarks: Counter[str] = dataclasses.field(default_factory=Counter)
     repeats: int = 1  # how often the code being traced runs: the lengths of the scans around it, multiplied
 
 
@@ -128,6 +129,12 @@ def note_served(out: object = None) -> None:
     recorder, met = mode.value.recorder, _running.met
     if recorder is not None and met is not None and out is not NotImplemented:
         recorder.counts[met] += recorder.repeats
+
+
+def note_remark(text: str) -> None:
+    """What `explain` says below its table, of a rule that could do better with another array."""
+    if mode.value.recorder is not None:
+        mode.value.recorder.remarks[text] += mode.value.recorder.repeats
 
 
 def note_materialized(array: ArrayMethods, why: str = "") -> None:

@@ -40,7 +40,7 @@ class Loan:
         self._copies: dict[int, _Copy] = {}  # by the id of the original
         self._originals: dict[int, Node] = {}  # by the id of the copy
         self._restored: dict[int, tuple[Node, Node]] = {}  # by id: the value, kept alive, and its replacement
-        self._halves: set[Hashable] = set()  # what is known of arrays of which the arguments hold a part each
+        self._halves: set[Hashable] = set()  # keys of arrays that several arguments hold a part of
 
     def lend(self, *trees: Node) -> list[Node]:
         """The `trees` with a tracer in place of each implicit array; a tree itself if there is none.

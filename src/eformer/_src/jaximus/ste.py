@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax import tree_util as jtu
 
+from eformer._src.jaximus.function import check_function
+
 from .array import materialize
 from .types import Tree, Value
 
@@ -23,6 +25,8 @@ def ste(function: Callable[Concatenate[Value, P], Value]) -> Callable[Concatenat
     The result is `function`'s, made dense, bit for bit; it must have the shape of the first argument. A result that is
     not floating point takes the argument's dtype, since only floating point carries a derivative.
     """
+
+    check_function(function, "ste")
 
     @functools.wraps(function)
     def wrapped(x: Value, *args: P.args, **kwargs: P.kwargs) -> jax.Array:

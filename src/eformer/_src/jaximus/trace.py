@@ -40,6 +40,8 @@ from jax.extend.linear_util import WrappedFun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from eformer._src.jaximus.function import check_function
+
 from .array import ImplicitArray, is_implicit, materialize
 from .array_methods import ArrayMethods, check_matmul, dense_method
 from .generators import in_steps
@@ -163,7 +165,7 @@ class ImplicitTrace(Trace):
 def _sharded(operand: ImplicitArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[Value, Tree]:
     """An equal operand whose leaves `shard_map` can shard, and a tree of their specs; dense where there is none."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh):
-        for form in (operand, operand._divisible()):
+        for form in (operand, operand._divisible(), operand._finer()):
             leaf_specs = form.leaf_specs(spec)
             if leaf_specs is not None:
                 return form, leaf_specs
@@ -179,13 +181,15 @@ def unwrap(x: Value) -> Value:
     return x.value if isinstance(x, ImplicitTracer) else x
 
 
-def implicit(function: Callable[P, R]) -> Callable[P, R]:
+def implicit(function: Callable[P, R]) -> Callable[..., R]:
     """`function`, taking implicit arrays wherever it takes arrays, as arguments or from its closure.
 
     Each primitive that meets one runs by the rule registered for it; without a rule the array is made dense. The result
     is that of dense arrays, and may be implicit itself where a rule returns such (a transpose, say). It composes with
     every JAX transformation, inside and outside. A generator or a coroutine runs so in each of its steps.
     """
+
+    check_function(function, "implicit")
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -237,6 +241,10 @@ _ARRAYS = (ArrayMethods, jax.Array, np.ndarray, np.generic, int, float, complex)
 def matmul(lhs: Value, rhs: Value) -> Value:
     """`lhs @ rhs` by the rules; compiled if nothing is traced, as dispatch in Python takes longer than the matmul."""
     if not (isinstance(lhs, _ARRAYS) and isinstance(rhs, _ARRAYS)):
+        for other in (lhs, rhs):
+            if other is None or isinstance(other, (str, list, tuple, dict)):
+                names = " and ".join(type(each).__name__ for each in (lhs, rhs))
+                raise TypeError(f"`@` takes two arrays, got {names}: `jnp.asarray` makes one")
         return apply(operator.matmul, lhs, rhs)  # JAX refuses, or the type of the other operand takes it
     if trace_ctx.trace is eval_trace and mode.value.recorder is None:
         return _compiled_matmul(lhs, rhs)

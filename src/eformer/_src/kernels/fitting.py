@@ -95,6 +95,12 @@ def fitted(
 
 def weights(importance: jax.Array, shape: Sequence[int]) -> jax.Array:
     """`importance`, which broadcasts to `shape`, with mean 1; what is of no importance at all counts a little."""
+    try:
+        fits = jnp.broadcast_shapes(importance.shape, tuple(shape)) == tuple(shape)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"`importance` of shape {importance.shape} does not broadcast to the array, {tuple(shape)}")
     mean = jnp.mean(importance)
     even = importance.astype(jnp.float32) / jnp.where(mean > 0, mean, 1)
     return jnp.broadcast_to(jnp.maximum(jnp.where(mean > 0, even, 1), LEAST_WEIGHT), shape)

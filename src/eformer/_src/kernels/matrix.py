@@ -28,7 +28,7 @@ class Matrix:
     packed_axis: int = 0
     block_size: int = 2  # of formats with a scale for each block
     superblock_size: int = 0
-    scale_names: tuple[str, ...] = ("scale",)  # more than there are scales is right for those that have none
+    scale_names: tuple[str, ...] = ("scale",)  # may be longer than `scales`
 
     @property
     def count(self) -> int:

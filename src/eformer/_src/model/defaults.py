@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from eformer._src.quantization.registry import find_format
+from eformer._src.quantization.registry import Format
+from eformer._src.quantization.spelling import FormatLike, read_format
 
 from .paths import Typed
 from .rules import Rule
@@ -59,6 +60,9 @@ class Matrices:
     min_size: int
     path: str = ""
 
+    def __repr__(self) -> str:
+        return f"matrices that are contracted along axis {self.axis}"
+
     def __call__(self, path: str, leaf: Typed) -> bool:
         shape = leaf.shape
         return (
@@ -72,9 +76,9 @@ class Matrices:
 
 
 def default_rules(
-    format: str = "nf4",
+    format: FormatLike = "int4",
     *,
-    embeddings: str | None = None,
+    embeddings: FormatLike | None = None,
     min_size: int = MIN_SIZE,
     axes: Sequence[tuple[str, int]] = (),
     **options: object,
@@ -91,6 +95,7 @@ def default_rules(
     >>> from eformer.model import Rule, default_rules, quantize_model
     >>> rules = (Rule("lm_head", "int8", {"axis": -2}), *default_rules("nf4", block_size=32))
     """
+    form, options = read_format(format, options, also=("method", "embeddings", "min_size", "axes"))
     layouts = (*axes, *AXES)
     for pattern, axis in layouts:
         if not (isinstance(axis, int) and axis < 0):
@@ -100,16 +105,16 @@ def default_rules(
     found = [Rule(NORMS_AND_BIASES, None, optional=True)]
     if embeddings is not None:
         pattern = Matrices(-1, (("", -1),), min_size, EMBEDDINGS)
-        found.append(Rule(pattern, embeddings, options_along(embeddings, -1, {}), optional=True))
+        theirs, own = read_format(embeddings)
+        found.append(Rule(pattern, theirs, options_along(theirs, -1, own), optional=True))
     found.append(Rule(EMBEDDINGS, None, optional=True))
     for axis in sorted({axis for _, axis in layouts}):
         pattern = Matrices(axis, layouts, min_size)
-        found.append(Rule(pattern, format, options_along(format, axis, options), optional=True))
+        found.append(Rule(pattern, form, options_along(form, axis, options), optional=True))
     return tuple(found)
 
 
-def options_along(format: str, axis: int | tuple[int, ...], given: Mapping[str, object]) -> dict[str, object]:
-    """The options of `format` for a weight with blocks along `axis`; those `given` win."""
+def options_along(form: Format, axis: int | tuple[int, ...], given: Mapping[str, object]) -> dict[str, object]:
+    """The options of a format for a weight with blocks along `axis`; those `given` win."""
     wanted = {"axis": axis, **_MODEL_OPTIONS}
-    known = find_format(format).options
-    return {**{name: value for name, value in wanted.items() if name in known}, **given}
+    return {**{name: value for name, value in wanted.items() if name in form.options}, **given}

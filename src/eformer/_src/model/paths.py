@@ -51,7 +51,7 @@ def stored_bytes(tree: object) -> int:
     >>> from eformer.model import quantize_model, stored_bytes
     >>> tree = {"kernel": jnp.ones((256, 512))}
     >>> stored_bytes(tree), stored_bytes(quantize_model(tree))
-    (524288, 73728)
+    (524288, 75776)
     """
     arrays = {id(leaf): leaf for leaf in jtu.tree_leaves(tree) if is_array(leaf) or is_abstract(leaf)}
     return sum(map(nbytes, arrays.values()))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
+import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import jax
 
@@ -17,6 +19,8 @@ from eformer._src.model.calibration.sequential import in_order
 from eformer._src.model.calibration.statistics import Statistic, Statistics, check_statistics
 from eformer._src.model.uses.rules_from_use import rules_from_use
 from eformer._src.progress import Meter, Progress, progress_bar
+from eformer._src.quantization.registry import Format
+from eformer._src.quantization.spelling import FormatLike
 from eformer._src.user_warnings import warn
 
 from .defaults import default_rules
@@ -24,6 +28,7 @@ from .paths import is_abstract, is_quantized, is_weight, named_leaves, nbytes
 from .rules import Rule, UnusedRuleWarning, apply_rule, rule_for, warn_unused_rules
 
 Tree = TypeVar("Tree")
+DEFAULT: FormatLike = "int4"
 
 
 class _Step(NamedTuple):
@@ -39,28 +44,32 @@ class _Step(NamedTuple):
 
 def quantize_model(
     tree: Tree,
-    rules: Sequence[Rule] | None = None,
+    rules: FormatLike | Sequence[Rule] | None = None,
     *,
-    format: str = "nf4",
+    format: FormatLike | None = None,
     function: Callable[..., object] | None = None,
     inputs: Sequence[object] = (),
-    free: bool = False,
+    donate: bool = False,
     progress: Progress | bool | None = None,
     statistics: Statistics | None = None,
-    method: str | None = None,
+    method: Literal["gptq"] | None = None,
     sequential: bool = False,
     budget: float | None = None,
+    **options: object,
 ) -> Tree:
-    """`tree`, of the same structure, with its floating point leaves in the formats that `rules` choose.
+    """`tree`, of the same structure, with its weights in 4 bits, or in the formats that `rules` choose.
 
     The tree is any pytree: dicts and lists of arrays, parameters of Flax Linen and Haiku, modules of NNX and Equinox.
-    The first rule that matches a leaf decides. A leaf that no rule matches stays, as do quantized arrays, integers, and
-    whatever is no array. A rule that matches nothing warns (`UnusedRuleWarning`). `implicit` runs the model's own code
-    on the result.
+    `implicit` runs the model's own code on the result.
 
-    With a `function`, `function(tree, *inputs)` is traced, and `rules_from_use` decides over the leaves that `rules` do
-    not match; the inputs may be `jax.ShapeDtypeStruct`s. With neither rules nor function, `default_rules(format)` go by
-    names and shapes.
+    A format, "int4" unless it is given, goes to the matrices of the tree: `quantize_model(params, "int8")`,
+    `quantize_model(params, "int4", block_size=64, embeddings="int8")`. `default_rules` finds them by names and shapes,
+    and takes the options; with a `function`, `function(tree, *inputs)` is traced, and `rules_from_use` decides by how
+    it uses them, and takes the options. The inputs may be `jax.ShapeDtypeStruct`s.
+
+    With `rules`, the first rule that matches a leaf decides, and those above decide over the leaves that no rule
+    matches if there is a function. A leaf without a rule stays, as do quantized arrays, integers, and whatever is no
+    array. A rule that matches nothing warns (`UnusedRuleWarning`).
 
     A tree of `jax.ShapeDtypeStruct`s (from `jax.eval_shape`, `nnx.eval_shape`) becomes a tree of quantized arrays that
     hold `ShapeDtypeStruct`s, sharded as the leaves say: compile for it ahead of time, or load a checkpoint into it.
@@ -75,30 +84,42 @@ def quantize_model(
     A `budget`, in bits a weight or above 64 in bytes, of all leaves together, chooses formats from 2 to 8 bits in place
     of those of the rules, whose axes stay: `plan_budget` tells which, and why.
 
-    Leaves are quantized one after the other. With `free`, the buffer of a leaf is deleted as soon as its quantized form
-    is there, so that memory peaks near one copy of the model; afterwards only the leaves of `tree` that stayed can be
-    used. An array that occurs twice is quantized once. `progress` is called with path, bytes done and bytes in all,
+    Leaves are quantized one after the other. With `donate`, the buffer of a leaf is deleted as soon as its quantized
+    form is there, so that memory peaks near one copy of the model; afterwards only the leaves of `tree` that stayed can
+    be used. An array that occurs twice is quantized once. `progress` is called with path, bytes done and bytes in all,
     counted in the dense arrays; True shows a bar.
 
     >>> import jax.numpy as jnp
-    >>> from eformer.model import quantize_model
-    >>> quantize_model({"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}, format="int8")["kernel"]
+    >>> from eformer import quantize_model
+    >>> quantize_model({"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}, "int8")["kernel"]
     Array8B(float32[256, 512], 133,120 bytes)
     """
+    if isinstance(tree, (str, os.PathLike)):
+        raise TypeError(
+            f"quantize_model takes a tree of arrays, got the text {str(tree)!r}: `quantize_checkpoint` takes files"
+        )
+    if inspect.isroutine(tree):
+        raise TypeError("quantize_model takes a tree of arrays, got a function: give it as `function`, after the tree")
+    if "free" in options:
+        raise TypeError("`free` is called `donate` here, as in JAX: `quantize_model(tree, donate=True)`")
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise TypeError(f"`progress` must be None, True or a function of path, done and total, got {progress!r}")
-    given, batches = () if rules is None else checked_rules(rules), []
-    if function is not None:
-        batches = as_batches(inputs)
-        given += rules_from_use(function, tree, *batches[0], format=format)
-    elif inputs or sequential:
-        raise TypeError("`inputs` and `sequential` go with a `function` of the tree and the inputs: none was given")
-    elif rules is None:
-        given = default_rules(format)
+    batches: list[tuple[Any, ...]] = []
+    if function is None:
+        if sequential or not (isinstance(inputs, Sequence) and not len(inputs)):
+            raise TypeError("`inputs` and `sequential` go with a `function` of the tree and the inputs: none was given")
+        given = asked_rules(rules, format, options)
+    else:
+        rules, format = asked_format(rules, format)
+        batches = as_batches(checked_inputs(function, inputs))
+        from_use = rules_from_use(function, tree, *batches[0], format=format or DEFAULT, **cast(Any, options))
+        given = (*(() if rules is None else checked_rules(rules)), *from_use)
     if method is not None:
         given = tuple(replace(rule, method=method) if rule.format and not rule.method else rule for rule in given)
     if budget is not None:
-        planned = plan_budget(budget, tree, given, function=function, inputs=iter(batches), statistics=statistics)
+        planned = plan_budget(
+            budget, tree, given, function=function, inputs=iter(batches) if batches else (), statistics=statistics
+        )
         given = (*planned, Rule("", None, optional=True))
     named, structure = named_leaves(tree)
     steps = [_Step(path, leaf, rule_for(given, path, leaf)) for path, leaf in named]
@@ -125,7 +146,7 @@ def quantize_model(
                 # Wait: else dense leaves and temporaries of many steps would be alive at once.
                 made[step.key] = jax.block_until_ready(apply_rule(step.rule, step.path, leaf, known.get(step.path)))
             uses[id(leaf)] -= 1
-            if free and not uses[id(leaf)] and isinstance(leaf, jax.Array):
+            if donate and not uses[id(leaf)] and isinstance(leaf, jax.Array):
                 leaf.delete()
             meter.add(step.path, nbytes(leaf))
     return jax.tree.unflatten(structure, [made.get(step.key, step.leaf) for step in steps])
@@ -188,13 +209,65 @@ def _check_possible(todo: Sequence[_Step]) -> None:
         apply_rule(rule, path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
 
+def asked_format(
+    rules: FormatLike | Sequence[Rule] | None, format: FormatLike | None
+) -> tuple[Sequence[Rule] | None, FormatLike | None]:
+    """The rules and the format: the second argument of a function may be either."""
+    if not isinstance(rules, (str, Format)):
+        return rules, format
+    if isinstance(rules, str) and "=" in rules.partition(",")[0]:
+        raise TypeError(
+            f"`rules` must be a format or a sequence of `Rule`s, got {rules!r}: `[parse_rule(text)]` reads it"
+        )
+    if format is not None:
+        raise TypeError(f"the format is given twice: the second argument is {str(rules)!r}, and `format` {format!r}")
+    return None, rules
+
+
+def asked_rules(
+    rules: FormatLike | Sequence[Rule] | None,
+    format: FormatLike | None,
+    options: Mapping[str, object],
+    default: FormatLike = DEFAULT,
+) -> tuple[Rule, ...]:
+    """The `rules`, or `default_rules` of the format with these options."""
+    rules, format = asked_format(rules, format)
+    if rules is None:
+        return default_rules(default if format is None else format, **cast(Any, options))
+    given = [*["format"] * (format is not None), *options]
+    if given:
+        raise TypeError(f"{', '.join(map(repr, given))} can't be given beside `rules`: say it in the rules themselves")
+    return checked_rules(rules)
+
+
+def checked_inputs(function: object, inputs: Any) -> Sequence[object]:
+    if not callable(function):
+        raise TypeError(f"`function` must be a function of the tree and the inputs, got {type(function).__name__}")
+    if isinstance(inputs, (list, tuple)):
+        return inputs
+    what = f"{inputs.dtype}{list(inputs.shape)}" if hasattr(inputs, "dtype") else type(inputs).__name__
+    raise TypeError(
+        f"`inputs` must be a tuple of what `function` takes after the tree, got {what}: for one input, write "
+        f"`inputs=(x,)`"
+    )
+
+
 def checked_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    if isinstance(rules, (Rule, str)):
-        raise TypeError(f"`rules` must be a sequence of rules, got one {type(rules).__name__}: put it into a list")
+    if isinstance(rules, Rule) or not isinstance(rules, Iterable):
+        raise TypeError(
+            f"`rules` must be a format or a sequence of `Rule`s, got {type(rules).__name__} {rules!r}: "
+            f"{'put it into a list' if isinstance(rules, Rule) else 'options of a format are given by name'}"
+        )
+    if isinstance(rules, Mapping):
+        raise TypeError(
+            f"`rules` must be a format or a sequence of `Rule`s, got {type(rules).__name__}: write "
+            f"`[Rule(pattern, format), ...]`"
+        )
     for rule in rules:
         if not isinstance(rule, Rule):
             raise TypeError(
-                f"`rules` must hold `Rule`s, got {type(rule).__name__} {rule!r}; `parse_rule` reads strings"
+                f"`rules` must hold `Rule`s, got {type(rule).__name__} {rule!r}: `Rule(pattern, format)` makes one, "
+                f"and `parse_rule` reads a text"
             )
     return tuple(rules)
 

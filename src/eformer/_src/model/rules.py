@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from eformer._src.quantization.gptq import gptq
-from eformer._src.quantization.registry import find_format, formats
+from eformer._src.quantization.registry import find_format
+from eformer._src.quantization.spelling import FormatLike, read_format
 from eformer._src.user_warnings import warn
 
 from .finite import find_nonfinite
@@ -29,8 +29,7 @@ KEEP = "keep"  # how the command line writes `format=None`
 METHODS = (None, "gptq")  # how codes are chosen: each for itself, or so that errors make up for each other
 
 # The pattern is as short as can be, so that it may hold "=" and "," of its own: "(?=attn).*=nf4,axis=-2".
-_RULE = re.compile(r"(?P<pattern>.+?)=(?P<format>[A-Za-z]\w*)(?P<options>(,[A-Za-z]\w*=(\([^()]*\)|[^,()=]+))*)")
-_OPTION = re.compile(r",(\w+)=(\([^()]*\)|[^,()=]+)")
+_RULE = re.compile(r"(?P<pattern>.+?)=(?P<format>[A-Za-z]\w*(,[A-Za-z]\w*=(\([^()]*\)|[^,()=]+))*)")
 
 
 class Options(Mapping[str, Any]):
@@ -64,19 +63,22 @@ class Options(Mapping[str, Any]):
         return repr(self._items)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Rule:
-    """Leaves that match `pattern` take `format`, quantized with `options`; the format None keeps them as they are.
+    """Leaves that match `pattern` take `format`, quantized with its options; the format None keeps them as they are.
 
     A string is a regular expression, searched for in the leaf's path, such as "layers.0.mlp.kernel". A function is
     called with path and leaf, which has `shape` and `dtype` and perhaps no values. Unknown formats and options raise
     here. If a rule matches nothing, `quantize_model` warns, unless it is `optional`. A `report` shows the `reason`.
 
-    With `method="gptq"`, which may be among the options, codes are chosen by GPTQ from the `statistics` of the leaf.
+    Options may stand in the text of the format, in a dict after it, or as arguments. `method="gptq"` is one of them
+    for every format: codes are then chosen by GPTQ from the `statistics` of the leaf.
 
-    >>> from eformer.model import Rule
-    >>> str(Rule(r"mlp.*kernel$", "nf4", {"axis": -2, "block_size": 32}))
+    >>> from eformer import Rule
+    >>> str(Rule(r"mlp.*kernel$", "nf4", axis=-2, block_size=32))
     'mlp.*kernel$=nf4,axis=-2,block_size=32'
+    >>> Rule("lm_head", "int8,axis=-2") == Rule("lm_head", "int8", {"axis": -2}) == Rule("lm_head", "INT8", axis=-2)
+    True
     """
 
     pattern: str | Callable[[str, Any], bool]  # Any: leaves of users' own types, too
@@ -86,29 +88,41 @@ class Rule:
     reason: str = field(default="", kw_only=True, repr=False, compare=False)
     method: str | None = field(default=None, kw_only=True, repr=False)
 
-    def __post_init__(self) -> None:
-        if isinstance(self.pattern, str):
+    def __init__(
+        self,
+        pattern: str | Callable[[str, Any], bool],
+        format: FormatLike | Literal["keep"] | None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        optional: bool = False,
+        reason: str = "",
+        method: str | None = None,
+        **more: object,
+    ) -> None:
+        if isinstance(pattern, str):
             try:
-                re.compile(self.pattern)
+                re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"the pattern {self.pattern!r} is no regular expression: {error}") from None
-        elif not callable(self.pattern):
-            raise TypeError(f"`pattern` must be a str or a function of path and leaf, got {self.pattern!r}")
-        options = dict(self.options)
-        object.__setattr__(self, "method", options.pop("method", self.method))
-        object.__setattr__(self, "options", Options(options))
-        if self.method not in METHODS:
-            raise ValueError(f"`method={self.method!r}` must be one of {', '.join(map(repr, METHODS))}")
-        names = [form.name for form in formats()]
-        if self.format not in (None, *names):
-            raise ValueError(
-                f"unknown format {self.format!r}; there are {', '.join(map(repr, names))}, and None to keep a leaf"
-            )
-        known = {} if self.format is None else find_format(self.format).options
-        for name in self.options:
-            if name not in known:
-                has = f"has {', '.join(map(repr, known))}" if known else "has none"
-                raise ValueError(f"the format {self.format or KEEP!r} has no option {name!r}; it {has}")
+                raise ValueError(f"the pattern {pattern!r} is no regular expression: {error}") from None
+        elif not callable(pattern):
+            raise TypeError(f"`pattern` must be a str or a function of path and leaf, got {pattern!r}")
+        name, given = None, dict(options or {})
+        if given.keys() & more.keys():
+            raise TypeError(f"`{min(given.keys() & more.keys())}` is given twice, in `options` and as an argument")
+        given |= more
+        chosen: Any = given.pop("method", method)
+        if format is None or format == KEEP:
+            if given:
+                raise TypeError(
+                    f"a rule that keeps leaves as they are has no options, got {', '.join(map(repr, given))}"
+                )
+        else:
+            form, given = read_format(format, given, also=("method",))
+            name, chosen = form.name, given.pop("method", chosen)
+        if chosen not in METHODS:
+            raise ValueError(f"`method={chosen!r}` must be one of {', '.join(map(repr, METHODS))}")
+        fields = {"pattern": pattern, "format": name, "options": Options(given)}
+        vars(self).update(fields, optional=optional, reason=reason, method=chosen)
 
     def matches(self, path: str, leaf: Typed) -> bool:
         if isinstance(self.pattern, str):
@@ -127,8 +141,8 @@ class Rule:
 def parse_rule(text: str) -> Rule:
     """The rule of the text `PATTERN=FORMAT,option=value,...`, as on a command line.
 
-    FORMAT is the name of a format, or "keep". A value is a number, true, false, none, a tuple in parentheses, or else a
-    string.
+    FORMAT is the name of a format, or "keep". A value is a number, true, false, none, a tuple in parentheses, or else
+    text.
 
     >>> from eformer.model import parse_rule
     >>> parse_rule("attn|mlp=nf4,block_size=32,double_quantization=true")
@@ -142,18 +156,10 @@ def parse_rule(text: str) -> Rule:
             f"{text!r} is no rule: write PATTERN=FORMAT,option=value,... such as 'mlp.*kernel=nf4,axis=-2', or "
             f"'lm_head=keep'"
         )
-    name = found["format"]
-    options = {option: _parse_value(value) for option, value in _OPTION.findall(found["options"])}
-    return Rule(found["pattern"], None if name == KEEP else name, options)
-
-
-def _parse_value(text: str) -> object:
-    text = text.strip()
-    word = text.capitalize()
-    try:
-        return ast.literal_eval(word if word in ("True", "False", "None") else text)
-    except (ValueError, SyntaxError):
-        return text
+    if found["format"] == KEEP:
+        return Rule(found["pattern"], None)
+    form, options = read_format(found["format"], also=("method",))
+    return Rule(found["pattern"], form, options)
 
 
 def find_rule(rules: Sequence[Rule], path: str, leaf: Typed) -> Rule | None:

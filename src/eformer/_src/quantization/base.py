@@ -25,6 +25,9 @@ Grain = int  # how many elements along an axis an entry of a leaf covers; 0 for 
 Leaves = dict[str, jax.Array]
 
 
+_UNLISTED = {"commute_ops", "warn_on_materialize", "is_stacked", "leaf_specs", "reshard", "with_mesh_and_axis"}
+
+
 class QuantizedArray(ImplicitArray):
     """An implicit array whose leaves are codes and scales.
 
@@ -85,7 +88,7 @@ class QuantizedArray(ImplicitArray):
         return self
 
     def _names_among(self, names: Sequence[str]) -> Sequence[str]:
-        """Of the `names` of all formats that make this class, those that may have made this array."""
+        """Names among `names` of formats that could have produced this array; `names` make arrays of this class."""
         return names
 
     @abc.abstractmethod
@@ -145,6 +148,11 @@ class QuantizedArray(ImplicitArray):
         """
         int8_or_none("activation_dtype", activation_dtype)
         return self._replaced(activation_dtype=activation_dtype)
+
+    def __dir__(self) -> list[str]:
+        """What one does with an array: without what only its class says, second names, and leaves that it has not."""
+        absent = {name for name in self._data_fields if getattr(self, name) is None}
+        return sorted({*super().__dir__()} - _UNLISTED - absent)
 
     def dequantize(self) -> jax.Array:
         """`materialize()` by another name."""

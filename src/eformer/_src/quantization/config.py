@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, overload
 
 import jax
+from jax.typing import ArrayLike
 
 from eformer._src.jaximus.ste import ste
 
 from .base import QuantizedArray
-from .registry import IMPORTANCE, Format, find_format
+from .formats.float8 import ArrayFloat8
+from .formats.grouped import ArrayGrouped
+from .formats.int8 import Array8B
+from .formats.nf4 import ArrayNF4
+from .formats.ternary import Array1B
+from .registry import Format, find_format
+from .spelling import (
+    Float8Name,
+    FormatLike,
+    GroupedName,
+    Int8Name,
+    NF4Name,
+    OneBitName,
+    QuantizationType,
+    no_option,
+    read_format,
+)
 from .validation import a_bool, an_int, int8_or_none
-
-
-class QuantizationType(enum.StrEnum):
-    """The formats that come with the package; every other registered format is named by a plain string."""
-
-    NF4 = "nf4"
-    INT8 = "int8"
-    TERNARY = "ternary"
-    BINARY = "binary"
-    INT2 = "int2"
-    INT3 = "int3"
-    INT4 = "int4"
-    INT5 = "int5"
-    INT6 = "int6"
-    INT8_GROUPED = "int8_grouped"
-    FP8 = "fp8"
-    FP8_E5M2 = "fp8_e5m2"
-    MXFP4 = "mxfp4"
-    NVFP4 = "nvfp4"
 
 
 class _OwnBlockSize(int):
@@ -39,11 +37,7 @@ class _OwnBlockSize(int):
 
 
 BLOCK_SIZE = _OwnBlockSize(64)
-
-
-def _no_option(form: Format, name: str) -> TypeError:
-    has = ", ".join(repr(option) for option in form.options if option not in ("use_kernel", "activation_dtype"))
-    return TypeError(f"the format {form.name!r} has no option {name!r}; it has {has or 'none'}")
+CONTRACTED = -2  # the axis of a matrix, or of matrices in a stack, that `x @ w` sums over
 
 
 def format_name(dtype: str | None, format: str | None, default: str) -> str:
@@ -83,14 +77,19 @@ class QuantizationConfig:
         format: str | None = None,
     ) -> None:
         asked = None if dtype is QuantizationType.NF4 else dtype
-        form = find_format(format_name(asked, format, QuantizationType.NF4))
+        form, options = read_format(format_name(asked, format, QuantizationType.NF4))
+        if options:
+            raise TypeError(
+                f"a QuantizationConfig takes options as arguments, and its `dtype` is a name alone: got "
+                f"{format_name(asked, format, form.name)!r}"
+            )
         name = QuantizationType(form.name) if form.name in set(QuantizationType) else form.name
         block_size = form.options.get("block_size", 64) if block_size is BLOCK_SIZE else block_size
         # What has the documented default was perhaps not given.
         given = {"block_size": block_size != 64, "fit": fit is not None, "use_kernel": use_kernel is not True}
         for option, is_given in given.items():
             if is_given and option not in form.options:
-                raise _no_option(form, option)
+                raise TypeError(no_option(form, option))
         check = form.array_type._rules.get("block_size", an_int)
         if callable(check):
             check("block_size", block_size)
@@ -107,73 +106,183 @@ class QuantizationConfig:
         """`dtype` by another name."""
         return self.dtype
 
+    @property
+    def options(self) -> dict[str, object]:
+        """Fields that are options of the format, without fields that were left open."""
+        known = find_format(self.dtype).options
+        given = {name: getattr(self, name) for name in ("block_size", "use_kernel", "activation_dtype", "fit")}
+        return {name: value for name, value in given.items() if name in known and value is not None}
 
+
+# A call without a format is one of the first: it makes NF4, and type checkers take the first that fits.
+@overload
+def quantize(  # pyright: ignore[reportOverlappingOverload]
+    array: ArrayLike | QuantizedArray,
+    config: NF4Name | None = None,
+    dtype: NF4Name | None = None,
+    block_size: int = ...,
+    simulate: Literal[False] = False,
+    *,
+    format: NF4Name | None = None,
+    activation_dtype: Literal["int8"] | None = None,
+    **options: object,
+) -> ArrayNF4: ...
+@overload
 def quantize(
-    array: jax.Array,
-    config: QuantizationConfig | None = None,
-    dtype: QuantizationType | str | None = None,
+    array: ArrayLike | QuantizedArray,
+    config: Int8Name | None = None,
+    dtype: Int8Name | None = None,
+    block_size: int = ...,
+    simulate: Literal[False] = False,
+    *,
+    format: Int8Name | None = None,
+    activation_dtype: Literal["int8"] | None = None,
+    **options: object,
+) -> Array8B: ...
+@overload
+def quantize(
+    array: ArrayLike | QuantizedArray,
+    config: GroupedName | None = None,
+    dtype: GroupedName | None = None,
+    block_size: int = ...,
+    simulate: Literal[False] = False,
+    *,
+    format: GroupedName | None = None,
+    activation_dtype: Literal["int8"] | None = None,
+    **options: object,
+) -> ArrayGrouped: ...
+@overload
+def quantize(
+    array: ArrayLike | QuantizedArray,
+    config: OneBitName | None = None,
+    dtype: OneBitName | None = None,
+    block_size: int = ...,
+    simulate: Literal[False] = False,
+    *,
+    format: OneBitName | None = None,
+    activation_dtype: Literal["int8"] | None = None,
+    **options: object,
+) -> Array1B: ...
+@overload
+def quantize(
+    array: ArrayLike | QuantizedArray,
+    config: Float8Name | None = None,
+    dtype: Float8Name | None = None,
+    block_size: int = ...,
+    simulate: Literal[False] = False,
+    *,
+    format: Float8Name | None = None,
+    activation_dtype: Literal["int8"] | None = None,
+    **options: object,
+) -> ArrayFloat8: ...
+@overload
+def quantize(
+    array: ArrayLike | QuantizedArray,
+    config: QuantizationConfig | FormatLike | QuantizationType | None = None,
+    dtype: FormatLike | QuantizationType | None = None,
+    block_size: int = ...,
+    simulate: Literal[False] = False,
+    *,
+    format: FormatLike | QuantizationType | None = None,
+    activation_dtype: Literal["int8"] | None = None,
+    **options: object,
+) -> QuantizedArray: ...
+@overload
+def quantize(
+    array: ArrayLike | QuantizedArray,
+    config: QuantizationConfig | FormatLike | QuantizationType | None = None,
+    dtype: FormatLike | QuantizationType | None = None,
+    block_size: int = ...,
+    *,
+    simulate: Literal[True],
+    format: FormatLike | QuantizationType | None = None,
+    activation_dtype: Literal["int8"] | None = None,
+    **options: object,
+) -> jax.Array: ...
+def quantize(
+    array: object,
+    config: object = None,
+    dtype: object = None,
     block_size: int = BLOCK_SIZE,
     simulate: bool = False,
     *,
-    format: str | None = None,
+    format: object = None,
     activation_dtype: str | None = None,
-    **options: Any,
-) -> Any:
-    """`array` in the format named `dtype`, or `format`, which means the same; "nf4" by default.
+    **options: object,
+) -> QuantizedArray | jax.Array:
+    """`array` in a format: `quantize(w, "int4")`, `quantize(w, "int4", block_size=64)`, `quantize(w, format="int4")`.
 
-    `formats()` lists the names, and `find_format(name).options` the options a format takes, such as `axis` for "nf4"
-    and "int8" or `scale="channel"` for "ternary". Formats that can be fitted take an `importance`, which broadcasts to
-    the array: how much the squared error of each element counts. `block_size` is by default the format's own. A
-    `config` is taken instead of the arguments after it. With `simulate`, the result is the dense array of the quantized
-    values, with the gradient of the identity (`straight_through`); otherwise an implicit array, without gradient.
-    `activation_dtype="int8"` trades exactness of its matmuls for speed: see `QuantizedArray.with_activation_dtype`.
+    `formats()` lists the names, in capitals or not, and `find_format(name).options` the options that a format takes.
+    They may stand in the text, as on a command line: "int4,block_size=64". A format of the registry is taken, too.
+    Without a format it is NF4.
+
+    Blocks and scales of a matrix or a stack run along axis -2, which `x @ q` sums over: that is fastest and most exact.
+    `axis=-1` is for `x @ q.T` and for embeddings. Calls with `dtype=`, the documented name of `format`, or with a
+    `QuantizationConfig`, which is taken instead of the arguments after it, have blocks along the last axis.
+
+    Formats that can be fitted take an `importance`, which broadcasts to the array: how much the squared error of each
+    element counts. With `simulate`, the result is the dense array of the quantized values, with the gradient of the
+    identity (`straight_through`); otherwise an implicit array, without gradient. `activation_dtype="int8"` trades
+    exactness of its matmuls for speed: see `QuantizedArray.with_activation_dtype`.
 
     >>> import jax.numpy as jnp
-    >>> from eformer.ops.quantization import quantize
-    >>> quantize(jnp.ones((128, 256)), format="nf4")
-    ArrayNF4(float32[128, 256], 18,432 bytes)
+    >>> from eformer import quantize
+    >>> quantize(jnp.ones((128, 256)), "int4")
+    ArrayGrouped(float32[128, 256], 19,456 bytes)
     """
-    if config is None:
-        switches = {"simulate": simulate, "activation_dtype": activation_dtype}
-        config = QuantizationConfig(format_name(dtype, format, QuantizationType.NF4), block_size, **switches)
-    if getattr(config, "simulate", False):
-        return straight_through(array, config, **options)
-    return _encode(array, config, options)
+    a_bool("simulate", simulate)
+    given = {"activation_dtype": activation_dtype} if activation_dtype is not None else {}
+    form, options = _asked(array, config, dtype, format, block_size, {**given, **options})
+    if simulate or (isinstance(config, QuantizationConfig) and config.simulate):
+        return _straight_through(array, form, options)
+    return form.encode(array, **options)
 
 
 def straight_through(
-    array: jax.Array,
-    config: QuantizationConfig | None = None,
-    dtype: QuantizationType | str | None = None,
+    array: ArrayLike,
+    config: QuantizationConfig | FormatLike | QuantizationType | None = None,
+    dtype: FormatLike | QuantizationType | None = None,
     block_size: int = BLOCK_SIZE,
     *,
-    format: str | None = None,
-    **options: Any,
+    format: FormatLike | QuantizationType | None = None,
+    **options: object,
 ) -> jax.Array:
     """`quantize(array, ...).materialize()`, bit for bit, with the gradient of the identity: to train through rounding.
 
     >>> import jax, jax.numpy as jnp
-    >>> from eformer.ops.quantization import straight_through
-    >>> jax.grad(lambda w: straight_through(w, format="ternary").sum())(jnp.array([0.3, -2.0]))
+    >>> from eformer import straight_through
+    >>> jax.grad(lambda w: straight_through(w, "ternary").sum())(jnp.array([0.3, -2.0]))
     Array([1., 1.], dtype=float32)
     """
-    made_with = config
-    if made_with is None:
-        made_with = QuantizationConfig(format_name(dtype, format, QuantizationType.NF4), block_size)
-    return ste(lambda x: _encode(x, made_with, options))(array)
+    return _straight_through(array, *_asked(array, config, dtype, format, block_size, options))
 
 
-def _encode(array: jax.Array, config: QuantizationConfig, options: dict[str, object]) -> QuantizedArray:
-    if not isinstance(config, QuantizationConfig):
+def _straight_through(array: object, form: Format, options: Mapping[str, object]) -> jax.Array:
+    return ste(lambda x: form.encode(x, **options))(array)
+
+
+def _asked(
+    array: object, config: object, dtype: object, format: object, block_size: int, options: Mapping[str, object]
+) -> tuple[Format, dict[str, object]]:
+    """The format that the arguments of `quantize` ask for, and all its options."""
+    if isinstance(config, QuantizationConfig):
+        return read_format(config.dtype, {**config.options, **options})
+    names = {"the second argument": config, "`format`": format, "`dtype`": dtype}
+    asked = {how: name for how, name in names.items() if name is not None}
+    if asked.keys() == {"`format`", "`dtype`"}:
+        raise TypeError(f"`dtype` and `format` mean the same: give one of them, not {dtype!r} and {format!r}")
+    if len(asked) > 1:
         raise TypeError(
-            f"`config` must be a QuantizationConfig, got {type(config).__name__} {config!r}; a name goes to `dtype`"
+            f"the format is given twice: {' and '.join(f'{how} is {name!r}' for how, name in asked.items())}"
         )
-    form = find_format(config.dtype)
-    switches = {"use_kernel": config.use_kernel, "activation_dtype": config.activation_dtype}
-    general = {"block_size": config.block_size, **switches}
-    names = [*form.options, *[IMPORTANCE] * form.takes_importance]
-    general |= {} if config.fit is None else {"fit": config.fit}
-    for name in options:
-        if name not in names or name in ("block_size", *switches):
-            raise _no_option(form, name)
-    return form.encode(array, **{k: v for k, v in general.items() if k in form.options} | options)
+    if config is QuantizationConfig:
+        raise TypeError("`QuantizationConfig` is a class, and was given as a format: write `QuantizationConfig(...)`")
+    name = next(iter(asked.values()), QuantizationType.NF4)
+    form = read_format(name)[0]
+    given = {} if block_size is BLOCK_SIZE else {"block_size": block_size}
+    if block_size == BLOCK_SIZE and "block_size" not in form.options:
+        given = {}  # 64, the documented default, says nothing of a format without blocks
+    form, options = read_format(name, {**given, **options})
+    if asked and dtype is None and "axis" in form.options and getattr(array, "ndim", 0) > 1:
+        options.setdefault("axis", CONTRACTED)
+    return form, options

@@ -112,6 +112,9 @@ class LeafwiseArray(MatmulOperand):
     def _divisible(self) -> Self:
         return self._single()
 
+    def _finer(self) -> Self:
+        return self._single()
+
     def _of_parts(self, leaves: Leaves, grains: Mapping[str, tuple[Grain, ...]]) -> Self:
         del grains  # they are what they were, unless blocks can be cut
         return self._mapped(lambda name, _: leaves[name])
@@ -187,7 +190,9 @@ class LeafwiseArray(MatmulOperand):
         for axis, entry in enumerate(entries):
             # Inside `shard_map` a device sees its own part only, so the part must hold whole entries of every leaf.
             part = self.shape[axis] // (shards(mesh, entry) if not mesh.empty else 1)
-            if entry is not None and (mesh.empty or any(g > 1 and part % g for g in self._grains(axis).values())):
+            leaves, grains = self._named_leaves(), self._grains(axis)
+            cut = any(g > 1 and part % g for name, g in grains.items() if leaves[name].shape[axis] > 1)
+            if entry is not None and (mesh.empty or cut):  # a single entry is there on every device
                 return None
         return self._mapped(lambda _, leaf: PartitionSpec(*self._leaf_entries(leaf, entries)))
 
@@ -287,7 +292,7 @@ def reshape(primitive: Primitive, q: LeafwiseArray, *, new_sizes: Sequence[int],
 def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> Moved:
     """The array with its leaves reshaped; NotImplemented if that would move elements out of their blocks.
 
-    Axes with blocks may be split and merged where blocks stay whole: along the last axis of those that are merged.
+    Axes with blocks may be split and merged where blocks stay whole, that is, along the last of the merged axes.
     """
     q = q._single()
     if 0 in q.shape or math.prod(q.shape) != math.prod(new_sizes):

@@ -60,7 +60,7 @@ def _chosen(
         x = x.transpose(*range(before), *(before + axis for axis in order))
         return x.reshape(*x.shape[:before], count, length, -1)
 
-    values, codes = _sorted_values(q)  # (codes, the array's axes, of which one may be shorter)
+    values, codes = _sorted_values(q)  # (codes, the array's axes; one axis may be shorter)
     along, grain = _blocks(q)
     width = [values.shape[1 + axis] if axis == along else size for axis, size in enumerate(q.shape)]
     place = np.arange(math.prod(width[axis] for axis in axes)).reshape([width[axis] for axis in axes])

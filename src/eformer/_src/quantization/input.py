@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ def checked_array(array: Any) -> jax.Array:
     if isinstance(array, ImplicitArray):
         array = array.materialize()
     if not hasattr(array, "dtype"):
-        raise TypeError(f"quantize takes an array, got {type(array).__name__}; `jnp.asarray` makes one")
+        raise TypeError(f"quantize takes an array, got {type(array).__name__}; {_instead(array)}")
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(f"only floating point and integer arrays can be quantized, got {array.dtype}")
     if jnp.issubdtype(array.dtype, jnp.floating):
@@ -30,6 +31,18 @@ def checked_array(array: Any) -> jax.Array:
         return array
     with jax.ensure_compile_time_eval():  # integers are looked at, where they can be seen
         return jnp.asarray(array)
+
+
+def _instead(array: object) -> str:
+    """What to do with something that is no array."""
+    if isinstance(array, (str, os.PathLike)):
+        return "`load` reads a checkpoint, and `quantize_checkpoint` quantizes one on disk"
+    if array is None:
+        return "there is nothing to quantize"
+    leaves = jax.tree.leaves(array)
+    if leaves and all(hasattr(leaf, "dtype") for leaf in leaves):
+        return "`quantize_model` takes a tree of arrays"
+    return "`jnp.asarray` makes one"
 
 
 def normalized_axes(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:

@@ -12,30 +12,37 @@ from jax import lax
 
 from eformer._src.jaximus.ste import ste
 from eformer._src.kernels import grouped, reference
-from eformer._src.quantization.formats.grouped import ArrayGrouped
+from eformer._src.quantization.formats.grouped import ArrayGrouped, scale_levels
 from eformer._src.quantization.formats.int8 import Array8B
 from eformer._src.quantization.formats.ternary import Array1B
 
 from .base import Leaves, QuantizedArray
 from .registry import find_format
 
+BITS = {**{f"int{bits}": bits for bits in (2, 3, 4, 5, 6)}, "int8_grouped": 8}
 # The least and the largest code of the formats whose values are `code * scale` with integer codes.
 RANGES = {
     "int8": (-127, 127),
     "ternary": (-1, 1),
-    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (2, 3, 4, 5, 6)},
-    "int8_grouped": (-128, 127),
+    **{name: (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for name, bits in BITS.items()},
 }
-HOW = "formats with learned scales are 'int8', 'ternary' with a `scale`, and int2 to int8_grouped with `symmetric=True`"
+HOW = (
+    "formats with learned scales are 'int8', 'ternary' with a `scale`, and int2 to int8_grouped with `symmetric=True` "
+    "and blocks of 32 or more, or `double_quantization=False`"
+)
 
 
 def has_learned_scale(format: str, /, **options: Any) -> bool:
     """Whether the scale of this format can be trained: a value must be an integer code times a scale, and no offset."""
     if format not in RANGES:
         return False
-    symmetric = options.get("symmetric", find_format(format).options.get("symmetric", True))
-    scale = options.get("scale", find_format(format).options.get("scale", ""))
-    return bool(symmetric) and scale is not None
+    form = find_format(format)
+    options = {**form.options, **options}
+    if form.array_type is ArrayGrouped:
+        how = [options[name] for name in ("block_size", "symmetric", "double_quantization")]
+        levels = scale_levels(BITS[form.name], *how)
+        return levels.symmetric and not levels.two
+    return options.get("scale", "") is not None
 
 
 def initial_scale(array: jax.Array, format: str, /, **options: Any) -> jax.Array:
@@ -70,7 +77,7 @@ def quantize_with_scale(array: jax.Array, scale: jax.Array, format: str, /, **op
 def straight_through_with_scale(array: jax.Array, scale: jax.Array, format: str, /, **options: Any) -> jax.Array:
     """`quantize_with_scale(...).materialize()`, bit for bit, with the gradients of LSQ (arXiv 1902.08153).
 
-    The gradient passes to elements within the range of the codes, and is 0 for those that are clipped. An element
+    The gradient passes to elements within the range of the codes, and is 0 for clipped elements. An element
     within the range has the derivative `code - array / scale` with respect to its scale, one that is clipped has its
     code. The gradient of a scale is divided by the square root of its elements times the largest code.
     """

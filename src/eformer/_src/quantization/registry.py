@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -66,7 +67,7 @@ def formats() -> tuple[Format, ...]:
 
 
 def format_names(q: QuantizedArray) -> tuple[str, ...]:
-    """The names of the formats that may have made this array; several if it does not tell them apart."""
+    """Names of the formats that could have produced this array (several if they share a layout)."""
     return tuple(q._names_among([form.name for form in formats() if form.array_type is type(q)]))
 
 
@@ -80,15 +81,36 @@ def register_array_type(cls: Class) -> Class:
 
 
 def array_types() -> dict[str, type[QuantizedArray]]:
-    """The known classes by name: those of all formats, and those that were registered without one."""
+    """All known classes by name, with and without a format."""
     return {form.array_type.__name__: form.array_type for form in formats()} | _others
 
 
-def find_format(name: str) -> Format:
-    """The format registered under `name`; a TypeError or ValueError lists the names there are."""
+# What other libraries call formats that are here under another name.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("q4_0", "q4_k", "q4_1", "gptq", "awq", "w4a16", "4bit", "int4_grouped", "uint4", "i4", "4"), "int4"
+    ),
+    **dict.fromkeys(("q8_0", "8bit", "w8a16", "w8a8", "uint8", "i8", "8"), "int8"),
+    **dict.fromkeys(("fp4", "float4", "nf4_double", "bnb", "bitsandbytes"), "nf4"),
+    **dict.fromkeys(("float8", "fp8_e4m3", "e4m3", "e4m3fn", "float8_e4m3fn"), "fp8"),
+    **dict.fromkeys(("e5m2", "float8_e5m2"), "fp8_e5m2"),
+    **dict.fromkeys(("1.58bit", "bitnet", "2bit", "tq2_0"), "ternary"),
+    **dict.fromkeys(("1bit", "int1"), "binary"),
+}
+
+
+def find_format(name: object) -> Format:
+    """The format registered under `name`, in any case; a TypeError or ValueError lists the names there are."""
     known = ", ".join(map(repr, _formats))
     if not isinstance(name, str):
-        raise TypeError(f"a quantization type is a name, one of {known}, got {type(name).__name__} {name!r}")
-    if name not in _formats:
-        raise ValueError(f"unknown quantization type {name!r}; there are {known}")
-    return _formats[name]
+        hint = f"; for {name} bits write 'int{name}'" if f"int{name}" in _formats else ""
+        raise TypeError(f"a format is a name, one of {known}; got {type(name).__name__} {name!r}{hint}")
+    if name in _formats:
+        return _formats[name]
+    folded = {each.lower(): form for each, form in _formats.items()}
+    lower = name.strip().lower()
+    if lower in folded:
+        return folded[lower]
+    near = _ELSEWHERE.get(lower) or next(iter(difflib.get_close_matches(lower, folded, 1, 0.6)), None)
+    hint = f"; did you mean {near!r}?" if near in _formats else ""
+    raise ValueError(f"unknown format {name!r}; there are {known}{hint}")

@@ -26,5 +26,8 @@ from eformer._src.quantization.registry import find_format as find_format
 from eformer._src.quantization.registry import format_names as format_names
 from eformer._src.quantization.registry import formats as formats
 from eformer._src.quantization.registry import register_format as register_format
+from eformer._src.quantization.spelling import FormatLike as FormatLike
+from eformer._src.quantization.spelling import FormatName as FormatName
+from eformer._src.quantization.spelling import FormatSpec as FormatSpec
 
 _name_publicly(globals(), below="eformer.jaximus")

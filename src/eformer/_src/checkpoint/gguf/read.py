@@ -81,7 +81,7 @@ class Reader:
         return str(self.take(self.scalar(_U64)), "utf-8", "surrogateescape")
 
     def texts(self, number: int) -> list[str]:
-        """As `text`, so many times: a vocabulary and its merges are 300,000 texts."""
+        """`count` texts: a vocabulary and its merges are 300,000."""
         read = cpu.texts(self.data, self.at, number)
         if read is not None:
             found, self.at = read
@@ -269,7 +269,7 @@ COUNT, NUMBER, TENSORS = "split.count", "split.no", "split.tensors.count"
 
 
 def read_split(path: Path | None, file: MappedFile, copy: bool) -> tuple[dict[str, Entry], Metadata, list[MappedFile]]:
-    """The arrays and the metadata of a model, of which `file` is a part or the whole, and all files that are open."""
+    """The arrays and the metadata of the model that `file` is or belongs to, and all opened files."""
     entries, metadata = read_gguf(file)
     count = metadata.get(COUNT, 1)
     if type(count) is int and count <= 1:

@@ -14,16 +14,14 @@ import numpy as np
 from jax import tree_util as jtu
 
 from eformer._src.atomic_files import Target, filling
-from eformer._src.checkpoint.arrays import Item, Like, Part, contiguous_bytes, items_of
-from eformer._src.checkpoint.file import MappedFile, StrPath
+from eformer._src.checkpoint.arrays import Item, Like, Part, contiguous_bytes
+from eformer._src.checkpoint.file import MappedFile
 from eformer._src.checkpoint.header import Tensor, narrowed
 from eformer._src.checkpoint.paths import GGUF_SUFFIX, target_file
-from eformer._src.checkpoint.saving.folder import CheckpointSaving
-from eformer._src.checkpoint.saving.save import CHUNK
-from eformer._src.checkpoint.tree import flattened
+from eformer._src.checkpoint.saving.folder import CHUNK, CheckpointSaving
 from eformer._src.jaximus.array import materialize
 from eformer._src.model.rules import warn_nonfinite
-from eformer._src.progress import Meter, Progress
+from eformer._src.progress import Meter
 from eformer._src.quantization.base import QuantizedArray
 
 from .arrays import GgufEntry, encoder_of, writer_of
@@ -37,34 +35,6 @@ AT_ONCE = 1 << 18  # elements encoded at a time
 SMALLEST_SCALE = 2.0**-22  # below, a float16 is off by up to an eighth
 TypeFor = str | Callable[[str, tuple[int, ...]], str | None] | None
 _PLAIN_NAMES = {dtype: name for name, dtype in PLAIN.items()}
-
-
-def save_gguf(
-    path: StrPath,
-    tree: object,
-    *,
-    type: TypeFor = None,
-    metadata: Mapping[str, object] | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> Path:
-    """Write a tree as one GGUF file under the names of its leaves; a folder gets a "model.gguf".
-
-    Dense arrays keep their type. A quantized array takes the type of its codec: what was read from GGUF as an
-    ArrayGrouped becomes the same bytes again, and ternary with one scale or one per row becomes TQ2_0, if float16 holds
-    the scales. All others raise a ValueError, unless `type` says what their values are rounded to: GGUF has no type
-    with those of INT8 and NF4. (As Q8_0, each element moves by at most 1/254 of the largest in its 32.)
-    `register_gguf_codec` adds a type for a class.
-
-    `type`, "F32", "F16", "BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_1", "Q4_0" or "TQ2_0", is for all floating point arrays of
-    two axes or more whose rows are a multiple of its block, also for quantized ones, which are decoded and rounded
-    unless they are of that type; a function of name and shape chooses for each array, None for the default.
-
-    `metadata` maps names to text, numbers, booleans and lists of these; programs that run models want
-    "general.architecture" and more, with the types that they know (`numpy.float32`). The metadata of an open GGUF
-    checkpoint keeps its types. The structure of the tree is not kept.
-    """
-    return write_gguf(Target(path, overwrite, progress), items_of(flattened(tree)[0]), type, metadata)
 
 
 class _Planned(NamedTuple):

@@ -151,7 +151,7 @@ def _integers(item: Item, like: ArrayGrouped) -> tuple[Record, Scheme]:
     if like.offset is not None:
         raise _cannot(item, "it has integer zero points, and no offsets: quantize with `symmetric=True`")
     if like.scale_scale is not None:
-        raise _cannot(item, "its scales have scales of their own: `dequantize()` it, and quantize it again")
+        raise _cannot(item, "its scales have scales of their own: quantize with `double_quantization=False`")
     blocks, strategy = _strategy(item, like)
     bits, dtype, (*stack, out, count) = like.bits, _written_dtype(item, like), like.shape
     parts = [*_words(item, like, bits), Part(f"{item.name}_scale", dtype, (*stack, out, blocks))]

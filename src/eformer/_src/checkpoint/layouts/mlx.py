@@ -169,7 +169,7 @@ def _record(item: Item, like: QuantizedArray) -> tuple[Record, Mode]:
     if like.axis != -1:
         raise _cannot(item, f"blocks must run along the last axis, not axis {like.axis}; transpose it (`q.mT`)")
     if like.scale_scale is not None or like.offset_scale is not None:
-        raise _cannot(item, "its scales have scales of their own: `dequantize()` it, and quantize it again")
+        raise _cannot(item, "its scales have scales of their own: quantize with `double_quantization=False`")
     return _affine(item, like) if like.codebook == "integer" else _mxfp4(item, like)
 
 

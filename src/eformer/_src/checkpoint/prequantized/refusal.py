@@ -70,7 +70,7 @@ def check_said(config: Configuration, metadata: Mapping[str, object], file: str)
 def check_methods(
     names: Iterable[str], tensors: Mapping[str, Tensor], own: Container[str], *, before_layouts: bool
 ) -> None:
-    """Raise a CheckpointError if a module has the tensors of a method, of which one is among `names`.
+    """Raise a CheckpointError if a module has the tensors of a method; `names` has one of them.
 
     `own` are tensors that the file says were saved as arrays. Before layouts are tried, methods count that none reads.
     """

@@ -23,6 +23,8 @@ from eformer._src.checkpoint.paths import INDEX_SUFFIX, SUFFIX, shards_of
 from eformer._src.checkpoint.prequantized.layout import PrequantizedEntry
 from eformer._src.checkpoint.prequantized.quantization_config import CONFIG, quantization_in
 
+CHUNK = 1 << 24  # bytes between two calls of `progress`
+
 
 def index_path(path: Path) -> Path:
     return path.with_name(path.name + INDEX_SUFFIX)

@@ -23,17 +23,18 @@ from eformer._src.checkpoint.placement import aligned_copy
 from eformer._src.checkpoint.prequantized.foreign import OTHER_WEIGHTS
 from eformer._src.checkpoint.prequantized.quantization_config import CONFIG, FILES, read_json, without_quantization
 from eformer._src.model.calibration.statistics import Statistic
+from eformer._src.model.quantize import asked_rules
 from eformer._src.model.rules import Rule, apply_rule, find_rule, warn_unused_rules
 from eformer._src.progress import Progress
 from eformer._src.quantization.base import QuantizedArray
+from eformer._src.quantization.spelling import FormatLike
 from eformer._src.user_warnings import warn
 
-from .save import KINDS, check_kind, with_config, write_safetensors
+from .save import GGUF, KINDS, Kind, kind_of, with_config, write_safetensors
 
 # Endings of weights, which are not copied along, and the size of the largest file that is.
 WEIGHTS = {*SUFFIXES, *OTHER_WEIGHTS, ".tmp"}
 MAX_COPIED = 100_000_000
-GGUF = "gguf"
 
 
 class NotRunnableWarning(UserWarning):
@@ -43,35 +44,36 @@ class NotRunnableWarning(UserWarning):
 def quantize_checkpoint(
     source: StrPath,
     target: StrPath,
-    rules: Sequence[Rule],
+    rules: FormatLike | Sequence[Rule] | None = None,
     *,
+    format: FormatLike | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
     max_shard_bytes: int | None = None,
     statistics: Mapping[str, Statistic] | None = None,
+    **options: object,
 ) -> Path:
-    """Write `source` again with its floating point arrays in the formats that `rules` say; the result is as `save`'s.
+    """Write `source` again with its weights in 4 bits, in another format, or as `rules` say; returns what `save` does.
 
-    The first rule that matches an array's name decides. An array that no rule matches is copied byte for byte, and so
-    are integers and arrays that are quantized already. `source` is a file, an index of shards or a folder, of any kind
-    that `open_checkpoint` reads; from folder to folder, the small files beside the weights (configuration, tokenizer)
-    are copied too. The target must not be a part of `source`. `statistics` by the names of arrays, of `calibrate`, are
-    what scales are fitted for, and what rules with `method="gptq"` need.
+    A format with options, such as `"int4", embeddings="int8"`, goes to the matrices that `default_rules` finds by
+    names and shapes. Of `rules`, the first that matches an array's name decides. An array that no rule matches is
+    copied byte for byte, and so are integers and arrays that are quantized already. `source` is a file, an index of
+    shards or a folder, of any kind that `open_checkpoint` reads; from folder to folder, the small files beside the
+    weights (configuration, tokenizer) are copied too. The target must not be a part of `source`. `statistics` by the
+    names of arrays, of `calibrate`, are what scales are fitted for, and what rules with `method="gptq"` need.
 
     Memory peaks at about three times the largest array, whatever the size of the model.
 
     >>> import os, tempfile
     >>> import jax.numpy as jnp
-    >>> from eformer.checkpoint import load, quantize_checkpoint, save
-    >>> from eformer.model import Rule
+    >>> from eformer import load, quantize_checkpoint, save
     >>> folder = tempfile.mkdtemp()
     >>> dense = save(os.path.join(folder, "dense.safetensors"), {"w": jnp.ones((64, 128)), "b": jnp.zeros(128)})
-    >>> small = quantize_checkpoint(dense, os.path.join(folder, "small.safetensors"), [Rule("w", "nf4")])
+    >>> small = quantize_checkpoint(dense, os.path.join(folder, "small.safetensors"), "nf4")
     >>> load(small)["w"]
     ArrayNF4(float32[64, 128], 4,608 bytes)
     """
-    if isinstance(rules, (Rule, str)) or not all(isinstance(rule, Rule) for rule in rules):
-        raise TypeError(f"`rules` must be a sequence of `Rule`s, got {rules!r}; `parse_rule` reads strings")
+    rules = asked_rules(rules, format, options)
     with open_checkpoint(source) as checkpoint, reading(checkpoint.files):
         entries = {name: checkpoint.entry(name) for name in checkpoint}
         # Integers are counts and indices, which have to stay exact.
@@ -88,32 +90,27 @@ def quantize_checkpoint(
 def convert(
     source: StrPath,
     target: StrPath,
-    kind: str,
+    kind: Kind | None = None,
     *,
     type: TypeFor = None,
     max_shard_bytes: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a checkpoint of any kind as `kind`, one of those of `save` or "gguf"; one array at a time.
+    """Write a checkpoint of any kind as another, one array at a time: what the suffix or `kind` says, as for `save`.
 
-    Quantized arrays stay quantized, code for code, if the other kind can hold them; `save`, `save_bitsandbytes` and
-    `save_gguf` say which it can. `type` is for GGUF. From folder to folder, the small files beside the weights are
-    copied too. The target must not be a part of `source`.
+    Quantized arrays stay quantized, code for code, if the other kind can hold them. `type` is for GGUF. From folder to
+    folder, the small files beside the weights are copied too. The target must not be a part of `source`.
     """
-    check_kind(kind, (*KINDS, GGUF))
-    if kind == GGUF and max_shard_bytes is not None:
-        raise ValueError("`max_shard_bytes` is for safetensors; a GGUF file is written whole")
-    if kind != GGUF and type is not None:
-        raise ValueError(f"`type={type!r}` is for GGUF; `quantize_checkpoint` changes the format of arrays")
+    chosen = kind_of(target, kind, type, max_shard_bytes)
     with open_checkpoint(source) as checkpoint, reading(checkpoint.files):
         to = Target(target, overwrite, progress, *_beside(source, target))
         entries = [checkpoint.entry(name) for name in checkpoint]
         items = [Item(entry.name, entry.like, entry.host, entry.drop) for entry in entries]
-        if kind == GGUF:
+        if chosen == GGUF:
             _warn_if_not_runnable(checkpoint)
             return write_gguf(to, items, type, typed_metadata(checkpoint.metadata))
-        written = KINDS[kind](items)
+        written = KINDS[chosen](items)
         to = with_config(to, written, checkpoint.path)
         return write_safetensors(to, written, checkpoint.tree, text_metadata(checkpoint.metadata), max_shard_bytes)
 

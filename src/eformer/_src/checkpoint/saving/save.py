@@ -1,37 +1,40 @@
-"""`save`: trees as safetensors, one file or shards and their index, streamed and never half."""
+"""`save`: trees as files; safetensors, one file or shards and their index, streamed and never half."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
 from eformer._src.atomic_files import Target, room_for, to_disk
 from eformer._src.checkpoint.arrays import Dense, Item, Part, Record, Written, contiguous_bytes, items_of, record_of
-from eformer._src.checkpoint.file import CheckpointError, StrPath
+from eformer._src.checkpoint.file import CheckpointError, StrPath, check_path
+from eformer._src.checkpoint.gguf.write import TypeFor, write_gguf
 from eformer._src.checkpoint.header import BY_NUMPY_NAME, MAX_HEADER, METADATA, NAMES, Json, checked_shape
 from eformer._src.checkpoint.layouts.bitsandbytes import bitsandbytes_record
 from eformer._src.checkpoint.layouts.compressed_tensors_write import compressed_tensors_records
 from eformer._src.checkpoint.layouts.mlx import mlx_records
-from eformer._src.checkpoint.paths import SUFFIX, parse_index, target_file
+from eformer._src.checkpoint.paths import GGUF_SUFFIX, SUFFIX, parse_index, target_file
 from eformer._src.checkpoint.prequantized.quantization_config import CONFIG, Own, config_with
 from eformer._src.checkpoint.serialization import KEY, VERSION
 from eformer._src.checkpoint.tree import as_stored, flattened
 from eformer._src.progress import Meter, Progress
 
-from .folder import CheckpointSaving, index_path, is_first, saved_together
+from .folder import CHUNK, CheckpointSaving, index_path, is_first, saved_together
 
-CHUNK = 1 << 24  # bytes between two calls of `progress`
 ALIGNMENT = 64  # of the first tensor: vector instructions, and JAX on CPU, want it
 Index = tuple[slice, ...]  # of a piece in its tensor
 
+GGUF = "gguf"
+Kind: TypeAlias = Literal["safetensors", "bitsandbytes", "compressed-tensors", "mlx", "gguf"]
 # The layouts that safetensors files are written in, by the project that has them.
 KINDS: dict[str, Callable[[Iterable[Item]], Written]] = {
     "safetensors": lambda items: Written([record_of(item) for item in items]),
@@ -45,15 +48,17 @@ def save(
     path: StrPath,
     tree: object,
     *,
-    kind: str = "safetensors",
+    kind: Kind | None = None,
+    type: TypeFor = None,
     max_shard_bytes: int | None = None,
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, object] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a tree of arrays, dense and quantized, as safetensors; the result is the file, or the index of its shards.
+    """Write a tree of arrays, dense and quantized; the result is the file, or the index of its shards.
 
-    A path that ends in ".safetensors" is the file; any other is a folder, which gets a "model.safetensors". With
+    The suffix of the path decides what is written, ".safetensors" or ".gguf", or else the `kind` does. Any other path
+    is a folder, which gets a "model.safetensors". With
     `max_shard_bytes`, a larger checkpoint is split into "model-1f0a93c2-00001-of-00003.safetensors" and so on, with
     eight digits that no other save has, and an index beside them; an array stays whole. Any program that reads
     safetensors reads the file; a quantized array is there as its leaves, `NAME.packed` and so on.
@@ -65,7 +70,13 @@ def save(
     With a `kind`, quantized arrays have the tensors of another project, which opens the file: "bitsandbytes",
     "compressed-tensors" or "mlx". The last two take a folder, whose config.json says how each module is quantized; what
     else it said before remains. Codes and scales stay as they are, and an array that the project can't hold raises a
-    ValueError that says what would do.
+    ValueError that says what would do. docs/checkpoints.md says what each of them holds.
+
+    A GGUF file has the names of the leaves and no other structure. Dense arrays keep their type, and quantized ones
+    take the type that has their codes. `type` rounds all floating point arrays of two axes or more whose rows are a
+    multiple of its block to "F32", "F16", "BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_1", "Q4_0" or "TQ2_0"; a function of name
+    and shape chooses for each array, None for its own type. `metadata` maps names to text, in GGUF also to numbers,
+    booleans and lists of these.
 
     Random keys are written as their data, and `load` makes keys of it where `like` has keys.
 
@@ -74,45 +85,39 @@ def save(
 
     >>> import os, tempfile
     >>> import jax.numpy as jnp
-    >>> from eformer.checkpoint import load, save
-    >>> from eformer.ops.quantization import quantize
+    >>> from eformer import load, quantize, save
     >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
-    >>> _ = save(path, {"w": quantize(jnp.ones((64, 128)), dtype="nf4"), "b": jnp.zeros(128)})
+    >>> _ = save(path, {"w": quantize(jnp.ones((64, 128)), "nf4"), "b": jnp.zeros(128)})
     >>> load(path)["w"]
     ArrayNF4(float32[64, 128], 4,608 bytes)
     """
+    check_path(path, "save(path, tree)")
     named, structure = flattened(tree)
-    check_kind(kind, KINDS)
-    if kind == "safetensors":
+    chosen = kind_of(path, kind, type, max_shard_bytes)
+    if chosen == GGUF:
+        return write_gguf(Target(path, overwrite, progress), items_of(named), type, metadata)
+    ours = chosen == "safetensors"
+    if ours:
         named = [(name, as_stored(leaf)) for name, leaf in named]
-    written = KINDS[kind](items_of(named, spread=kind == "safetensors"))
+    written = KINDS[chosen](items_of(named, spread=ours))
     target = with_config(Target(path, overwrite, progress), written, target_file(path, SUFFIX))
     return write_safetensors(target, written, structure, metadata, max_shard_bytes)
 
 
-def save_bitsandbytes(
-    path: StrPath,
-    tree: object,
-    *,
-    max_shard_bytes: int | None = None,
-    metadata: Mapping[str, str] | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> Path:
-    """`save` of the kind "bitsandbytes", which loads the file; codes and scales stay as they are.
-
-    NF4 needs blocks along the last axis of 32, 64, ... or 4096 that end where rows end, as torch's (out, in) weights
-    have them: `q.T` brings blocks along K of a (K, N) weight there. INT8 needs two axes, a scale per row, and a name
-    that ends in "weight"; the file does not hold its dtype, and it reads as float32. Formats without a codec raise a
-    ValueError: dequantize them first. Dense arrays are written as they are.
-    """
-    options = {"metadata": metadata, "overwrite": overwrite, "progress": progress}
-    return save(path, tree, kind="bitsandbytes", max_shard_bytes=max_shard_bytes, **options)
-
-
-def check_kind(kind: str, kinds: Iterable[str]) -> None:
-    if kind not in kinds:
-        raise ValueError(f"`kind={kind!r}` must be one of {', '.join(map(repr, kinds))}")
+def kind_of(path: StrPath, kind: str | None, type: TypeFor, max_shard_bytes: int | None) -> str:
+    """The kind of file to write: `kind`, or else what the suffix says. Options of the other kinds raise."""
+    if kind is None:
+        kind = GGUF if Path(path).suffix == GGUF_SUFFIX else "safetensors"
+    known = (*KINDS, GGUF)
+    if kind not in known:
+        near = difflib.get_close_matches(str(kind).lower(), known, 1, 0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"`kind={kind!r}` must be one of {', '.join(map(repr, known))}{hint}")
+    if kind == GGUF and max_shard_bytes is not None:
+        raise ValueError("`max_shard_bytes` is for safetensors; a GGUF file is written whole")
+    if kind != GGUF and type is not None:
+        raise ValueError(f"`type={type!r}` is for GGUF; `quantize_checkpoint` changes the format of arrays")
+    return kind
 
 
 def with_config(target: Target, written: Written, beside: Path | None) -> Target:
@@ -128,7 +133,7 @@ def write_safetensors(
     target: Target,
     written: Written,
     tree: Json,
-    metadata: Mapping[str, str] | None,
+    metadata: Mapping[str, object] | None,
     max_shard_bytes: int | None,
 ) -> Path:
     """The file that was written, or the index of its shards; a folder gets a "model.safetensors"."""
@@ -197,13 +202,14 @@ def _check_records(records: Sequence[Record]) -> None:
             seen[part.name] = record.name
 
 
-def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    given = dict(metadata or {})
-    for name, value in given.items():
+def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, str]:
+    given = {}
+    for name, value in (metadata or {}).items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"metadata maps text to text, got {name!r}: {value!r}; `json.dumps` makes text of a value")
         if name in (KEY, "total_size"):
             raise ValueError(f"the metadata name {name!r} is taken")
+        given[name] = value
     return given
 
 

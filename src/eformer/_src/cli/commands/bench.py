@@ -11,11 +11,21 @@ from typing import NamedTuple
 import jax
 
 from eformer._src.cli.answer import Answer
-from eformer._src.cli.arguments import Problem, add_format, byte_count, format_rule, formats_help, positive, problem
+from eformer._src.cli.arguments import (
+    Problem,
+    add_format,
+    byte_count,
+    format_rule,
+    format_text,
+    formats_help,
+    positive,
+    problem,
+)
 from eformer._src.cli.progress import stage
 from eformer._src.model.defaults import default_rules
 from eformer._src.model.quantize import quantize_model
 from eformer._src.model.rules import Rule
+from eformer._src.quantization.registry import find_format
 from eformer._src.text import in_bytes, table
 
 HELP = "time matmuls with quantized weights against float32"
@@ -43,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "problems", type=problem, nargs="*", default=default, metavar="MxKxN", help="default: 1x4096x4096"
     )
-    add_format(parser, "--format", "a contender, may be repeated (default: int8, nf4, ternary)", action="append")
+    add_format(parser, "--format", "a contender, may be repeated (default: int8, int4, ternary)", action="append")
     parser.add_argument("--repeats", type=positive, default=20, metavar="COUNT", help="turns of each (default: 20)")
     parser.add_argument(
         "--ring",
@@ -55,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    contenders = args.format or [format_rule(name) for name in ("int8", "nf4", "ternary")]
+    contenders = args.format or [format_rule(name) for name in ("int8", "int4", "ternary")]
     if any(each.format is None for each in contenders):
         raise ValueError("--format keep is float32, which is always there; name a format to compare it with")
     device = jax.devices()[0].device_kind
@@ -77,8 +87,8 @@ def measure(problem: Problem, contenders: Sequence[Rule], repeats: int, ring_byt
     rings: dict[str, list[jax.Array]] = {DENSE: weights}
     for each in contenders:
         assert each.format is not None  # `run` checks it
-        rules = default_rules(each.format, min_size=1, **each.options)
-        rings[str(each).removeprefix(".=")] = [quantize_model({"w": w}, rules)["w"] for w in weights]
+        rules = default_rules(find_format(each.format), min_size=1, **each.options)
+        rings[format_text(each) or DENSE] = [quantize_model({"w": w}, rules)["w"] for w in weights]
     x = jax.random.normal(jax.random.key(1), (m, k))
     times = interleaved({name: _burst(x, ring) for name, ring in rings.items()}, repeats)
     return [Timed(name, times[name] / count, ring[0].nbytes) for name, ring in rings.items()]

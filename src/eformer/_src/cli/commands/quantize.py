@@ -13,7 +13,7 @@ from eformer._src.checkpoint.load import load
 from eformer._src.checkpoint.open import open_checkpoint
 from eformer._src.checkpoint.saving.rewrite import quantize_checkpoint
 from eformer._src.cli.answer import Answer
-from eformer._src.cli.arguments import READS, SOURCE, add_format, byte_count, format_names, formats_help, rule, target
+from eformer._src.cli.arguments import READS, SOURCE, add_format, byte_count, format_text, formats_help, rule, target
 from eformer._src.cli.output import check_page, page_path, said, write_page, writing_to
 from eformer._src.cli.progress import showing
 from eformer._src.model.calibration.budget import plan_budget
@@ -21,6 +21,7 @@ from eformer._src.model.calibration.statistics import Statistics
 from eformer._src.model.defaults import default_rules
 from eformer._src.model.rules import Rule, UnusedRuleWarning
 from eformer._src.quantization.base import QuantizedArray
+from eformer._src.quantization.registry import find_format
 from eformer._src.text import as_bits, in_bytes
 
 from .compare import compare_checkpoints
@@ -29,9 +30,9 @@ from .inspect import Totals
 HELP = "write a checkpoint again with its weights in fewer bits"
 EXAMPLE = f"""\
 examples:
-  eformer quantize model.safetensors small.safetensors --format nf4
-  eformer quantize ./model ./small --format nf4,block_size=32 --embeddings int8 --report small.html
-  eformer quantize ./model ./small --format int4 --statistics statistics.npz --method gptq
+  eformer quantize model.safetensors small.safetensors
+  eformer quantize ./model ./small --format int3 --embeddings int8 --report small.html
+  eformer quantize ./model ./small --statistics statistics.npz --method gptq
   eformer quantize ./model ./small --rule 'lm_head=int8,axis=-1' --rule 'layers[.]0[.]=keep'
 
 The first --rule whose pattern (a regular expression) is found in the name of an array decides. For all other arrays
@@ -49,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=target,
         help="a .safetensors file, or a folder; from folder to folder, configuration and tokenizer are copied too",
     )
-    add_format(parser, "--format", "keep leaves everything to the rules (default: nf4)", default="nf4")
+    add_format(parser, "--format", "keep leaves everything to the rules (default: int4)", default="int4")
     parser.add_argument(
         "--rule",
         type=rule,
@@ -58,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN=FORMAT[,OPTION=VALUE...]",
         help="a format for the arrays whose name matches the pattern; may be repeated",
     )
-    parser.add_argument("--embeddings", choices=format_names(), metavar="FORMAT", help="quantize embeddings too")
+    add_format(parser, "--embeddings", "quantizes embeddings too")
     parser.add_argument("--statistics", type=Path, metavar="FILE", help="what `eformer calibrate` found")
     parser.add_argument("--method", choices=["gptq"], help="how codes are chosen; gptq needs statistics")
     parser.add_argument(
@@ -77,7 +78,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     rules, rest = list(args.rule), args.format
     if rest.format is not None:
-        rules += default_rules(rest.format, embeddings=args.embeddings, **rest.options)
+        gathered = args.embeddings and format_text(args.embeddings)
+        rules += default_rules(find_format(rest.format), embeddings=gathered, **rest.options)
     elif args.embeddings is not None:
         raise ValueError("--embeddings goes with a --format for the rest; with --format keep, write a --rule for them")
     if args.target.suffix == ".gguf":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from eformer._src.jaximus.array import materialize
 from eformer._src.jaximus.trace import implicit
 from eformer._src.model.paths import is_quantized, named_leaves, nbytes, stored_bytes
 from eformer._src.model.rules import Rule, apply_rule, rule_for
+from eformer._src.quantization.registry import find_format
 from eformer._src.text import in_bytes, table
 
 from .calibrate import as_batches
@@ -96,6 +98,8 @@ def plan_budget(
     outputs, logits, times the error, squared, is on average twice the divergence that the error adds. Without, what
     `statistics` tell of the leaf's products.
     """
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
+        raise TypeError(f"`budget` is a number of bits a weight, such as 4.5, or of bytes, got {budget!r}")
     named, _ = named_leaves(params)
     chosen = {path: rule for path, leaf in named if (rule := rule_for(rules, path, leaf)) and rule.format}
     leaves = {path: leaf for path, leaf in named if path in chosen and not is_quantized(leaf)}
@@ -137,9 +141,10 @@ def _options(
     axis = {"axis": rule.options["axis"]} if "axis" in rule.options else {}
     exact = f"^{re.escape(path)}$"
     found: list[tuple[Rule, int, float, float]] = []
-    for form, options in candidates:
-        chosen = Rule(exact, form, {**axis, **options}, method=rule.method, reason="for the budget")
-        made = apply_rule(Rule(exact, form, {**axis, **options}), path, leaf, statistic)
+    for name, options in candidates:
+        plain = Rule(exact, find_format(name), {**axis, **options}, reason="for the budget")
+        chosen = replace(plain, method=rule.method)
+        made = apply_rule(plain, path, leaf, statistic)
         importance = jnp.ones((1,) * leaf.ndim) if statistic is None else statistic.mean_square
         error, moved = jax.device_get(_errors(leaf, made, importance, list(slopes)))
         found.append((chosen, nbytes(made), float(error), float(moved)))

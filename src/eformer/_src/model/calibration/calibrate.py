@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import tree_util as jtu
 
+from eformer._src.jaximus.function import check_function
 from eformer._src.model.paths import is_quantized, is_weight
 from eformer._src.model.uses.find import traced
 from eformer._src.model.uses.rules_from_use import flat_call
@@ -54,6 +55,8 @@ def calibrate(
     up    [4, 8]          -2       2             1.7             no
     without statistics, used by add, and in no matmul or convolution: 'bias'
     """
+
+    check_function(function, "calibrate")
 
     @functools.wraps(function)
     def calibrated(params: object, *inputs: object) -> Statistics:

@@ -253,7 +253,7 @@ def _changed(inner: Jaxpr, carried: Sequence[int]) -> set[int]:
 
 
 def _passed_on(outs: Sequence[Any], carry: Sequence[Given], changed: Collection[int], first: int) -> list[Given]:
-    """The outputs of a loop, of which those that no step changes are what went in."""
+    """The outputs of a loop. An output that no step changes is the input it came from."""
     kept = [carry[i] if i < len(carry) and first + i not in changed else None for i in range(len(outs))]
     return [Given(out) if same is None else same._replace(array=out) for out, same in zip(outs, kept, strict=True)]
 

@@ -1,4 +1,4 @@
-"""`tune`: what is not a code is trained, until the function's outputs are near those that it had."""
+"""`tune`: train scales, offsets and norms until the outputs of the quantized model are near those of the original."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def report(before: object, after: object, *, rules: Sequence[Rule] = (), histogr
     >>> import jax, jax.numpy as jnp
     >>> from eformer.model import quantize_model, report
     >>> before = {"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}
-    >>> print(report(before, quantize_model(before)))
+    >>> print(report(before, quantize_model(before, "nf4")))
     path      shape    format    before    after   bits  error  SNR dB   cosine
     --------  -------  -------  -------  -------  -----  -----  ------  -------
     bias      512      float32  2.05 kB  2.05 kB  32.00

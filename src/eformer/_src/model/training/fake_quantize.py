@@ -13,12 +13,12 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from eformer._src.jaximus.ste import ste
-from eformer._src.model.defaults import default_rules
 from eformer._src.model.paths import is_quantized, is_weight, named_leaves
-from eformer._src.model.quantize import checked_rules, quantize_model
+from eformer._src.model.quantize import asked_rules, quantize_model
 from eformer._src.model.rules import Rule, apply_rule, named_errors, rule_for, warn_unused_rules
 from eformer._src.quantization.base import QuantizedArray
 from eformer._src.quantization.learned_scales import quantize_with_scale, straight_through_with_scale
+from eformer._src.quantization.spelling import FormatLike
 
 from .fake_quantized_array import FakeQuantizedArray
 from .learned_scales import Scales, check_scales
@@ -28,14 +28,17 @@ Tree = TypeVar("Tree")
 
 def fake_quantize(
     tree: Tree,
-    rules: Sequence[Rule] | None = None,
+    rules: FormatLike | Sequence[Rule] | None = None,
     *,
-    format: str = "nf4",
+    format: FormatLike | None = None,
     scales: Scales | None = None,
     mix: ArrayLike | None = None,
     freeze: Sequence[str] = (),
+    **options: object,
 ) -> Tree:
-    """`tree` with the weights that `rules` choose rounded to their formats, dense, with the gradient of the identity.
+    """`tree` with its weights rounded, dense, with the gradient of the identity: what `quantize_model` will make of it.
+
+    A format with options, or `rules`, are given as to `quantize_model`.
 
     For use inside a loss, under `jit` too: the forward pass sees what `quantize_model(tree, rules)` will decode to, bit
     for bit, and the gradient reaches the weights as if they had not been rounded. `mix`, from 0 to 1, goes from the
@@ -51,11 +54,11 @@ def fake_quantize(
     >>> from eformer.model import fake_quantize, finalize
     >>> params = {"kernel": jnp.linspace(-1, 1, 64 * 64).reshape(64, 64), "bias": jnp.zeros(64)}
     >>> loss = lambda params, x: jnp.sum((x @ params["kernel"] + params["bias"]) ** 2)
-    >>> gradients = jax.grad(lambda p: loss(fake_quantize(p, format="int4"), jnp.ones((2, 64))))(params)
-    >>> finalize(params, format="int4")["kernel"]
-    ArrayGrouped(float32[64, 64], 2,304 bytes)
+    >>> gradients = jax.grad(lambda p: loss(fake_quantize(p, "int4"), jnp.ones((2, 64))))(params)
+    >>> finalize(params, "int4")["kernel"]
+    ArrayGrouped(float32[64, 64], 2,560 bytes)
     """
-    given = default_rules(format) if rules is None else checked_rules(rules)
+    given = asked_rules(rules, format, options)
     named, structure = named_leaves(tree)
     chosen = {path: rule_for(given, path, leaf) for path, leaf in named if is_weight(leaf)}
     warn_unused_rules(given, chosen)
@@ -115,14 +118,19 @@ def _frozen(freeze: Sequence[str], paths: Sequence[str]) -> set[str]:
 
 
 def finalize(
-    tree: Tree, rules: Sequence[Rule] | None = None, *, format: str = "nf4", scales: Scales | None = None
+    tree: Tree,
+    rules: FormatLike | Sequence[Rule] | None = None,
+    *,
+    format: FormatLike | None = None,
+    scales: Scales | None = None,
+    **options: object,
 ) -> Tree:
     """`quantize_model`, at the end of training: its arrays decode to the weights of `fake_quantize`, bit for bit."""
+    given = asked_rules(rules, format, options)
     if scales is not None:
-        given = default_rules(format) if rules is None else checked_rules(rules)
         named, structure = named_leaves(tree)
         chosen: Mapping[str, Rule | None] = {path: rule_for(given, path, leaf) for path, leaf in named}
         check_scales(scales, chosen)
         leaves = [_quantized(p, x, r, scales[p]) if p in scales and (r := chosen[p]) else x for p, x in named]
         tree = jax.tree.unflatten(structure, leaves)
-    return quantize_model(tree, rules, format=format)
+    return quantize_model(tree, given)

@@ -6,29 +6,36 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from eformer._src.model.defaults import default_rules
 from eformer._src.model.paths import is_quantized, named_leaves
-from eformer._src.model.quantize import checked_rules
+from eformer._src.model.quantize import asked_rules
 from eformer._src.model.rules import Rule, named_errors, rule_for
 from eformer._src.quantization.learned_scales import initial_scale
+from eformer._src.quantization.spelling import FormatLike
 
 Scales = Mapping[str, jax.Array]  # by path
 
 
-def init_scales(tree: object, rules: Sequence[Rule] | None = None, *, format: str = "int8") -> dict[str, jax.Array]:
+def init_scales(
+    tree: object,
+    rules: FormatLike | Sequence[Rule] | None = None,
+    *,
+    format: FormatLike | None = None,
+    **options: object,
+) -> dict[str, jax.Array]:
     """The scale of each leaf that `rules` quantize, by path, as float32 parameters that start where rounding does.
 
     They are trained beside the weights (LSQ, arXiv 1902.08153), by the same optimizer, and given to `fake_quantize` and
     then to `finalize`. Formats whose values are an integer code times a scale have them: "int8", "ternary", and "int2"
-    to "int8_grouped" with `symmetric=True`. Where `rules` choose another format, leave those rules out here.
+    to "int8_grouped" with `symmetric=True` and without `double_quantization`. Where `rules` choose another format,
+    leave those rules out here.
 
     >>> import jax.numpy as jnp
-    >>> from eformer.model import default_rules, init_scales
-    >>> rules = default_rules("int4", symmetric=True)
-    >>> {path: scale.shape for path, scale in init_scales({"kernel": jnp.ones((128, 64))}, rules).items()}
-    {'kernel': (2, 64)}
+    >>> from eformer.model import init_scales
+    >>> scales = init_scales({"kernel": jnp.ones((128, 64))}, "int4", symmetric=True)
+    >>> {path: scale.shape for path, scale in scales.items()}
+    {'kernel': (4, 64)}
     """
-    given = default_rules(format) if rules is None else checked_rules(rules)
+    given = asked_rules(rules, format, options, "int8")
     scales = {}
     for path, leaf in named_leaves(tree)[0]:
         rule = rule_for(given, path, leaf)

@@ -103,7 +103,7 @@ def _frozen(base: Any) -> Any:
 
 
 def _on_base(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    """The primitive on operands of which some may be implicit."""
+    """The primitive on operands, some of them implicit."""
     return implicit(lambda *operands: primitive.bind(*operands, **params))(*operands)
 
 

@@ -1,4 +1,4 @@
-"""Split a model into the leaves that are trained and those that are frozen, and join them again."""
+"""Split a model into trained leaves and frozen leaves, and join the two again."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def partition(tree: Tree, trainable: Callable[[str, Any], bool] | None = None) -
     >>> jax.tree.map(jnp.shape, gradients)
     {'bias': (512,), 'kernel': None}
     """
+    if trainable is not None and not callable(trainable):
+        raise TypeError(f"`trainable` must be a function of path and leaf, got {trainable!r}: `lambda path, _: ...`")
     named, structure = named_leaves(tree)
     adapters = adapter_leaves(tree)
     if adapters and trainable is None:

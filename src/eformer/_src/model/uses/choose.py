@@ -13,7 +13,7 @@ import jax
 from eformer._src.model.defaults import MIN_LENGTH, options_along
 from eformer._src.model.rules import Options
 from eformer._src.quantization.base import QuantizedArray
-from eformer._src.quantization.registry import find_format
+from eformer._src.quantization.registry import Format, find_format
 
 from .find import Use
 from .replay import Term, leaves_of, made_dense, signature
@@ -25,7 +25,8 @@ class Decision(NamedTuple):
     options: Options = Options()
 
 
-Chosen = tuple[str, Options]  # a format with its options
+Asked = tuple[Format, dict[str, object]]  # what `read_format` gives
+Chosen = tuple[str, Options]  # the name of a format with its options
 
 
 class _Dense(NamedTuple):
@@ -42,9 +43,8 @@ class Choice:
 
     leaves: Mapping[int, jax.ShapeDtypeStruct]
     uses: Mapping[int, Sequence[Use]]
-    format: str
-    embeddings: str | None
-    options: Mapping[str, object]
+    format: Asked
+    embeddings: Asked | None
     replayed: dict[Hashable, dict[str, int]] = field(default_factory=dict)  # bytes made dense; layers replay alike
 
     def __call__(self, index: int) -> Decision:
@@ -68,27 +68,27 @@ class Choice:
             return Decision(f"it would go dense in {_names(dense.primitives)}")
         return Decision(_reason(uses, wanted, dense), *chosen)
 
-    def _format(self, index: int) -> str | None:
+    def _format(self, index: int) -> Asked | None:
         return self.embeddings if any(use.gathered for use in self.uses[index]) else self.format
 
     def _candidates(self, index: int) -> Iterator[Chosen]:
         """The format with its options, best first: blocks along the contracted axes, then along the others."""
-        form, leaf = self._format(index), self.leaves[index]
-        if form is None:
+        asked, leaf = self._format(index), self.leaves[index]
+        if asked is None:
             return
-        given = self.options if form == self.format else {}
+        form, given = asked
         choices: list[tuple[int, ...]] = []
         for axes in _wanted(self.uses[index]):
             # All of them with one scale, then each alone: most formats have blocks along one axis only.
             choices += [axes, *((axis,) for axis in sorted(axes, key=lambda axis: (-leaf.shape[axis], -axis)))]
         choices += [(axis,) for axis in range(-1, -len(leaf.shape) - 1, -1)]
-        if "axis" not in find_format(form).options or "axis" in given:
+        if "axis" not in form.options or "axis" in given:
             choices = choices[:1]
         for axes in dict.fromkeys(choices):
             options = Options(options_along(form, axes[0] if len(axes) == 1 else axes, given))
             length = math.prod(leaf.shape[axis] for axis in axes)
-            if length >= MIN_LENGTH and _abstract(form, options, leaf) is not None:
-                yield form, options
+            if length >= MIN_LENGTH and _abstract(form.name, options, leaf) is not None:
+                yield form.name, options
 
     def _dense(self, index: int, chosen: Chosen) -> _Dense:
         uses = self.uses[index]

@@ -14,6 +14,8 @@ from eformer._src.jaximus.trace import implicit
 from eformer._src.model.defaults import MIN_SIZE
 from eformer._src.model.paths import is_abstract, is_quantized, is_weight, named_leaves
 from eformer._src.model.rules import Rule
+from eformer._src.quantization.registry import find_format
+from eformer._src.quantization.spelling import FormatLike, read_format
 
 from .choose import Choice, Decision
 from .find import Use, find_uses
@@ -23,8 +25,8 @@ def rules_from_use(
     function: Callable[..., object],
     params: object,
     *inputs: object,
-    format: str = "nf4",
-    embeddings: str | None = "int8",
+    format: FormatLike = "int4",
+    embeddings: FormatLike | None = "int8",
     min_size: int = MIN_SIZE,
     **options: object,
 ) -> tuple[Rule, ...]:
@@ -43,11 +45,19 @@ def rules_from_use(
     >>> for rule in rules_from_use(lambda p, x: jnp.einsum("bd,dhf->bhf", x, p["w"]), params, jnp.ones((2, 256))):
     ...     print(rule, "|", rule.reason)
     ^scale$=keep | the function does not use it
-    ^w$=nf4,axis=-3 | summed over axis -3 by dot_general
+    ^w$=int4,axis=-3 | summed over axis -3 by dot_general
     """
+    if not callable(function):
+        raise TypeError(
+            f"`rules_from_use(function, params, *inputs)` takes a function first, got {type(function).__name__}"
+        )
+    form, options = read_format(format, options, also=("method", "embeddings", "min_size"))
+    method: Any = options.pop("method", None)
+    theirs = None if embeddings is None else read_format(embeddings)
+    if theirs is not None and theirs == (form, {}):
+        theirs = (form, options)
     named, arguments, call = flat_call(function, params, inputs)
     leaves = [leaf for _, leaf in named]
-    method = options.pop("method", None)
     weights = {i: leaf for i, leaf in enumerate(leaves) if is_weight(leaf) and not is_quantized(leaf)}
     large = {i: leaf for i, leaf in weights.items() if math.prod(leaf.shape) >= max(min_size, 1)}
     found = find_uses(call, arguments, large)
@@ -58,10 +68,10 @@ def rules_from_use(
         of_array.setdefault(array[i], []).extend(found.get(i, []))
 
     structs = {i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for i, leaf in large.items()}
-    choose = Choice(structs, {i: of_array[array[i]] for i in large}, format, embeddings, options)
+    choose = Choice(structs, {i: of_array[array[i]] for i in large}, (form, options), theirs)
     small = Decision(f"fewer than {min_size:,} elements")
     rules = _as_rules({named[i][0]: choose(i) if i in large else small for i in weights})
-    return tuple(replace(rule, method=method) if rule.format == format else rule for rule in rules)
+    return tuple(replace(rule, method=method) if method and rule.format == form.name else rule for rule in rules)
 
 
 def flat_call(
@@ -89,4 +99,4 @@ def _as_rules(decided: Mapping[str, Decision]) -> Iterator[Rule]:
         alike = len(paths) > 1 and len({decided[path] for path in paths}) == 1
         for name, path in [(pattern, paths[0])] if alike else [(re.escape(path), path) for path in paths]:
             reason, form, options = decided[path]
-            yield Rule(f"^{name}$", form, options, optional=True, reason=reason)
+            yield Rule(f"^{name}$", None if form is None else find_format(form), options, optional=True, reason=reason)

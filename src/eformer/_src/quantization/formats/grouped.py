@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class ArrayGrouped(PackedArray):
     >>> from eformer.ops.quantization import ArrayGrouped
     >>> q = ArrayGrouped.quantize(jnp.ones((128, 256)), bits=3, axis=0)
     >>> q.shape, q.nbytes * 8 / q.size
-    ((128, 256), 3.5)
+    ((128, 256), 3.625)
     """
 
     _code_fields = ("packed", "high")
@@ -99,31 +99,32 @@ class ArrayGrouped(PackedArray):
     def quantize(
         cls,
         array: jax.Array,
-        block_size: int = 64,
+        block_size: int | None = None,
         *,
         bits: int = 4,
         axis: int = -1,
-        symmetric: bool = False,
-        double_quantization: bool = False,
+        symmetric: bool | None = None,
+        double_quantization: bool | None = None,
         fit: bool = True,
         use_kernel: bool = True,
         importance: jax.Array | None = None,
     ) -> Self:
         """`array` in codes of `bits` bits with blocks of `block_size` along `axis`; the sharding is kept.
 
-        `symmetric` leaves out the offsets, which saves 16 bits a block; zero is exact then. Scales and offsets are
-        bfloat16, and float32 for 8 bits. With `double_quantization` they are 8-bit integers, under a scale for each
-        1,024 elements: blocks of 32 then take as many bits as blocks of 64 do without, and are more exact. `fit`
+        Scales and offsets are bfloat16, and float32 for 8 bits. With `double_quantization` they are 8-bit integers,
+        under a scale for each 1,024 elements; by default where they would take more than half a bit an element
+        otherwise. `symmetric` leaves out the offsets, which halves what scales take; zero is exact then. By default
+        blocks have 32 elements, 64 for codes of 8 bits, and 16 without offsets for 2 and 3 bits. `fit`
         searches for those with the smallest squared error, up to five times as long; without, they span the extremes
         of a block. The squared error of an element counts as much as its `importance`, which broadcasts to the array,
         such as the mean square of what it is multiplied by. Integers raise a ValueError unless they are held exactly.
         """
-        a_bool("symmetric", symmetric)
-        a_bool("double_quantization", double_quantization)
+        block_size = default_block_size(bits) if block_size is None else block_size
         a_bool("fit", fit)
         _a_length(1)("block_size", block_size)
+        symmetric, two_levels = scale_levels(bits, block_size, symmetric, double_quantization)
         scale_dtype = jnp.dtype(jnp.float32 if bits == 8 else jnp.bfloat16)
-        superblock = block_size * max(SUPERBLOCK // block_size, 1) if double_quantization else 0
+        superblock = block_size * max(SUPERBLOCK // block_size, 1) if two_levels else 0
         options = {"bits": bits, "block_size": block_size, "superblock_size": superblock}
         fit = fit or importance is not None
         levels = {"symmetric": symmetric, "scale_dtype": scale_dtype, "fit": fit, "importance": importance}
@@ -215,6 +216,10 @@ class ArrayGrouped(PackedArray):
         levels = {name: self._level(name) for name in self._scale_fields}
         return self._replaced(**levels, scale_scale=None, offset_scale=None, superblock_size=0)
 
+    def _finer(self) -> Self:
+        """Scales of blocks without those of superblocks, which parts of the array may cut."""
+        return self if self.scale_scale is None and self.offset_scale is None else self._with_scale()
+
     def _fits_kernels(self) -> bool:
         return self.axis >= -2 and jnp.float64 not in {leaf.dtype for leaf in self._named_leaves().values()}
 
@@ -295,14 +300,40 @@ def _name(bits: int) -> str:
     return "int8_grouped" if bits == 8 else f"int{bits}"
 
 
+def default_block_size(bits: int) -> int:
+    """The best that half a bit an element of scales can do (docs/models.md); 8 bits are exact enough with more."""
+    return 64 if bits == 8 else 16 if bits < 4 else 32
+
+
+class Levels(NamedTuple):
+    """How the blocks of an array are scaled."""
+
+    symmetric: bool
+    two: bool  # scales of 8 bits that have a scale themselves
+
+
+def scale_levels(bits: int, block_size: int, symmetric: bool | None, double_quantization: bool | None) -> Levels:
+    """What was asked for. By default 16 bits a scale and offset, unless that takes more than half a bit an element.
+
+    Codes of 2 and 3 bits gain more from blocks of 16 than from offsets, and can't have both in half a bit.
+    """
+    if symmetric is None:
+        symmetric = bits < 4 and block_size <= 16
+    if double_quantization is None:
+        double_quantization = bits != 8 and block_size < (32 if symmetric else 64)
+    a_bool("symmetric", symmetric)
+    a_bool("double_quantization", double_quantization)
+    return Levels(symmetric, double_quantization)
+
+
 def _register(name: str, bits: int) -> None:
     def encode(
         array: jax.Array,
-        block_size: int = 64,
+        block_size: int = default_block_size(bits),
         *,
         axis: int = -1,
-        symmetric: bool = False,
-        double_quantization: bool = False,
+        symmetric: bool | None = None,
+        double_quantization: bool | None = None,
         fit: bool = True,
         use_kernel: bool = True,
         importance: jax.Array | None = None,

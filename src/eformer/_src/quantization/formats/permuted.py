@@ -123,7 +123,7 @@ class ArrayPermuted(QuantizedArray):
 def _matmul(
     primitive: Primitive, operands: Sequence[Any], at: int, numbers: Numbers, params: dict[str, Any]
 ) -> jax.Array | NotImplementedType:
-    """The matmul of two operands, of which `operands[at]` is permuted."""
+    """The matmul of two operands; `operands[at]` is permuted."""
     q, x, (summed, batch) = operands[at], operands[1 - at], numbers
     axis = q.axis % q.ndim
     if axis in batch[at] or asked_of(params) - {"precision", "preferred_element_type"}:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core as jexc
 
+from eformer._src.jaximus.function import check_function
 from eformer._src.jaximus.jaxprs import Writer, inlined, rewritten, without_dead
 from eformer._src.jaximus.trace import scan_counts
 
@@ -28,7 +29,7 @@ _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 _MOVES = _RESHAPES | {"transpose", "convert_element_type", "copy", "slice"}
 
 
-def fuse(function: Callable[P, R]) -> Callable[P, R]:
+def fuse(function: Callable[P, R]) -> Callable[..., R]:
     """`function`, with fewer and larger calls of the native core; its results are the same, to the bit.
 
     Matmuls of the same activations with several quantized arrays, such as queries, keys and values or gate and up,
@@ -48,6 +49,7 @@ def fuse(function: Callable[P, R]) -> Callable[P, R]:
     On accelerators, across several devices and in exported programs the matmuls stay single ones. Derivatives of the
     fused function are those of `function`.
     """
+    check_function(function, "fuse")
     return rewritten(function, _rewrite)
 
 

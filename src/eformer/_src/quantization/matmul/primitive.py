@@ -117,7 +117,7 @@ def matmul_primitive(name: str, in_xla: Callable[..., jax.Array], batch_rest: Ca
         (x, *rest), (x_axis, *rest_axes) = operands, axes
         if x_axis is None or any(axis is not None for axis in rest_axes):
             return batch_rest(operands, axes, static), 0
-        return primitive.bind(jnp.moveaxis(x, x_axis, 1), *rest, static=static), 1  # more rows of x
+        return primitive.bind(jnp.moveaxis(x, x_axis, 1), *rest, static=static), 1  # x gets more rows
 
     primitive.def_impl(run)
     primitive.def_abstract_eval(abstract_eval)

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
 from eformer._src.jaximus.array import materialize
-from eformer._src.jaximus.instrumentation import note_materialized, unobserved
+from eformer._src.jaximus.instrumentation import note_materialized, note_remark, unobserved
 from eformer._src.jaximus.rules import register
 from eformer._src.kernels import cpu
 from eformer._src.quantization.base import MatmulOperand
@@ -133,6 +133,7 @@ def _matmul(
     """x times q as `dtype`, of shape (*batch, *free axes of x, *free axes of q)."""
     if q._moved_from is not None:  # `x @ q.T` reads the codes as they are stored
         q, contraction = _before_transpose(*q._moved_from, q, x.ndim, contraction)
+    _remark_on_axis(q, contraction)
     off = "use_kernel=False" if not q.use_kernel else "use_kernels(False)" if not _use_kernels.value else None
     why = f"`{off}` asks for it" if off else None
     exact, as_dense = _exact_kernels(x.dtype, q.dtype, dtype, precision), AsDense(dtype, precision)
@@ -154,6 +155,17 @@ def _matmul(
 
     q = q.with_activation_dtype(None) if q.activation_dtype else q
     return lax.platform_dependent(x, q, cpu=by_kernel, default=elsewhere)
+
+
+def _remark_on_axis(q: LeafwiseArray, contraction: Contraction) -> None:
+    """Tell `explain` of codes that are packed along another axis than the matmul sums over: slower, and less exact."""
+    packed = getattr(q, "axis", None)
+    if isinstance(packed, int) and packed % q.ndim not in contraction.q_summed and len(contraction.q_summed) == 1:
+        summed = contraction.q_summed[0] - q.ndim
+        note_remark(
+            f"{type(q).__name__}{list(q.shape)} is packed along axis {packed}, and the matmul sums over axis {summed}: "
+            f"quantized with `axis={summed}` it would be faster and more exact, and could round activations"
+        )
 
 
 def _before_transpose(

@@ -42,7 +42,7 @@ def _gathered(
         return q._mapped_to(lambda _, leaf: gathered(leaf), *inserted(q, axis, count))
     parts = _joinable(q, axis, axis_name)
     if parts is None:  # devices may have scales of their own: then each part is a block
-        q = q._in_blocks(axis)
+        q = q._finer()._in_blocks(axis)
         parts = _joinable(q, axis, axis_name)
     if parts is None:
         return NotImplemented
@@ -62,6 +62,8 @@ def all_to_all(
     q, groups = q._single(), params.get("axis_index_groups")
     count = _group_size(axis_name, groups)
     length = q.shape[split_axis] // count
+    if q.shape[concat_axis] % q._block(concat_axis) or length % q._block(split_axis):
+        q = q._finer()
     parts = _joinable(q, concat_axis, axis_name)
     if parts is None or length % q._block(split_axis):
         return NotImplemented

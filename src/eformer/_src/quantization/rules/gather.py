@@ -126,9 +126,9 @@ def _gather_along_blocks(
 
 
 def rows_along(q: LeafwiseArray, at: jax.Array, axis: int) -> jax.Array:
-    """The elements at the positions `at` (n,) along `axis`, dense. They are decoded with those that share their bytes.
+    """The elements at the positions `at` (n,) along `axis`, dense. Codes that share a byte are decoded together.
 
-    Not so many at once that these would be as long as the axis.
+    A step decodes less than the whole axis.
     """
     group, count = q._codes_together(axis), at.shape[0]
     most = max(1, q.shape[axis] // (2 * group))
