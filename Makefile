@@ -24,7 +24,7 @@ BENCHMARKS := "tracing.py" "matmul.py" "matmul.py --threads 1 2" "matmul.py --li
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install test test-distributed test-accelerators lint format demo bench peers llm-bench sanitize sanitized emulate \
-	emulate-arm programs fuzz fuzz-core clean
+	emulate-arm programs fuzz fuzz-core docs wheels clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name what; do \
@@ -105,8 +105,16 @@ emulate-arm: ## test the ARM64 code in an emulator; needs Debian's g++-aarch64-l
 	@$(MAKE) --no-print-directory $(VENV)-arm/bin/python VENV=$(VENV)-arm
 	VENV=$(VENV)-arm tests/kernels/emulate_arm.sh $(ARGS)
 
+docs: ## build the site in build/site, from docs and docstrings; warnings are errors
+	@$(MAKE) --no-print-directory $(VENV)-docs/.docs VENV=$(VENV)-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet
+
+wheels: ## build the sdist and wheels for x86-64 and ARM64, and try them; needs g++-aarch64-linux-gnu
+	@$(MAKE) --no-print-directory $(VENV)-wheels/bin/python VENV=$(VENV)-wheels
+	VENV=$(VENV)-wheels .ci/wheels $(ARGS)
+
 clean: ## remove the environments, builds and caches
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-llm $(VENV)-sanitize $(VENV)-emulate $(VENV)-arm $(VENV)-accelerators build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-llm $(VENV)-sanitize $(VENV)-emulate $(VENV)-arm $(VENV)-accelerators $(VENV)-wheels $(VENV)-docs build dist .pytest_cache .ruff_cache .hypothesis
 
 # `--clear` also removes the stamps below, for an environment whose interpreter is gone.
 $(VENV)/bin/python:
@@ -132,6 +140,11 @@ $(VENV)/.accelerators: $(VENV)/.tests
 	@echo "installing libtpu and JAX's CUDA plugin into $(VENV)"
 	@version=$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)') && $(PIP) "jax[tpu]==$$version" && \
 		$(PIP) --no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" nvidia-cuda-nvcc==13.0.*
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/bin/python
+	@echo "installing what builds the site into $(VENV)"
+	@$(PIP) 'mkdocs-material>=9.7,<10' 'mkdocstrings[python]>=1.0,<2' ruff
 	@touch $@
 
 # torch first, so that the libraries built on it take this version.
