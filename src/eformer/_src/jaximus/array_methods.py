@@ -155,10 +155,10 @@ class ArrayMethods:
     __neg__, __pos__ = _operator(operator.neg), _operator(operator.pos)
     __abs__, __invert__ = _operator(operator.abs), _operator(operator.invert)
 
-    def __matmul__(self, other: Value) -> Value:
+    def __matmul__(self, other: Value) -> jax.Array:
         return self._matmul(self, other)
 
-    def __rmatmul__(self, other: Value) -> Value:
+    def __rmatmul__(self, other: Value) -> jax.Array:
         return self._matmul(other, self)
 
     def __getitem__(self, index: Value) -> Value:
