@@ -14,7 +14,7 @@ from eformer.model import Rule, default_rules, fake_quantize, finalize, init_sca
 
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("int8", {"axis": -2}),
-    "int2": ("int2", {"axis": -2, "symmetric": True}),
+    "int2": ("int2", {"axis": -2, "symmetric": True, "block_size": 64}),
     "int3 of blocks that are cut": ("int3", {"axis": -1, "symmetric": True, "block_size": 40}),
     "int4": ("int4", {"axis": -2, "symmetric": True, "block_size": 32}),
     "int8_grouped": ("int8_grouped", {"symmetric": True}),
@@ -73,7 +73,7 @@ def _spread(q: Any, scale: jax.Array) -> jax.Array:
 
 def test_training_the_scales_lowers_the_loss():
     tree, x = {"kernel": normal(64, 64)}, normal(128, 64, seed=1)
-    rules = default_rules("int2", symmetric=True)
+    rules = default_rules("int2", symmetric=True, block_size=64)
     scales = init_scales(tree, rules)
     target = x @ tree["kernel"]
 
