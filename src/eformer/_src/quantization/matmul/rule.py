@@ -160,7 +160,7 @@ def _matmul(
 def _remark_on_axis(q: LeafwiseArray, contraction: Contraction) -> None:
     """Tell `explain` of codes that are packed along another axis than the matmul sums over: slower, and less exact."""
     packed = getattr(q, "axis", None)
-    if isinstance(packed, int) and packed % q.ndim not in contraction.q_summed and len(contraction.q_summed) == 1:
+    if len(contraction.q_summed) == 1 and isinstance(packed, int) and packed % q.ndim != contraction.q_summed[0]:
         summed = contraction.q_summed[0] - q.ndim
         note_remark(
             f"{type(q).__name__}{list(q.shape)} is packed along axis {packed}, and the matmul sums over axis {summed}: "
