@@ -220,9 +220,6 @@ def implicit(function: Callable[P, R]) -> Callable[..., R]:
     return wrapped
 
 
-use_implicit = implicit
-
-
 def apply(function: Callable[..., Tree], *operands: Value) -> Tree:
     """`implicit(function)(*operands)`, of operands that are arrays and not containers of arrays."""
     trace = _trace_on(trace_ctx.trace)

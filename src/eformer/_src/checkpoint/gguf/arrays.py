@@ -22,7 +22,6 @@ from eformer._src.checkpoint.gguf.types import GRIDS, GROUPED, IDS, PLAIN, TYPES
 from eformer._src.checkpoint.header import Tensor
 from eformer._src.checkpoint.placement import Index, Unread, aligned_empties, aligned_empty
 from eformer._src.checkpoint.serialization import FORMAT_ERRORS
-from eformer._src.compat.rsr import RSROperatorBinary, RSROperatorTernary
 from eformer._src.quantization.base import QuantizedArray
 from eformer._src.quantization.formats.grouped import ArrayGrouped
 from eformer._src.quantization.formats.int8 import Array8B
@@ -125,7 +124,7 @@ def _has_scale_per_row(q: Array1B) -> bool:
 for _codec in (
     GgufCodec("TQ2_0", Array1B, fits=_has_scale_per_row),
     GgufCodec("Q8_0", Array1B, fits=lambda q: not _has_scale_per_row(q)),
-    *(GgufCodec("Q8_0", cls) for cls in (Array8B, ArrayNF4, RSROperatorBinary, RSROperatorTernary)),
+    *(GgufCodec("Q8_0", cls) for cls in (Array8B, ArrayNF4)),
     *(
         GgufCodec(
             name,

@@ -39,9 +39,6 @@ def use_kernels(value: bool) -> AbstractContextManager[None]:
     return _use_kernels(value)
 
 
-nf4_use_kernel = use_kernels  # the documented name, of a time when only NF4 had kernels
-
-
 def is_kernel_available() -> bool:
     """Whether matmuls on the default device have a path that never holds the decoded array.
 
