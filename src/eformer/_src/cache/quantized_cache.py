@@ -81,6 +81,9 @@ class QuantizedCache(QuantizedArray):
         return self.stored.is_stacked()
 
     def leaf_specs(self, spec: PartitionSpec) -> Self | None:
+        along = [spec[axis] for axis in (each + self.ndim for each in self.channels) if axis < len(spec)]
+        if self.rotated and any(entry is not None for entry in along):
+            return None  # no device would have a whole run of channels
         stored = self.stored.leaf_specs(spec)
         return None if stored is None else _with_leaves(self, stored)
 
