@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 
-from eformer._src.cache.array import QuantizedCache, channels_of
 from eformer._src.cache.channels import PLACES, Move
+from eformer._src.cache.quantized_cache import QuantizedCache, channels_of
 from eformer._src.cache.rotation import rotated, widened
 from eformer._src.jaximus.rules import register
 from eformer._src.jaximus.trace import implicit

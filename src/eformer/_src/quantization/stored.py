@@ -23,19 +23,19 @@ def array_from_fields(cls: type[Made], values: Mapping[str, object]) -> Made:
         if value is dataclasses.MISSING or (field.name == "dtype" and value is None):
             raise TypeError(f"{cls.__name__} needs `{field.name}`")
         vars(made)[field.name] = value
-    made._settle(None)
+    made._finish_construction(None)
     return made
 
 
 def check_array(q: QuantizedArray) -> None:
     """Raise a TypeError or ValueError unless the leaves make one array: trees can be restructured."""
-    check_fields(q, q._rules)
+    check_fields(q, q._field_checks)
     q._check_shapes()
 
 
 def declares_leaves(cls: type[QuantizedArray]) -> bool:
     """Whether the class says what each of its leaves may hold, so that `check_array` needs no trial."""
-    return set(cls._data_fields) <= cls._rules.keys()
+    return set(cls._data_fields) <= cls._field_checks.keys()
 
 
 def check_codes(q: QuantizedArray) -> None:
