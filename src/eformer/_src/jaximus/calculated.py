@@ -175,8 +175,10 @@ def _operands_of_program(eqn: Any, place: int, path: _Path, dtype: np.dtype) -> 
         programs, first = [eqn.params["body_jaxpr"].jaxpr], eqn.params["cond_nconsts"]
         carried = range(eqn.params["body_nconsts"], len(eqn.invars) - first)
     elif name == "scan":
-        start = eqn.params["num_consts"]
-        carried = range(start, start + eqn.params["num_carry"])
+        from .trace import scan_counts  # the trace is built on the class that asks here
+
+        constants, count = scan_counts(dict(eqn.params))
+        carried = range(constants, constants + count)
     elif name == "cond":
         first = 1
     if not programs or any(
