@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from .array_methods import ArrayMethods, struct
-from .calculated import Origin, calculated, is_code
+from .calculated import Origin, calculated, is_code, unravels
 from .export import make_serializable
 from .fields import STATIC, ArrayMeta, aux_field, check_hashable, delete_attribute, make_dataclass, set_attribute
 from .instrumentation import note_materialized, unobserved
@@ -393,7 +393,7 @@ def _note_codes(array: ImplicitArray, record: _ArrayFacts, frame: FrameType | No
     own = [
         name.startswith(_OWN) for name in (frame.f_globals["__name__"], getattr(mapped, "__module__", None) or "jax.")
     ]
-    if all(own) or len(before) != len(codes):
+    if (all(own) and not unravels(frame)) or len(before) != len(codes):
         return
     changed = calculated(before, codes, map_frame)
     if changed is not None:
