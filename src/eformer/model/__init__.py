@@ -29,7 +29,7 @@ from eformer._src.model.rules import parse_rule as parse_rule
 from eformer._src.model.training.fake_quantize import fake_quantize as fake_quantize
 from eformer._src.model.training.fake_quantize import finalize as finalize
 from eformer._src.model.training.fake_quantized_array import FakeQuantizedArray as FakeQuantizedArray
-from eformer._src.model.training.learned_scales import init_scales as init_scales
+from eformer._src.model.training.init_scales import init_scales as init_scales
 from eformer._src.model.training.lora import add_lora as add_lora
 from eformer._src.model.training.lora import drop_lora as drop_lora
 from eformer._src.model.training.lora import lora_dropout as lora_dropout

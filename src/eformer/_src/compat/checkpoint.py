@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from eformer._src.checkpoint.file import StrPath
-from eformer._src.checkpoint.gguf.arrays import GgufCodec, register_gguf_codec
+from eformer._src.checkpoint.gguf.codecs import GgufCodec, register_gguf_codec
 from eformer._src.checkpoint.gguf.write import TypeFor
 from eformer._src.checkpoint.saving.save import save
 from eformer._src.progress import Progress

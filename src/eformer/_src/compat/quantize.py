@@ -89,7 +89,7 @@ class QuantizationConfig:
         for option, is_given in given.items():
             if is_given and option not in form.options:
                 raise TypeError(no_option(form, option))
-        check = form.array_type._rules.get("block_size", an_int)
+        check = form.array_type._field_checks.get("block_size", an_int)
         if callable(check):
             check("block_size", block_size)
         a_bool("simulate", simulate)

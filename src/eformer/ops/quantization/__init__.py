@@ -17,9 +17,9 @@ from eformer._src.quantization.formats.int8 import Array8B as Array8B
 from eformer._src.quantization.formats.nf4 import ArrayNF4 as ArrayNF4
 from eformer._src.quantization.formats.permuted import ArrayPermuted as ArrayPermuted
 from eformer._src.quantization.formats.ternary import Array1B as Array1B
+from eformer._src.quantization.matmul.dot_general import is_kernel_available as is_kernel_available
+from eformer._src.quantization.matmul.dot_general import use_kernels as use_kernels
 from eformer._src.quantization.matmul.fuse import fuse as fuse
-from eformer._src.quantization.matmul.rule import is_kernel_available as is_kernel_available
-from eformer._src.quantization.matmul.rule import use_kernels as use_kernels
 from eformer._src.quantization.registry import Format as Format
 from eformer._src.quantization.registry import find_format as find_format
 from eformer._src.quantization.registry import format_names as format_names
