@@ -22,14 +22,13 @@ from eformer.examples.llm import (
     chat,
     empty_cache,
     forward,
-    generate,
     hidden,
     load_model,
     logits,
     open_model,
 )
 from eformer.examples.llm.__main__ import Stream, main
-from eformer.examples.llm.generation import BUCKET
+from eformer.examples.llm.generation import BUCKET, generate
 from eformer.examples.llm.model import PART, Cache
 from eformer.examples.llm.quantize import quantizing
 from eformer.examples.llm.sampling import choose
@@ -257,8 +256,8 @@ def test_chat():
     without = Tokenizer.from_gguf({**TOKENIZER, "tokenizer.chat_template": "{{ raise_exception('no') }}"})
     with pytest.raises(ValueError, match="refuses the messages: no"):
         without.chat([])
-    with pytest.raises(ValueError, match=r"'llama' with .* reads 'gpt2'"):
-        Tokenizer.from_gguf({**TOKENIZER, "tokenizer.ggml.model": "llama"})
+    with pytest.raises(ValueError, match=r"'bert' with .* reads 'llama', and 'gpt2'"):
+        Tokenizer.from_gguf({**TOKENIZER, "tokenizer.ggml.model": "bert"})
     with pytest.raises(ValueError, match=r"tokens, and the types of 0"):
         Tokenizer.from_gguf({**TOKENIZER, "tokenizer.ggml.token_type": []})
 
@@ -299,7 +298,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     ("family", "more", "match"),
     [
         ("bert", {}, "family 'bert'; this code runs llama, qwen2"),
-        ("llama", {"expert_count": 8}, "without experts"),
+        ("llama", {"expert_shared_count": 1}, "without shared experts"),
         ("llama", {"rope.scaling.type": "longrope"}, "RoPE of the kind 'longrope'"),
         ("llama", {"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 2.0}, "attn_factor"),
         ("llama", {"rope.dimension_count": 8}, "whole heads"),

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eformer.examples.llm import Sampling, engine, generate, load_model
+from eformer.examples.llm import Sampling, engine, load_model
 from eformer.examples.llm.engine import Engine
+from eformer.examples.llm.generation import generate
 from eformer.examples.llm.sampling import choose
 from eformer.examples.llm.streaming import TextStream
 from eformer.examples.llm.writer import load, with_adapter

@@ -1,4 +1,10 @@
-"""Llama, SmolLM2 and Qwen2.5 in plain JAX, from GGUF files and Hugging Face folders; `python -m` runs it."""
+"""Language models in plain JAX, from GGUF files and Hugging Face folders: text in, text out. `python -m` runs it.
+
+from eformer.examples.llm import load, generate, stream
+
+model = load("smollm2")
+print(generate(model, [{"role": "user", "content": "Why is the sky blue?"}], count=100))
+"""
 
 import contextlib as _contextlib
 import gc as _gc
@@ -25,7 +31,6 @@ with _no_collection():
     from .files import open_model as open_model
     from .files import read_config as read_config
     from .generation import Request as Request
-    from .generation import generate as generate
     from .model import Config as Config
     from .model import empty_cache as empty_cache
     from .model import forward as forward
@@ -33,3 +38,7 @@ with _no_collection():
     from .model import logits as logits
     from .sampling import Sampling as Sampling
     from .tokenizer import Tokenizer as Tokenizer
+    from .writer import LanguageModel as LanguageModel
+    from .writer import generate as generate
+    from .writer import load as load
+    from .writer import stream as stream

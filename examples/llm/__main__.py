@@ -25,7 +25,7 @@ from .tokenizer import Tokenizer
 SWITCH = 1e-4  # seconds that threads which read weights wait for Python's lock while JAX traces; they need it often
 LEAST_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 HELP = """\
-Write text with a language model of the Llama or Qwen2 family, in plain JAX, on dense or quantized weights.
+Write text with a language model (Llama, Mistral, Qwen, Gemma 3), in plain JAX, on dense or quantized weights.
 
 The model is a GGUF file, or a folder with config.json, tokenizer.json and safetensors. By default the weights stay as
 the file has them: GGUF blocks, GPTQ, AWQ and the like are multiplied as they are, dense arrays become float32."""

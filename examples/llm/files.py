@@ -14,24 +14,41 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from eformer import implicit
 from eformer.checkpoint import Checkpoint, open_checkpoint
 
 from .model import Config
 from .rope import Rope, rope_of
 from .tokenizer import Tokenizer, read_json
 
-NEIGHBOURS = {"llama": True, "qwen2": False}  # the families that `model.py` runs, and how GGUF orders heads for RoPE
+# The families that `model.py` runs, by the names of GGUF, and whether heads there have neighbours turned by RoPE.
+NEIGHBOURS = {"llama": True, "qwen2": False, "qwen3": False, "qwen3moe": False, "gemma3": False}
+FOLDERS = "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"  # by the names of Hugging Face
 LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",  # of a mixture of experts
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
+GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+PATTERN = 6  # of so many layers of Gemma 3, the last one attends to all tokens
+LARGEST_GEMMA = 62  # layers of the model whose queries are divided by another number
+WINDOW_BASE = 10000.0  # of RoPE in the others
 READERS = 2  # arrays that are read at the same time: most of it is memory that the system has to clear
 REST = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -55,10 +72,13 @@ class ModelFile:
         if "general.architecture" in metadata:  # GGUF, or safetensors that were made of it
             self.config, self.names = read_config(metadata), {name: name for name in checkpoint}
             _check_names(self.names)
+            self._adds_one = False
             self.tokenizer = functools.partial(Tokenizer.from_gguf, metadata)
         else:
             folder = path if path.is_dir() else path.parent
-            self.config, self.names = folder_config(read_json(folder / "config.json")), _gguf_names(checkpoint)
+            given = read_json(folder / "config.json")
+            self._adds_one = given.get("model_type") == "gemma3_text"  # norms there are what is added to 1
+            self.config, self.names = folder_config(given), _gguf_names(checkpoint, GEMMA if self._adds_one else {})
             self.tokenizer = functools.partial(Tokenizer.from_folder, folder)
 
     def read(self, change: Change | None = None, progress: Progress | None = None) -> dict[str, Any]:
@@ -66,20 +86,26 @@ class ModelFile:
         checkpoint, done, params = self._checkpoint, 0, {}
         total = sum(checkpoint.info(name).nbytes for name in self.names)
         for (name, own), array in zip(self.names.items(), _read_ahead(checkpoint.read, self.names), strict=True):
-            params[own] = _changed(own, array, change)
+            params[own] = self._changed(own, array, change)
             done += checkpoint.info(name).nbytes
             if progress is not None:
                 progress(name, done, total)
-        return params
+        return _with_stacks(params)
 
     def like(self, change: Change | None = None) -> dict[str, Any]:
         """The parameters that `read` will give, without values: JAX compiles a function of them meanwhile."""
         likes = {own: self._checkpoint.entry(name).like for name, own in self.names.items()}
 
         def params(arrays: Mapping[str, Any]) -> dict[str, Any]:
-            return {own: _changed(own, array, change) for own, array in arrays.items()}
+            return _with_stacks({own: self._changed(own, array, change) for own, array in arrays.items()})
 
         return jax.eval_shape(params, likes)
+
+    def _changed(self, name: str, array: Any, change: Change | None) -> Any:
+        array = array if array.dtype == jnp.float32 else array.astype(jnp.float32)
+        if self._adds_one and "norm" in name:
+            array = array + 1
+        return array if change is None else change(name, array)
 
 
 @contextlib.contextmanager
@@ -98,9 +124,16 @@ def load_model(path: str | Path, change: Change | None = None, progress: Progres
         return Model(opened.read(change, progress), opened.config, opened.tokenizer)
 
 
-def _changed(name: str, array: Any, change: Change | None) -> Any:
-    array = array if array.dtype == jnp.float32 else array.astype(jnp.float32)
-    return array if change is None else change(name, array)
+def _with_stacks(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters with the experts of a layer as one array; a folder has an array for each of them."""
+    names: dict[str, list[str]] = {}
+    for name in params:
+        if found := re.fullmatch(r"(.+_exps)\.\d+\.weight", name):
+            names.setdefault(f"{found[1]}.weight", []).append(name)
+    for stack, parts in names.items():
+        parts.sort(key=lambda name: int(name.split(".")[-2]))
+        params[stack] = implicit(jnp.stack)([params.pop(name) for name in parts])
+    return params
 
 
 def _read_ahead(read: Callable[[str], Any], names: Iterable[str], count: int = READERS) -> Iterator[Any]:
@@ -123,10 +156,17 @@ def read_config(metadata: Mapping[str, Any]) -> Config:
     given = {name.removeprefix(f"{family}."): value for name, value in metadata.items()}
     heads, width = given["attention.head_count"], given["embedding_length"]
     size = given.get("attention.key_length", width // heads)
-    if given.get("rope.dimension_count", size) != size or "expert_count" in given:
-        raise ValueError("this code runs models without experts, with RoPE over whole heads")
+    if given.get("rope.dimension_count", size) != size or given.get("expert_shared_count"):
+        raise ValueError("this code runs models without shared experts, with RoPE over whole heads")
+    layers = given["block_count"]
+    more: dict[str, Any] = {"experts": given.get("expert_used_count", 0)}
+    if family == "gemma3":
+        base = given.get("rope.freq_base_swa", WINDOW_BASE)
+        more |= _gemma(layers, width, given["attention.sliding_window"], base)
+        if layers == LARGEST_GEMMA:
+            more["query_size"] = width / heads
     return Config(
-        layers=given["block_count"],
+        layers=layers,
         heads=heads,
         kv_heads=given.get("attention.head_count_kv", heads),
         head_size=size,
@@ -134,7 +174,19 @@ def read_config(metadata: Mapping[str, Any]) -> Config:
         rope=_gguf_rope(given),
         rope_neighbours=NEIGHBOURS[family],
         context=given.get("context_length"),
+        **more,
     )
+
+
+def _gemma(layers: int, width: int, window: int, base: float) -> dict[str, Any]:
+    """What Gemma 3 does in another way than the other families."""
+    return {
+        "window": window,
+        "windowed": tuple(i % PATTERN != PATTERN - 1 for i in range(layers)),
+        "window_rope": Rope(base=base),
+        "embedding_scale": width**0.5,
+        "gelu": True,
+    }
 
 
 def _gguf_rope(given: Mapping[str, Any]) -> Rope:
@@ -153,15 +205,46 @@ def _gguf_rope(given: Mapping[str, Any]) -> Rope:
 def folder_config(given: Mapping[str, Any]) -> Config:
     """The same from the config.json of a Hugging Face folder."""
     family = given.get("model_type")
-    if family not in NEIGHBOURS:
-        raise ValueError(f"the model is of the family {family!r}; this code runs {', '.join(NEIGHBOURS)}")
-    if given.get("use_sliding_window") or given.get("hidden_act", "silu") != "silu":
-        raise ValueError("this code runs models with SiLU and attention to all tokens")
-    heads, context = given["num_attention_heads"], given.get("max_position_embeddings")
+    if family not in FOLDERS:
+        raise ValueError(f"the model is of the family {family!r}; this code runs {', '.join(FOLDERS)}")
+    layers, heads, context = (
+        given["num_hidden_layers"],
+        given["num_attention_heads"],
+        given.get("max_position_embeddings"),
+    )
+    is_gemma = family == "gemma3_text"
+    activation = given.get(
+        "hidden_activation" if is_gemma else "hidden_act", "gelu_pytorch_tanh" if is_gemma else "silu"
+    )
+    others = [given.get(name) for name in ("final_logit_softcapping", "attn_logit_softcapping", "mlp_only_layers")]
+    if (
+        activation != ("gelu_pytorch_tanh" if is_gemma else "silu")
+        or any(others)
+        or given.get("decoder_sparse_step", 1) != 1
+    ):
+        raise ValueError(f"this code runs models of the family {family!r} with their usual activation and layers alone")
+    more: dict[str, Any] = {"experts": given.get("num_experts_per_tok", 0)}
+    more["shares_sum"] = family != "qwen3_moe" or bool(given.get("norm_topk_prob"))
     rope = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
+    local = {}
+    if is_gemma:
+        local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or rope
     base = rope.get("rope_theta", given.get("rope_theta", 10000.0))
+    if is_gemma:
+        own = local.get("rope_theta", given.get("rope_local_base_freq", WINDOW_BASE))
+        more |= _gemma(layers, given["hidden_size"], given["sliding_window"], own)
+        more["query_size"] = given["query_pre_attn_scalar"]
+    elif family in ("mistral", "mixtral") or given.get("use_sliding_window"):
+        more |= {"window": given.get("sliding_window") or 0, "windowed": (bool(given.get("sliding_window")),) * layers}
+        first = given.get("max_window_layers", 0)
+        if family.startswith("qwen") and first:
+            more["windowed"] = tuple(i >= first for i in range(layers))
+    if given.get("use_sliding_window") and not family.startswith("qwen"):
+        raise ValueError(f"`use_sliding_window` is not known for the family {family!r}: attention to all tokens")
+    if given.get("layer_types") and more.get("window"):
+        more["windowed"] = tuple(each == "sliding_attention" for each in given["layer_types"])
     return Config(
-        layers=given["num_hidden_layers"],
+        layers=layers,
         heads=heads,
         kv_heads=given.get("num_key_value_heads", heads),
         head_size=given.get("head_dim") or given["hidden_size"] // heads,
@@ -169,25 +252,29 @@ def folder_config(given: Mapping[str, Any]) -> Config:
         rope=rope_of(rope, base, given.get("original_max_position_embeddings", context)),
         rope_neighbours=False,
         context=context,
+        **more,
     )
 
 
 def _check_names(names: Iterable[str]) -> None:
     """Raise a ValueError for an array of a GGUF file that `model.py` would not use."""
-    parts = [*(rf"blk\.\d+\.{part}" for part in LAYER.values()), *REST.values()]
+    own = {*LAYER.values(), *GEMMA.values(), *(f"ffn_{part}_exps" for part in EXPERTS.values())}
+    parts = [*(rf"blk\.\d+\.{part}" for part in own), *REST.values()]
     known = re.compile(rf"({'|'.join(parts)})\.(weight|bias)|rope_freqs\.weight")
     other = next((name for name in names if not known.fullmatch(name)), None)
     if other is not None:
         raise ValueError(f"the array {other!r} has no place in this model")
 
 
-def _gguf_names(names: Any) -> dict[str, str]:
-    """The arrays of a Hugging Face checkpoint, and what GGUF calls them."""
-    found = {}
+def _gguf_names(names: Iterable[str], more: Mapping[str, str]) -> dict[str, str]:
+    """The arrays of a Hugging Face checkpoint, and what GGUF calls them; `more` are names of parts of layers."""
+    known, found = {**LAYER, **more}, {}
     for name in names:
         part, _, end = name.rpartition(".")
         layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", part)
-        own = REST.get(part) if layer is None else LAYER.get(layer[2])
+        own = REST.get(part) if layer is None else known.get(layer[2])
+        if layer is not None and (expert := EXPERT.fullmatch(layer[2])) and expert[2] in EXPERTS:
+            own = f"ffn_{EXPERTS[expert[2]]}_exps.{expert[1]}"
         if own is None:
             raise ValueError(f"the array {name!r} has no place in this model")
         found[name] = f"{own}.{end}" if layer is None else f"blk.{layer[1]}.{own}.{end}"

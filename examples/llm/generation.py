@@ -29,6 +29,7 @@ from .model import (
     layer_weights,
     logits,
     normalized,
+    places_of,
 )
 from .sampling import GREEDY, Sampling, choose
 
@@ -98,7 +99,7 @@ def _begin(
     config: Config,
     new_cache: Callable[[Config, int, int], Cache],
     capacity: int,
-) -> tuple[jax.Array, Places, State]:
+) -> tuple[jax.Array, tuple[Places, ...], State]:
     """What the first layer takes, and a state without tokens."""
     start, batch = jnp.int32(0), len(tokens)
     cache = new_cache(config, batch, capacity)
@@ -134,7 +135,7 @@ def prefill_by_layers(
     x, places, state = _begin(rest, tokens, padding, seed, config=config, new_cache=new_cache, capacity=capacity)
     cache = []
     for i, entries in enumerate(state.cache):
-        x, entries = _layer(layer_weights(params, i), x, entries, places, config=config)
+        x, entries = _layer(layer_weights(params, i), x, entries, places_of(places, i, config), config=config)
         cache.append(entries)
     return _end(rest, x, state._replace(cache=cache), **options)
 
@@ -157,7 +158,7 @@ def compile_layers(
     layers = [layer_weights(params, i) for i in range(config.layers)]
     kinds = {str(jax.tree.flatten(weights)): weights for weights in layers}
     for weights in kinds.values():
-        _layer.lower(weights, x, state.cache[0], places, config=config).compile()
+        _layer.lower(weights, x, state.cache[0], places[0], config=config).compile()  # a window changes values alone
     _end.lower(rest, x, state, **options).compile()
 
 

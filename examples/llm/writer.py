@@ -16,7 +16,7 @@ from eformer.model import LoraArray
 
 from .engine import Engine
 from .files import LAYER, REST, Change, Model, Progress, load_model
-from .models import find
+from .models import cache_folder, find
 from .quantize import AS_IN_FILE, quantizing
 from .sampling import GREEDY, Sampling
 from .streaming import TextStream
@@ -98,6 +98,16 @@ class LanguageModel:
         return "".join(self.stream(prompt, **options))
 
 
+def generate(model: LanguageModel, prompt: str | Sequence[Message], **options: Any) -> str:
+    """The text after a prompt, or the answer to messages; the options are those of `LanguageModel.stream`."""
+    return model.generate(prompt, **options)
+
+
+def stream(model: LanguageModel, prompt: str | Sequence[Message], **options: Any) -> Generator[str]:
+    """The same in pieces, as they are written."""
+    return model.stream(prompt, **options)
+
+
 def load(
     model: str | Path,
     *,
@@ -108,17 +118,18 @@ def load(
     longest: int = 4096,
     seed: int = 0,
     rows: int = 1,
-    folder: str | Path = "models",
+    folder: str | Path | None = None,
     say: Callable[[str], object] = print,
     progress: Progress | None = None,
 ) -> LanguageModel:
-    """A GGUF file, a Hugging Face folder, or a known model ("smollm2", "qwen-0.5b", ...), fetched into `folder`.
+    """A GGUF file, a Hugging Face folder, or a known model ("smollm2", "qwen-0.5b", ...), which is fetched once.
 
+    Fetched models are kept in `folder`, by default in the user's cache.
     `format` is "auto" (as in the file where it is quantized, INT4 elsewhere), "file", "float32" or that of
     `eformer.quantize`, with options: "int4,block_size=32". `adapter` is a folder of PEFT's LoRA. A text takes up to
     `longest` tokens with its prompt, and the engine has `rows` of texts.
     """
-    path = find(str(model), Path(folder), say)
+    path = find(str(model), cache_folder() / "models" if folder is None else Path(folder), say)
     loaded = load_model(path, _change(format, embeddings, activations), progress)
     if adapter is not None:
         loaded = loaded._replace(params=with_adapter(loaded, adapter))

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from quantization.cases import assert_same_leaves, assert_within, normal
 
 from eformer._src.checkpoint import placement
-from eformer._src.checkpoint.gguf import arrays
-from eformer._src.checkpoint.gguf.arrays import CODECS
+from eformer._src.checkpoint.gguf import codecs
+from eformer._src.checkpoint.gguf.codecs import CODECS
 from eformer._src.checkpoint.gguf.encode import ENCODERS
 from eformer._src.checkpoint.gguf.types import GRIDS, GROUPED, IDS, TYPES
 from eformer._src.kernels import cpu
@@ -501,7 +501,7 @@ def test_many_blocks_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_pat
     path = tmp_path / "a.gguf"
     path.write_bytes(random_file("Q4_K", (7, 33))[0])
     whole = load(path)["x"]
-    monkeypatch.setattr(arrays, "AT_ONCE", 1000)
+    monkeypatch.setattr(codecs, "AT_ONCE", 1000)
     assert_same_leaves(load(path)["x"], whole)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from quantization.cases import assert_same_leaves, normal
 
-from eformer._src.checkpoint.arrays import Item, Part, Record
-from eformer._src.checkpoint.gguf import arrays
+from eformer._src.checkpoint.arrays import ArrayToWrite, TensorSpec, TensorsToWrite
+from eformer._src.checkpoint.gguf import codecs
 from eformer._src.checkpoint.layouts import bitsandbytes as bitsandbytes_module
 from eformer._src.checkpoint.layouts.bitsandbytes import FourBit
 from eformer._src.quantization import registry
@@ -160,7 +160,7 @@ def like(shape: tuple[int, ...]) -> Digits:
 def codec() -> Iterator[None]:
     register_gguf_codec(GgufCodec("Q4_0", Digits, to_blocks, from_blocks, like, lambda q: q.block_size == BLOCK))
     yield
-    del arrays.CODECS["Q4_0", Digits]
+    del codecs.CODECS["Q4_0", Digits]
 
 
 @pytest.mark.usefixtures("codec")
@@ -217,7 +217,7 @@ def test_a_codec_that_can_not_work_is_refused(kind: str, functions: Any, match: 
 @pytest.mark.usefixtures("codec")
 def test_a_codec_that_gives_other_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wrong = lambda q: to_blocks(q)[1:]  # noqa: E731
-    monkeypatch.setitem(arrays.CODECS, ("Q4_0", Digits), arrays.GgufCodec("Q4_0", Digits, encode=wrong))
+    monkeypatch.setitem(codecs.CODECS, ("Q4_0", Digits), codecs.GgufCodec("Q4_0", Digits, encode=wrong))
     with pytest.raises(ValueError, match=r"announced as uint8\[12, 18\]"):
         save_gguf(tmp_path / "a.gguf", {"w": encode(W)})
     assert not list(tmp_path.iterdir())
@@ -226,7 +226,7 @@ def test_a_codec_that_gives_other_bytes_is_refused(tmp_path: Path, monkeypatch: 
 # --- the same for bitsandbytes, as 4-bit codes with a table of their own ---
 
 
-def bitsandbytes_record(item: Item, like: Digits) -> Record:
+def bitsandbytes_record(item: ArrayToWrite, like: Digits) -> TensorsToWrite:
     rows, row = like.shape
     state = {"quant_type": "fp4", "blocksize": BLOCK, "dtype": "float32", "shape": [rows, row]}
     text = np.frombuffer(json.dumps(state).encode(), np.uint8)
@@ -239,8 +239,8 @@ def bitsandbytes_record(item: Item, like: Digits) -> Record:
         packed = codes[:, :1] << 4 | codes[:, 1:]
         return [packed, np.asarray(q.scale, np.float32).reshape(-1), np.arange(-8, 8, dtype=np.float32), text]
 
-    parts = [Part(item.name + name, np.dtype(dtype), shape) for name, (dtype, shape) in sizes.items()]
-    return Record(item.name, parts, values, item.done)
+    parts = [TensorSpec(item.name + name, np.dtype(dtype), shape) for name, (dtype, shape) in sizes.items()]
+    return TensorsToWrite(item.name, parts, values, item.done)
 
 
 def digits_of(weight: FourBit, like: Digits) -> Digits:

@@ -144,6 +144,25 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]):
     assert f"examples:\n  eformer {command}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("argv", "files", "needs_jax"),
+    [(["--help"], set(), False), (["quantise"], set(), False), (["inspect", "--help"], {"inspect"}, True)],
+)
+def test_only_the_command_that_is_asked_for_is_imported(argv: list[str], files: set[str], needs_jax: bool):
+    code = """if True:
+        import contextlib, sys
+        from eformer.cli import main
+        with contextlib.suppress(SystemExit):
+            main(sys.argv[1:])
+        print(*sys.modules, file=sys.stderr)
+    """
+    ran = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
+    modules = set(ran.stderr.split())
+    room = "eformer._src.cli.commands."
+    assert {name.removeprefix(room) for name in modules if name.startswith(room)} == files
+    assert ("jax" in modules) == needs_jax
+
+
 def test_version(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])

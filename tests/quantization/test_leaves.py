@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.core import Tracer
+from jax.flatten_util import ravel_pytree
 
 from eformer._src.quantization.registry import array_types
 from eformer.jaximus import implicit, materialize
@@ -76,7 +77,59 @@ def moved_and_twice(a):
     return jnp.ravel(jnp.where(True, a, a))[::-1].reshape(a.shape) * 2
 
 
+def capped(a):
+    return jnp.where(a > 1, jnp.ones((), a.dtype), a)
+
+
+def in_order(a):
+    return jnp.sort(a, axis=None).reshape(a.shape)
+
+
+def looked_up(a):
+    """Which element is chosen is calculated."""
+    return jnp.ravel(a)[(a.astype(jnp.int32) * 3) % a.size]
+
+
+def in_a_loop(a):
+    return jax.lax.fori_loop(0, 2, lambda i, a: (a * 3).astype(a.dtype), a)
+
+
+def in_a_scan(a):
+    return jax.lax.scan(lambda carry, a: (carry, (a * 3).astype(a.dtype)), 0, a.reshape(-1))[1].reshape(a.shape)
+
+
+def carried(a):
+    """Two carries of a scan change places: what is calculated of one is the other in the next step."""
+
+    def step(carry, _):
+        return ((carry[1] * 3).astype(a.dtype), carry[0]), None
+
+    return jax.lax.scan(step, (jnp.zeros_like(a), a), length=2)[0][1]
+
+
+def in_a_branch(a):
+    return jax.lax.cond(jnp.all(a == a), lambda a: (a * 3).astype(a.dtype), lambda a: a, a)
+
+
+def chosen_by_a_branch(a):
+    first = jnp.ravel(a)[0] > 0
+    return jax.lax.cond(first, lambda a: a, jnp.zeros_like, a)
+
+
+@jax.custom_jvp
+def tripled(a):
+    return a * 3
+
+
+tripled.defjvps(lambda t, out, a: t * 3)
+
+
+def in_a_custom_derivative(a):
+    return tripled(a)
+
+
 CALCULATE = (twice, half, doubled, negated, next_one, clipped, squared)
+BY_EQUATIONS = (capped, in_order, looked_up, in_a_loop, in_a_scan, carried, in_a_branch, in_a_custom_derivative)
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +152,36 @@ def test_calculating_with_leaves_is_refused(function, make):
     changed = jax.tree.map(function, make())
     with refused():
         used(changed)
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4", "fp8", "ternary", "int4"])
+@pytest.mark.parametrize("function", BY_EQUATIONS, ids=name)
+def test_calculating_is_seen_in_programs_and_in_values(function, form):
+    q = quantize(normal(SHAPE), dtype=form)
+    with refused():
+        used(jax.tree.map(function, q))
+    with refused():
+        jax.eval_shape(lambda q: used(jax.tree.map(function, q)), q)
+
+
+def test_calculating_is_seen_in_the_choice_of_a_branch():
+    with refused():
+        jax.eval_shape(lambda q: used(jax.tree.map(chosen_by_a_branch, q)), quantize(normal(SHAPE), dtype="int8"))
+
+
+FLAT = {"twice": lambda x: x * 2, "half": lambda x: x * 0.5, "step": lambda x: x - 0.1 * jnp.sin(jnp.arange(x.size))}
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("form", ["int8", "nf4", "ternary"])
+@pytest.mark.parametrize("function", FLAT.values(), ids=FLAT)
+def test_calculating_with_a_flat_vector_is_refused(function, form, jit):
+    def changed(q):
+        flat, unravel = ravel_pytree({"w": q, "b": jnp.ones(3)})
+        return used(unravel(function(flat).astype(flat.dtype))["w"])
+
+    with refused():
+        jit(changed)(quantize(normal(SHAPE), dtype=form))
 
 
 @every_array
@@ -132,6 +215,11 @@ def test_every_way_of_mapping_is_seen(way):
         used(way(twice, quantize(normal(SHAPE), dtype="int8")))
 
 
+def there_and_back(tree: Any) -> Any:
+    flat, unravel = ravel_pytree(tree)
+    return unravel(flat)
+
+
 MOVE = {
     "identity": lambda a: a,
     "copy": jnp.copy,
@@ -143,6 +231,12 @@ MOVE = {
     "set": lambda a: a.at[0].set(a[-1]),
     "zeros": jnp.zeros_like,
     "put": jax.device_put,
+    "shuffled": lambda a: jax.random.permutation(jax.random.key(0), a),
+    "chosen by all": lambda a: jnp.where(jnp.all(jnp.isfinite(a.astype(jnp.float32))), a, jnp.zeros_like(a)),
+    "carried": lambda a: jax.lax.scan(lambda carry, _: ((carry[1], carry[0]), None), (a, a), length=3)[0][0],
+    "branch": lambda a: jax.lax.cond(jnp.max(a.astype(jnp.float32)) > 0, lambda a: a, jnp.zeros_like, a),
+    "wider": lambda a: a.astype(jnp.float32).astype(a.dtype),
+    "flat": there_and_back,
 }
 
 
@@ -154,6 +248,13 @@ def test_moving_leaves_is_allowed(function, form, jit):
     q = quantize(normal((6, 16, 16)), dtype=form)
     moved = jax.tree.map(jit(function), q)
     assert np.all(np.isfinite(materialize(moved)))
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("form", ["int8", "nf4", "ternary"])
+def test_a_flat_vector_may_be_read_back(form, jit):
+    q = quantize(normal(SHAPE), dtype=form)
+    np.testing.assert_array_equal(jit(there_and_back)(q).materialize(), q.materialize())
 
 
 def test_leaves_of_another_array_may_be_put_in():

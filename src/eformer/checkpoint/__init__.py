@@ -5,9 +5,9 @@ from eformer._src.checkpoint.adapter import load_adapter as load_adapter
 from eformer._src.checkpoint.adapter import save_adapter as save_adapter
 from eformer._src.checkpoint.arrays import ArrayInfo as ArrayInfo
 from eformer._src.checkpoint.file import CheckpointError as CheckpointError
-from eformer._src.checkpoint.gguf.arrays import DecodedWarning as DecodedWarning
-from eformer._src.checkpoint.gguf.arrays import GgufCodec as GgufCodec
-from eformer._src.checkpoint.gguf.arrays import register_gguf_codec as register_gguf_codec
+from eformer._src.checkpoint.gguf.codecs import DecodedWarning as DecodedWarning
+from eformer._src.checkpoint.gguf.codecs import GgufCodec as GgufCodec
+from eformer._src.checkpoint.gguf.codecs import register_gguf_codec as register_gguf_codec
 from eformer._src.checkpoint.layouts.bitsandbytes import BitsandbytesCodec as BitsandbytesCodec
 from eformer._src.checkpoint.layouts.bitsandbytes import register_bitsandbytes_codec as register_bitsandbytes_codec
 from eformer._src.checkpoint.load import load as load

@@ -14,7 +14,6 @@ from eformer._src.jaximus.rules import materialize_rule as materialize_rule
 from eformer._src.jaximus.rules import register as register
 from eformer._src.jaximus.ste import ste as ste
 from eformer._src.jaximus.trace import implicit as implicit
-from eformer._src.jaximus.trace import use_implicit as use_implicit
 from eformer._src.jaximus.tree import tree_average as tree_average
 from eformer._src.jaximus.tree import tree_cast as tree_cast
 from eformer._src.jaximus.tree import tree_flatten_with_implicit as tree_flatten_with_implicit
@@ -26,5 +25,7 @@ from eformer._src.jaximus.tree import tree_norm as tree_norm
 from eformer._src.jaximus.tree import tree_size as tree_size
 from eformer._src.jaximus.tree import tree_structure_with_implicit as tree_structure_with_implicit
 from eformer._src.public import name_publicly as _name_publicly
+
+use_implicit = implicit  # the documented name
 
 _name_publicly(globals())

@@ -16,7 +16,6 @@ from eformer._src.model.finite import find_nonfinite as find_nonfinite
 from eformer._src.model.paths import named_leaves as named_leaves
 from eformer._src.model.paths import stored_bytes as stored_bytes
 from eformer._src.model.quantize import dequantize as dequantize
-from eformer._src.model.quantize import dequantize_model as dequantize_model
 from eformer._src.model.quantize import quantize_model as quantize_model
 from eformer._src.model.report.compare_models import report as report
 from eformer._src.model.report.report import Leaf as Leaf
@@ -30,7 +29,7 @@ from eformer._src.model.rules import parse_rule as parse_rule
 from eformer._src.model.training.fake_quantize import fake_quantize as fake_quantize
 from eformer._src.model.training.fake_quantize import finalize as finalize
 from eformer._src.model.training.fake_quantized_array import FakeQuantizedArray as FakeQuantizedArray
-from eformer._src.model.training.learned_scales import init_scales as init_scales
+from eformer._src.model.training.init_scales import init_scales as init_scales
 from eformer._src.model.training.lora import add_lora as add_lora
 from eformer._src.model.training.lora import drop_lora as drop_lora
 from eformer._src.model.training.lora import lora_dropout as lora_dropout
@@ -40,5 +39,7 @@ from eformer._src.model.training.partition import combine as combine
 from eformer._src.model.training.partition import partition as partition
 from eformer._src.model.uses.rules_from_use import rules_from_use as rules_from_use
 from eformer._src.public import name_publicly as _name_publicly
+
+dequantize_model = dequantize  # an older name
 
 _name_publicly(globals(), below="eformer.ops.quantization")

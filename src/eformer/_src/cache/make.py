@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from eformer._src.cache.array import QuantizedCache, float8
+from eformer._src.cache.quantized_cache import QuantizedCache, float8
 from eformer._src.cache.rotation import rotated as _rotated
 from eformer._src.quantization.elementwise_layout import LeafwiseArray
 from eformer._src.quantization.formats.grouped import ArrayGrouped

@@ -1,4 +1,7 @@
-"""What primitives do with quantized caches: writes quantize, moves move codes, matmuls read them."""
+"""What primitives do with quantized caches: writes quantize, moves move codes, matmuls read them.
+
+What touches the channels of a rotated cache decodes it first, unless a rule here knows better.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 
-from eformer._src.cache.array import QuantizedCache, channels_of
+from eformer._src.cache.channels import PLACES, Move
+from eformer._src.cache.quantized_cache import QuantizedCache, channels_of
 from eformer._src.cache.rotation import rotated, widened
 from eformer._src.jaximus.rules import register
 from eformer._src.jaximus.trace import implicit
@@ -25,33 +29,37 @@ Found = QuantizedCache | jax.Array | list[QuantizedCache | jax.Array] | NotImple
 
 
 def _moved(primitive: Primitive, *operands: Operand, **params: Any) -> Found:
-    """What the rules of the arrays that are stored make of it."""
-    cache = next(each for each in operands if isinstance(each, QuantizedCache))
-    stored = [each.content() if isinstance(each, QuantizedCache) else each for each in operands]
+    """What the rules of the arrays that are stored make of it, if runs of rotated channels stay whole."""
+    at, cache = next((i, each) for i, each in enumerate(operands) if isinstance(each, QuantizedCache))
+    place = None
+    if cache.rotated:
+        others = [*operands[:at], *operands[at + 1 :]]
+        (axis,) = (axis + cache.ndim for axis in cache.channels)
+        place = PLACES[primitive.name](Move(axis, cache.shape, others, params))
+        if place is None:
+            return NotImplemented
     if any(each.rotated != cache.rotated for each in operands if isinstance(each, QuantizedCache)):
         return NotImplemented
+    stored = [each.content() if isinstance(each, QuantizedCache) else each for each in operands]
     out: Any = implicit(primitive.bind)(*stored, **params)
     if not isinstance(out, (list, tuple)):
-        return _around(cache, out)
-    parts = [_around(cache, each) for each in out]
+        return _around(cache, out, place)
+    parts = [_around(cache, each, place) for each in out]
     return NotImplemented if any(part is NotImplemented for part in parts) else parts  # pyright: ignore[reportReturnType]
 
 
-def _around(cache: QuantizedCache, out: Any) -> QuantizedCache | jax.Array | NotImplementedType:
-    """`out`, made of what `cache` stores, as a cache, if its channels are whole; what is dense must not be rotated."""
+def _around(cache: QuantizedCache, out: Any, place: int | None) -> QuantizedCache | jax.Array | NotImplementedType:
+    """`out`, made of what `cache` stores, as a cache with channels in `place`; what is dense must not be rotated."""
     if not isinstance(out, LeafwiseArray):
         return NotImplemented if cache.rotated else out
     if cache.rotated:
-        (old,), (new,) = cache.channels, channels_of(out)
-        if not -out.ndim <= new < 0 or out.shape[new] != cache.shape[old]:
+        (channels,) = cache.channels
+        if place is None or channels_of(out) != (place - out.ndim,) or out.shape[place] != cache.shape[channels]:
             return NotImplemented
     return cache._replaced(stored=out, dtype=out.dtype)
 
 
-for _name in (
-    *("transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "split", "unstack", "rev"),
-    *("tile", "stack", "select_n", "gather", "mul", "div", "neg", "convert_element_type", "all_gather", "all_to_all"),
-):
+for _name in PLACES.keys() - {"concatenate"}:
     register(_name)(_moved)
 
 
@@ -80,7 +88,9 @@ def dynamic_update_slice(primitive: Primitive, cache: QuantizedCache, update: Op
         return NotImplemented
     new = update if isinstance(update, QuantizedCache) else cache.like(update)
     out: Any = implicit(primitive.bind)(cache.content(), new.content(), *starts, **params)
-    return _around(cache, out) if isinstance(out, LeafwiseArray) and new.rotated == cache.rotated else NotImplemented
+    place = cache.ndim + cache.channels[0] if cache.rotated else None
+    same = isinstance(out, LeafwiseArray) and new.rotated == cache.rotated
+    return _around(cache, out, place) if same else NotImplemented
 
 
 @register("scatter")

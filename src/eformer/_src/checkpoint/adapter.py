@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._src.atomic_files import Target
-from eformer._src.checkpoint.arrays import Written, items_of, record_of
+from eformer._src.checkpoint.arrays import CheckpointToWrite, arrays_to_write, tensors_to_write
 from eformer._src.checkpoint.file import CheckpointError, StrPath
 from eformer._src.checkpoint.header import Json
 from eformer._src.checkpoint.open import ATTEMPTS, Checkpoint, open_checkpoint
@@ -86,7 +86,7 @@ def save_adapter(path: StrPath, tree: object, *, base_model: str | None = None, 
     target = Target(Path(path) / WEIGHTS, overwrite, texts=texts, config=CONFIG)
     named, structure = flattened(tensors)
     own = {CONFIG: {key: config[key] for key in DECISIVE}}
-    written = Written([record_of(item) for item in items_of(named)], own, {"format": "pt"})
+    written = CheckpointToWrite([tensors_to_write(item) for item in arrays_to_write(named)], own, {"format": "pt"})
     return write_safetensors(target, written, structure, None, None).parent
 
 
@@ -106,7 +106,7 @@ def load_adapter(path: StrPath, tree: Tree) -> Tree:
     checkpoint, config = _opened(folder)
     with checkpoint:
         for module, names in _modules(checkpoint).items():
-            wrong = Wrong(str(folder / WEIGHTS), module)
+            wrong = ModuleError(str(folder / WEIGHTS), module)
             found = find_leaf(module, shapes)
             if found is None:
                 some = ", ".join(repr(name) for name in list(shapes)[:3])
@@ -163,7 +163,7 @@ def _read(
     names: _Names,
     checkpoint: Checkpoint,
     config: Mapping[str, Json],
-    wrong: Wrong,
+    wrong: ModuleError,
 ) -> _Update:
     """The update of a matrix `shape` of the leaf `name`."""
     prefix = PREFIX if f"{PREFIX}{module}.{names.first}" in checkpoint else ""
@@ -202,7 +202,7 @@ DECISIVE = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "us
 
 
 @dataclass(frozen=True)
-class Wrong:
+class ModuleError:
     """Makes the error about a module of a file."""
 
     file: str
@@ -268,7 +268,7 @@ def config_of(ranks: Mapping[str, int], alphas: Mapping[str, float], base_model:
     }
 
 
-def factor_of(config: Mapping[str, Json], rank: int, wrong: Wrong) -> float:
+def factor_of(config: Mapping[str, Json], rank: int, wrong: ModuleError) -> float:
     """What the update of the module, of this rank, is multiplied by; an error if the configuration has another rank."""
     expected = _number(_of_module(config, "rank_pattern", wrong), config.get("r"), "r", wrong)
     if expected != rank:
@@ -282,7 +282,7 @@ def factor_of(config: Mapping[str, Json], rank: int, wrong: Wrong) -> float:
     return factor
 
 
-def _of_module(config: Mapping[str, Json], key: str, wrong: Wrong) -> Json:
+def _of_module(config: Mapping[str, Json], key: str, wrong: ModuleError) -> Json:
     """The entry for this module: PEFT matches keys against the end of its name.
 
     A key may be a regular expression there. It is a stranger's, and may take forever, so only plain names are read.
@@ -297,7 +297,7 @@ def _of_module(config: Mapping[str, Json], key: str, wrong: Wrong) -> Json:
     return None
 
 
-def _number(own: Json, general: Json, what: str, wrong: Wrong) -> float:
+def _number(own: Json, general: Json, what: str, wrong: ModuleError) -> float:
     value = general if own is None else own
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
         raise wrong(f"the configuration has {what} = {str(value)[:50]!r}, which is no number")

@@ -15,7 +15,6 @@ from jax import tree_util as jtu
 
 from eformer._src.jaximus.array import is_implicit
 from eformer._src.quantization.base import QuantizedArray
-from eformer._src.quantization.stored import check_codes, recode
 
 from .file import CheckpointError
 from .header import Json, Tensor
@@ -23,7 +22,7 @@ from .serialization import FORMAT_ERRORS, check_decoding, describe, format_name
 
 Dense = jax.Array | np.ndarray | np.generic
 Value = jax.Array | np.ndarray | QuantizedArray
-Like = jax.ShapeDtypeStruct | QuantizedArray  # an array without values: a quantized one has structs as leaves
+AbstractArray = jax.ShapeDtypeStruct | QuantizedArray  # an array without values: a quantized one has structs as leaves
 Q = TypeVar("Q", bound=QuantizedArray)
 
 
@@ -44,7 +43,7 @@ class Entry(abc.ABC):
     """An array in a checkpoint, made of one tensor of the file or several."""
 
     name: str
-    like: Like  # the array that `host` gives, without values
+    like: AbstractArray  # the array that `host` gives, without values
     format: str | None = None
     tensors: Sequence[Tensor]
 
@@ -53,7 +52,7 @@ class Entry(abc.ABC):
         """The array, dense or quantized, of NumPy arrays; they look into the file where nothing has to be decoded."""
 
     def unread(self) -> np.ndarray | QuantizedArray:
-        """What `host` gives, for `place`: leaves that are `Unread` are read shard by shard."""
+        """What `host` gives, for `place`: each `LazyLeaf` is read shard by shard."""
         return self.host()
 
     @property
@@ -72,7 +71,7 @@ class Entry(abc.ABC):
         """`make()`, of NumPy arrays; a CheckpointError if that fails, or if the codes are none of its format."""
         try:
             made = make()
-            check_codes(made)
+            made._check_codes()
         except CheckpointError:
             raise
         except FORMAT_ERRORS as error:
@@ -102,24 +101,24 @@ class QuantizedEntry(Entry):
         likes, structure = jtu.tree_flatten(self.like)
         pairs = zip(self.tensors, likes, strict=True)
         leaves = [tensor.view().astype(like.dtype, copy=False) for tensor, like in pairs]
-        return recode(self.checked(lambda: jtu.tree_unflatten(structure, leaves)), self._codes)
+        return self.checked(lambda: jtu.tree_unflatten(structure, leaves))._recoded(self._codes)
 
 
 # --- to be written ---
 
 
 @dataclass(frozen=True)
-class Item:
+class ArrayToWrite:
     """An array to write: `make()` gives its values, `like` is known before, `done()` is called after."""
 
     name: str
-    like: Like
+    like: AbstractArray
     make: Callable[[], Value]
     done: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSpec:
     """One tensor of a file."""
 
     name: str
@@ -132,11 +131,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Record:
+class TensorsToWrite:
     """The tensors of one array in a file, which stay together in one shard; `values()` gives an array per part."""
 
     name: str
-    parts: Sequence[Part]
+    parts: Sequence[TensorSpec]
     values: Callable[[], Iterable[Dense]]
     done: Callable[[], None]
     described: Json = None
@@ -147,14 +146,14 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Written:
+class CheckpointToWrite:
     """The arrays of a checkpoint in the layout of some project, and what has to be said beside them.
 
     `own` are keys of files beside, by the files' names, without which the weights can't be read; those of config.json
     replace all that it says of quantization. `metadata` is that of the files.
     """
 
-    records: Sequence[Record]
+    records: Sequence[TensorsToWrite]
     own: Mapping[str, dict[str, Json]] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
 
@@ -164,7 +163,7 @@ def structs(q: Q) -> Q:
     return jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), q)
 
 
-def items_of(named: Sequence[tuple[str, object]], *, spread: bool = False) -> list[Item]:
+def arrays_to_write(named: Sequence[tuple[str, object]], *, spread: bool = False) -> list[ArrayToWrite]:
     """The named leaves of a tree as items. Python numbers become 64-bit arrays; a leaf without values raises.
 
     An array with shards in other processes raises too, unless it may be `spread`.
@@ -173,10 +172,10 @@ def items_of(named: Sequence[tuple[str, object]], *, spread: bool = False) -> li
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise ValueError(f"two leaves have the name {twice!r}: a key with a dot in it reads like a key in a key")
-    return [_item(name, leaf, spread) for name, leaf in named]
+    return [_array_to_write(name, leaf, spread) for name, leaf in named]
 
 
-def _item(name: str, leaf: object, spread: bool) -> Item:
+def _array_to_write(name: str, leaf: object, spread: bool) -> ArrayToWrite:
     if isinstance(leaf, (bool, int, float, np.generic)):
         leaf = np.asarray(leaf)
     if is_implicit(leaf) and not isinstance(leaf, QuantizedArray):
@@ -190,10 +189,10 @@ def _item(name: str, leaf: object, spread: bool) -> Item:
     if not spread and not all(getattr(part, "is_fully_addressable", True) for part in parts):
         raise ValueError(f"{name!r} is spread over several processes: `save` it as safetensors, or gather it first")
     like = structs(leaf) if isinstance(leaf, QuantizedArray) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return Item(name, like, lambda: leaf)
+    return ArrayToWrite(name, like, lambda: leaf)
 
 
-def record_of(item: Item) -> Record:
+def tensors_to_write(item: ArrayToWrite) -> TensorsToWrite:
     """The tensors of an array in this package's own layout: a dense array is one, a quantized one its leaves."""
     described, names = None, [item.name]
     if isinstance(item.like, QuantizedArray):
@@ -203,11 +202,11 @@ def record_of(item: Item) -> Record:
         except CheckpointError as error:
             raise ValueError(f"{item.name!r} can't be saved: {error.what}") from None
     leaves = zip(names, jtu.tree_leaves(item.like), strict=True)
-    parts = [Part(name, np.dtype(leaf.dtype), tuple(leaf.shape)) for name, leaf in leaves]
-    return Record(item.name, parts, lambda: jtu.tree_leaves(item.make()), item.done, described)
+    parts = [TensorSpec(name, np.dtype(leaf.dtype), tuple(leaf.shape)) for name, leaf in leaves]
+    return TensorsToWrite(item.name, parts, lambda: jtu.tree_leaves(item.make()), item.done, described)
 
 
-def contiguous_bytes(value: Dense, part: Part) -> memoryview:
+def contiguous_bytes(value: Dense, part: TensorSpec) -> memoryview:
     """The bytes of an array as they are written, in C order."""
     array = np.asarray(value)
     if array.shape != part.shape or array.dtype != part.dtype:

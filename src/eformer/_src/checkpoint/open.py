@@ -16,7 +16,7 @@ from jax import tree_util as jtu
 from eformer._src.checkpoint.gguf.read import MAGIC, read_split, with_gguf_metadata
 from eformer._src.checkpoint.layouts.bitsandbytes import recognise
 from eformer._src.checkpoint.prequantized.layout import PrequantizedEntry, find_prequantized
-from eformer._src.checkpoint.prequantized.quantization_config import Configuration, Own, own_config
+from eformer._src.checkpoint.prequantized.quantization_config import Configuration, OwnConfig, own_config
 from eformer._src.checkpoint.prequantized.refusal import check_methods, check_said, check_tensors
 
 from .arrays import ArrayInfo, DenseEntry, Entry, QuantizedEntry
@@ -45,7 +45,7 @@ class Checkpoint(Mapping[str, Any], AbstractContextManager["Checkpoint"]):
     metadata: Mapping[str, object]
     tree: Json
     _files: list[MappedFile]
-    _own: Own = field(default_factory=dict)  # what the weights themselves say of the files beside them
+    _own: OwnConfig = field(default_factory=dict)  # what the weights themselves say of the files beside them
     _closed: bool = False
 
     def __getitem__(self, name: str) -> Any:  # the class depends on the file

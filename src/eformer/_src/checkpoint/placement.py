@@ -104,7 +104,7 @@ def sharding_for(sharding: ShardingFor, name: str, shape: tuple[int, ...]) -> On
     return sharding
 
 
-class Unread(abc.ABC):
+class LazyLeaf(abc.ABC):
     """A leaf of a quantized array that is in a file, and not as it will be in memory."""
 
     shape: tuple[int, ...]
@@ -123,7 +123,7 @@ class Unread(abc.ABC):
         """The part of it that `index` says, in memory that no one else has and that JAX on CPU takes over."""
 
     @classmethod
-    def read_whole(cls, leaves: Sequence[Unread]) -> list[np.ndarray]:
+    def read_whole(cls, leaves: Sequence[LazyLeaf]) -> list[np.ndarray]:
         """All leaves of an array, as `read` gives them; a class may read them in one pass over the file."""
         return [leaf.read(leaf.whole) for leaf in leaves]
 
@@ -148,9 +148,9 @@ def place(name: str, host: np.ndarray | QuantizedArray, sharding: OneSharding) -
 
 def _place_quantized(host: QuantizedArray, sharding: OneSharding) -> QuantizedArray:
     leaves, treedef = jtu.tree_flatten(host)
-    leaves = [leaf if isinstance(leaf, Unread) else _canonical(leaf) for leaf in leaves]
+    leaves = [leaf if isinstance(leaf, LazyLeaf) else _canonical(leaf) for leaf in leaves]
     sharding = _checked(sharding, host.shape)
-    unread = [leaf for leaf in leaves if isinstance(leaf, Unread)]
+    unread = [leaf for leaf in leaves if isinstance(leaf, LazyLeaf)]
     if sharding is None and unread and len(unread) == len(leaves):
         return jtu.tree_unflatten(treedef, jax.device_put(type(unread[0]).read_whole(unread)))
     if isinstance(sharding, NamedSharding):
@@ -177,10 +177,10 @@ def _canonical(leaf: np.ndarray) -> np.ndarray:
     return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
 
 
-def _place_array(view: np.ndarray | Unread, sharding: Sharding | None) -> jax.Array:
+def _place_array(view: np.ndarray | LazyLeaf, sharding: Sharding | None) -> jax.Array:
     def read(index: Index | None) -> np.ndarray:
         assert index is not None  # it is, for an array that is not of random keys
-        return view.read(index) if isinstance(view, Unread) else aligned_copy(view[index])
+        return view.read(index) if isinstance(view, LazyLeaf) else aligned_copy(view[index])
 
     if sharding is None:
         return jax.device_put(read(tuple(map(slice, view.shape))))

@@ -19,9 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _main_of_process()
     try:
         with deferred():
-            from .run import run
+            from .run import prepared
+
+            run = prepared(argv)
         with handled_by(raise_interrupt):
-            return run(argv)
+            return run()
     except KeyboardInterrupt:
         print(f"eformer: {LINE}", file=sys.stderr, flush=True)
         return INTERRUPTED
@@ -33,9 +35,11 @@ def _main_of_process() -> int:
         with handled_by(lambda *_: leave()):  # at once: importing writes no files
             from eformer._src.atomic_files import abandon_saves
 
-            from .run import run
+            from .run import prepared
+
+            run = prepared(None)
         with undone_by(abandon_saves), watched():
-            code = run(None)
+            code = run()
             if code == INTERRUPTED:
                 leave(said=True)
     except KeyboardInterrupt:

@@ -3,59 +3,50 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
-
-import jax
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NoReturn
 
 import eformer
-from eformer._src.model.rules import UnusedRuleWarning
 from eformer._src.text import printable
 
-from .commands import bench as _bench
-from .commands import calibrate as _calibrate
-from .commands import chat as _chat
-from .commands import compare as _compare
-from .commands import completion as _completion
-from .commands import convert as _convert
-from .commands import demo as _demo
-from .commands import inspect as _inspect
-from .commands import lora as _lora
-from .commands import quantize as _quantize
-from .commands import serve as _serve
-from .commands import write as _write
 from .interrupt import INTERRUPTED, LINE
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
-COMMANDS = {
-    "quantize": _quantize,
-    "calibrate": _calibrate,
-    "inspect": _inspect,
-    "compare": _compare,
-    "convert": _convert,
-    "lora": _lora,
-    "run": _write,
-    "chat": _chat,
-    "serve": _serve,
-    "bench": _bench,
-    "demo": _demo,
-    "completion": _completion,
+COMMANDS = {  # with the help of each; a command is imported when it is asked for
+    "quantize": "write a checkpoint again with its weights in fewer bits",
+    "calibrate": "run a language model on a text, and keep what its weights are multiplied by",
+    "inspect": "list the arrays of a checkpoint; reads no data",
+    "compare": "show the error of each array of a checkpoint against another",
+    "convert": "write a checkpoint as safetensors, bitsandbytes, compressed-tensors, MLX or GGUF",
+    "lora": "add an adapter of LoRA into the weights of a model",
+    "run": "let a language model answer a prompt",
+    "chat": "talk with a language model",
+    "serve": "serve a language model to clients of OpenAI's interface, and a page to chat on",
+    "bench": "time matmuls with quantized weights against float32",
+    "demo": "run a language model and a sentence encoder in each format, and show size, quality and speed",
+    "completion": "print a script that completes words of this command in bash, zsh or fish",
 }
+FILES = {"run": "write"}  # in `commands`, of commands that have another name than their file
 EPILOG = "`eformer COMMAND --help` has examples. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."
 
-# The library raises these for files, formats and machines that do not serve; anything else is a bug, shown whole.
-EXPECTED = (
-    OSError,
-    ValueError,
-    TypeError,
-    NotImplementedError,
-    ImportError,
-    MemoryError,
-    UnusedRuleWarning,
-    jax.errors.JaxRuntimeError,
-)
+
+def command_module(name: str) -> Any:
+    """The file of a command: its `EXAMPLE`, `configure(parser)` and `run(args)`, and perhaps `more_help()`."""
+    return importlib.import_module(f"{__package__}.commands.{FILES.get(name, name)}")
+
+
+def expected() -> tuple[type[Exception], ...]:
+    """What the library raises for files, formats and machines that do not serve; all else is a bug, shown whole."""
+    import jax
+
+    from eformer._src.model.rules import UnusedRuleWarning
+
+    files = (OSError, ValueError, TypeError, NotImplementedError, ImportError, MemoryError)
+    return (*files, UnusedRuleWarning, jax.errors.JaxRuntimeError)
 
 
 class _UsageError(Exception):
@@ -67,14 +58,20 @@ class _Parser(argparse.ArgumentParser):
         raise _UsageError(f"{self.prog}: {message}; `{self.prog} --help` shows how")
 
 
-def run(argv: Sequence[str] | None) -> int:
-    """Run the command line `argv`, None for that of the process, and return the exit code."""
+def prepared(argv: Sequence[str] | None) -> Callable[[], int]:
+    """What runs the command line `argv`, None for that of the process, and returns the exit code; it imports first."""
+    words = sys.argv[1:] if argv is None else argv
     try:
-        args = make_parser().parse_args(argv)
+        args = make_parser(words[:1]).parse_args(words)
     except _UsageError as error:
-        return _fail(str(error), WRONG_USAGE)
+        return functools.partial(_fail, str(error), WRONG_USAGE)
+    importlib.import_module("eformer.checkpoint")  # files may hold arrays of the documented classes too
+    return functools.partial(_run, args)
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
-        answer = COMMANDS[args.command].run(args)
+        answer = command_module(args.command).run(args)
         if args.json or answer.lines:  # what `run` and `chat` wrote is printed already
             print(answer.to_json() if args.json else answer.text, flush=True)
     except KeyboardInterrupt:
@@ -82,22 +79,27 @@ def run(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:  # the reader has seen enough, as in `eformer inspect FILE | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except EXPECTED as error:
+    except expected() as error:
         if args.traceback:
             raise
         return _fail(f"eformer {args.command}: {_in_one_line(error, args)}", FAILED)
     return OK
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(configured: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """The parser of command lines, which knows all commands, and arguments of those that are `configured`."""
     parser = _Parser(prog="eformer", description=(eformer.__doc__ or "").partition("\n")[0], epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"eformer {eformer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for name, module in COMMANDS.items():
+    for name, help in COMMANDS.items():
+        if name not in configured:
+            commands.add_parser(name, help=help)
+            continue
+        module = command_module(name)
         command = commands.add_parser(
             name,
-            help=module.HELP,
-            description=module.HELP,
+            help=help,
+            description=help,
             epilog=module.EXAMPLE + getattr(module, "more_help", str)(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

@@ -1,4 +1,4 @@
-"""Older names of `save`."""
+"""Older names of `save`, and how GGUF files hold RSR operators: rounded, if someone asks for it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from eformer._src.checkpoint.file import StrPath
+from eformer._src.checkpoint.gguf.codecs import GgufCodec, register_gguf_codec
 from eformer._src.checkpoint.gguf.write import TypeFor
 from eformer._src.checkpoint.saving.save import save
 from eformer._src.progress import Progress
+
+from .rsr import RSROperatorBinary, RSROperatorTernary
+
+for _cls in (RSROperatorBinary, RSROperatorTernary):
+    register_gguf_codec(GgufCodec("Q8_0", _cls))
 
 
 def save_gguf(

@@ -11,10 +11,11 @@ from jax import lax
 
 from eformer._src.jaximus.ste import ste
 from eformer._src.jaximus.trace import implicit
-from eformer._src.quantization.config import format_name
 from eformer._src.quantization.formats.int8 import Array8B
 from eformer._src.quantization.formats.nf4 import ArrayNF4
 from eformer._src.quantization.formats.ternary import Array1B, quantize_binary, quantize_ternary
+
+from .quantize import format_name
 
 
 @ste

@@ -35,7 +35,7 @@ from eformer._src.kernels import reference
 from eformer._src.quantization.input import as_floats
 from eformer._src.quantization.registry import register_array_type
 from eformer._src.quantization.stored import check_array
-from eformer._src.quantization.validation import Leaf, Rules, a_number_type, an_int, check_fields
+from eformer._src.quantization.validation import FieldChecks, LeafCheck, a_number_type, an_int, check_fields
 
 from . import rsr_codes as rsr
 from .rsr_operator import RSROperator
@@ -53,8 +53,8 @@ class RSROperatorBinary(RSROperator):
     at `k == 8` it would be 32 times the dense matrix in bytes. Codes may also be given as `one_hot_maps`.
     """
 
-    _rules: ClassVar[Rules] = {
-        "codes": Leaf("uint8, or from `k=9` on uint16", (jnp.uint8, jnp.uint16)),
+    _field_checks: ClassVar[FieldChecks] = {
+        "codes": LeafCheck("uint8, or from `k=9` on uint16", (jnp.uint8, jnp.uint16)),
         "k": rsr.check_k,
         "padding": an_int,
         "org_dtype": a_number_type,
@@ -149,13 +149,13 @@ class RSROperatorTernary(RSROperator):
     """
 
     _smallest: ClassVar = -1
-    _rules: ClassVar[Rules] = {"rsr_b1": _a_binary, "rsr_b2": _a_binary}
+    _field_checks: ClassVar[FieldChecks] = {"rsr_b1": _a_binary, "rsr_b2": _a_binary}
 
     rsr_b1: RSROperatorBinary
     rsr_b2: RSROperatorBinary
 
     def __post_init__(self) -> None:
-        check_fields(self, self._rules)
+        check_fields(self, self._field_checks)
         if self.dtype is None:
             vars(self)["dtype"] = self.rsr_b1.dtype
 

@@ -22,9 +22,9 @@ from eformer._src.jaximus.rules import register
 from eformer._src.kernels import cpu, reference
 from eformer._src.quantization.base import Grain, Leaves, MatmulOperand
 from eformer._src.quantization.input import without_loss
+from eformer._src.quantization.matmul.dot_general import contract_stack, contraction_of, has_explicit_sharding
 from eformer._src.quantization.matmul.lowering import matmul_on_cpu
 from eformer._src.quantization.matmul.primitive import matmul_in_xla, note_partly_manual
-from eformer._src.quantization.matmul.rule import contraction_of, has_explicit_sharding, matmul_of_stack
 from eformer._src.quantization.matmul.tiles import Contraction, Numbers
 from eformer._src.quantization.sharding import asked_of, laid_out, sharding_of, shards, typed_as
 from eformer._src.quantization.stored import check_array
@@ -185,7 +185,7 @@ def _matmul(x: jax.Array, q: RSROperator, contraction: Contraction, dtype: np.dt
     """`x` times `q` (*stack, n, m) as `dtype`."""
     count = math.prod(q.shape[:-2])
     stacked = jtu.tree_map(lambda codes: codes.reshape(count, *codes.shape[-2:]), q)
-    return matmul_of_stack(x.astype(_accumulator(dtype)), stacked, 0, contraction, dtype)
+    return contract_stack(x.astype(_accumulator(dtype)), stacked, 0, contraction, dtype)
 
 
 @matmul_on_cpu.register

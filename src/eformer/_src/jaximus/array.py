@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from .array_methods import ArrayMethods, struct
-from .calculated import Origin, calculated, is_code
+from .calculated import Origin, calculated, is_code, unravels
 from .export import make_serializable
 from .fields import STATIC, ArrayMeta, aux_field, check_hashable, delete_attribute, make_dataclass, set_attribute
 from .instrumentation import note_materialized, unobserved
@@ -29,7 +29,7 @@ from .libraries import know_to_flax
 from .types import Leaf, Structure, Tree
 
 
-class _Record(NamedTuple):
+class _ArrayFacts(NamedTuple):
     """Facts that an array keeps besides its fields; like static fields they are part of the tree's structure."""
 
     given_shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # and the ranks that the leaves had then
@@ -75,7 +75,7 @@ class ImplicitArray(ArrayMethods, metaclass=ArrayMeta):
     _data_fields: ClassVar[tuple[str, ...]]
     _static_fields: ClassVar[tuple[str, ...]]
     _mutable: ClassVar[bool] = False  # the class said `@dataclass` without `frozen=True`
-    _kept: ClassVar[_Record] = _Record()  # `_keep` gives an array its own
+    _kept: ClassVar[_ArrayFacts] = _ArrayFacts()  # `_keep` gives an array its own
 
     # The constructor takes any dtype-like, and stores an `np.dtype`.
     dtype: Any = dataclasses.field(default=None, kw_only=True, metadata={STATIC: True})
@@ -86,7 +86,7 @@ class ImplicitArray(ArrayMethods, metaclass=ArrayMeta):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        make_dataclass(cls, lambda array, shape: array._settle(shape))
+        make_dataclass(cls, lambda array, shape: array._finish_construction(shape))
         if "materialize" in cls.__dict__:
             setattr(cls, "materialize", _checked_materialize(vars(cls)["materialize"]))  # noqa: B010  (pyright: a method)
         flatten = _flattener(cls)
@@ -98,7 +98,7 @@ class ImplicitArray(ArrayMethods, metaclass=ArrayMeta):
 
         unflatten = functools.partial(_unflatten, cls)
         jtu.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-        make_serializable(cls, _Record)
+        make_serializable(cls, _ArrayFacts)
 
     def _keep(self, **known: object) -> None:
         vars(self)["_kept"] = self._kept._replace(**known)
@@ -107,7 +107,7 @@ class ImplicitArray(ArrayMethods, metaclass=ArrayMeta):
         vars(self).update(state)
         _note_codes(self, self._kept, None)
 
-    def _settle(self, shape: Sequence[int] | None) -> None:
+    def _finish_construction(self, shape: Sequence[int] | None) -> None:
         """Check the constructor's `shape` and `dtype` against the leaves, and complete them."""
         know_to_flax(type(self))
         for name in self._static_fields:
@@ -329,7 +329,7 @@ def _is_stacked(treedef: Structure, structs: tuple[jax.ShapeDtypeStruct, ...]) -
     return str(whole) == str(sliced) and all(same_consts)
 
 
-_Static = tuple[tuple[Hashable, ...], _Record]  # values of the static fields, and the record
+_Static = tuple[tuple[Hashable, ...], _ArrayFacts]  # values of the static fields, and the record
 
 
 def _flattener(cls: type[ImplicitArray]) -> Callable[[ImplicitArray], tuple[tuple[Leaf, ...], _Static]]:
@@ -373,7 +373,7 @@ def _unflatten(cls: type[ImplicitArray], static: _Static, children: Iterable[Lea
     return array
 
 
-def _note_codes(array: ImplicitArray, record: _Record, frame: FrameType | None) -> None:
+def _note_codes(array: ImplicitArray, record: _ArrayFacts, frame: FrameType | None) -> None:
     """Keep what codes the array has now; and that it was misused, if they were calculated from those it had before."""
     codes = [getattr(array, name) for name in record.codes]
     before = [leaf() for leaf in getattr(record.origin, "leaves", ())]  # in an exported program it is a plain text
@@ -393,7 +393,7 @@ def _note_codes(array: ImplicitArray, record: _Record, frame: FrameType | None) 
     own = [
         name.startswith(_OWN) for name in (frame.f_globals["__name__"], getattr(mapped, "__module__", None) or "jax.")
     ]
-    if all(own) or len(before) != len(codes):
+    if (all(own) and not unravels(frame)) or len(before) != len(codes):
         return
     changed = calculated(before, codes, map_frame)
     if changed is not None:

@@ -13,11 +13,11 @@ from jax import tree_util as jtu
 from eformer._src.jaximus.function import check_function
 from eformer._src.text import table
 
-from .instrumentation import Met, Recorder, mode
+from .instrumentation import Recorder, ServedPrimitive, mode
 from .trace import implicit
 
 
-class Explanation(tuple[tuple[Met, int, int], ...]):
+class Explanation(tuple[tuple[ServedPrimitive, int, int], ...]):
     """Rows of (primitive, classes and rule; how often; dense bytes); prints as a table, with `remarks` below it."""
 
     remarks: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ class MaterializationError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Met:
+class ServedPrimitive:
     """A primitive that met an implicit array, and the rule that served it: the row of an `Explanation`."""
 
     primitive: str
@@ -39,8 +39,8 @@ class Met:
 
 @dataclasses.dataclass(eq=False)
 class Recorder:
-    counts: Counter[Met] = dataclasses.field(default_factory=Counter)
-    dense_bytes: Counter[Met] = dataclasses.field(default_factory=Counter)
+    counts: Counter[ServedPrimitive] = dataclasses.field(default_factory=Counter)
+    dense_bytes: Counter[ServedPrimitive] = dataclasses.field(default_factory=Counter)
     remarks: Counter[str] = dataclasses.field(default_factory=Counter)
     repeats: int = 1  # how often the code being traced runs: the lengths of the scans around it, multiplied
 
@@ -61,12 +61,12 @@ mode = jax.make_user_context(default_value=UNWATCHED)
 class _Running(threading.local):
     """What runs now: a rule, the function given to `implicit`, or neither; and why it makes something dense."""
 
-    met: Met | None = None
+    met: ServedPrimitive | None = None
     why: str = ""
 
 
 _running = _Running()
-_FUNCTION = Met("materialize", (), "asked for by the function")
+_FUNCTION = ServedPrimitive("materialize", (), "asked for by the function")
 _NOTHING = contextlib.nullcontext()
 
 
@@ -101,7 +101,7 @@ def serving(primitive: Primitive, classes: Sequence[type], rule: str) -> Abstrac
     """Around a rule: the dense copies made inside are put down to it."""
     if mode.value is UNWATCHED:
         return _NOTHING
-    return _running_now(Met(primitive.name, tuple(c.__name__ for c in classes), rule))
+    return _running_now(ServedPrimitive(primitive.name, tuple(c.__name__ for c in classes), rule))
 
 
 def in_function() -> AbstractContextManager[None]:
@@ -115,7 +115,7 @@ def because(why: str) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _running_now(met: Met | None, why: str = "") -> Iterator[None]:
+def _running_now(met: ServedPrimitive | None, why: str = "") -> Iterator[None]:
     outer = _running.met, _running.why
     _running.met, _running.why = met, why
     try:
@@ -156,7 +156,7 @@ def note_materialized(array: ArrayMethods, why: str = "") -> None:
     now.recorder.dense_bytes[met] += cost * now.recorder.repeats
 
 
-def _refusal(met: Met, array: ArrayMethods, cost: int, why: str) -> str:
+def _refusal(met: ServedPrimitive, array: ArrayMethods, cost: int, why: str) -> str:
     what = f"{type(array).__name__}{list(array.shape)} ({cost:,} bytes)"
     if met is _FUNCTION:
         return f"the function asks for a dense copy of {what} by itself; call it outside `materialization_error()`"

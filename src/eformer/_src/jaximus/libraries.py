@@ -38,7 +38,7 @@ def know_to_flax(cls: Any) -> None:
         made = object.__new__(cls)
         leaves = {name: from_state(getattr(array, name), state[name]) for name in names}
         vars(made).update({**vars(array), **leaves})
-        made._settle(None if array._kept.given_shape is None else array.shape)
+        made._finish_construction(None if array._kept.given_shape is None else array.shape)
         return made
 
     flax.register_serialization_state(cls, state, restored, override=True)

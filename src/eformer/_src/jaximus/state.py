@@ -28,8 +28,8 @@ class _Copy(NamedTuple):
     contents: Contents  # of the copy, when it was made
 
 
-class Loan:
-    """The arguments of one call: `lend` makes copies for the function, `give_back` copies its changes to the originals.
+class ArgumentCopies:
+    """The arguments of one call: `copies_of` copies them for the function, `write_back` its changes to the originals.
 
     `wrap` makes a tracer of an implicit array, and `unwrap` the reverse. An object that occurs twice stays one object.
     """
@@ -42,7 +42,7 @@ class Loan:
         self._restored: dict[int, tuple[Node, Node]] = {}  # by id: the value, kept alive, and its replacement
         self._halves: set[Hashable] = set()  # keys of arrays that several arguments hold a part of
 
-    def lend(self, *trees: Node) -> list[Node]:
+    def copies_of(self, *trees: Node) -> list[Node]:
         """The `trees` with a tracer in place of each implicit array; a tree itself if there is none.
 
         The halves of a tree that was split are no arrays: the function joins them. They are left as they are.
@@ -82,7 +82,7 @@ class Loan:
         self._originals[id(copy)] = original
         return copy
 
-    def give_back(self) -> None:
+    def write_back(self) -> None:
         """Make every change to a copy in its original, and take tracers out of the containers that were not copied."""
         for original, copy, before in list(self._copies.values()):
             after = _contents(copy) if before else {}

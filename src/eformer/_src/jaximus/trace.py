@@ -47,7 +47,7 @@ from .array_methods import ArrayMethods, check_matmul, dense_method
 from .generators import in_steps
 from .instrumentation import UNWATCHED, because, in_function, mode, serving, unobserved
 from .rules import dispatch, on_register
-from .state import Loan
+from .state import ArgumentCopies
 from .types import Leaf, Structure, Tree, Value
 
 UNSPECIFIED: Any = sharding_impls.UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
@@ -194,7 +194,7 @@ def implicit(function: Callable[P, R]) -> Callable[..., R]:
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         trace = _trace_on(trace_ctx.trace)
-        loan = Loan(trace.wrap, unwrap)
+        copies = ArgumentCopies(trace.wrap, unwrap)
         steps = None
 
         @contextlib.contextmanager
@@ -208,19 +208,16 @@ def implicit(function: Callable[P, R]) -> Callable[..., R]:
                     # The function may itself hold arrays: a module, a method bound to one, a `Partial`.
                     method = function if isinstance(function, types.MethodType) else None
                     own = function if method is None else method.__self__
-                    run, *given = loan.lend(own, *args, *kwargs.values())
+                    run, *given = copies.copies_of(own, *args, *kwargs.values())
                     run = run if method is None else types.MethodType(method.__func__, run)
                     out = run(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
-                steps = in_steps(out, running, lambda sent: loan.lend(sent)[0], loan.given, loan.give_back)
+                steps = in_steps(out, running, lambda sent: copies.copies_of(sent)[0], copies.given, copies.write_back)
             finally:
                 if steps is None:
-                    loan.give_back()
-        return loan.restored(out) if steps is None else steps
+                    copies.write_back()
+        return copies.restored(out) if steps is None else steps
 
     return wrapped
-
-
-use_implicit = implicit
 
 
 def apply(function: Callable[..., Tree], *operands: Value) -> Tree:
@@ -238,7 +235,7 @@ def apply(function: Callable[..., Tree], *operands: Value) -> Tree:
 _ARRAYS = (ArrayMethods, jax.Array, np.ndarray, np.generic, int, float, complex)
 
 
-def matmul(lhs: Value, rhs: Value) -> Value:
+def eager_matmul(lhs: Value, rhs: Value) -> Value:
     """`lhs @ rhs` by the rules; compiled if nothing is traced, as dispatch in Python takes longer than the matmul."""
     if not (isinstance(lhs, _ARRAYS) and isinstance(rhs, _ARRAYS)):
         for other in (lhs, rhs):
@@ -343,7 +340,7 @@ def _sharded_abstract_value(treedef: Structure, avals: tuple[ShapedArray, ...], 
 
 # The classes of arrays, which this file is built on, need these of it.
 ArrayMethods._apply = staticmethod(apply)
-ArrayMethods._matmul = staticmethod(matmul)
+ArrayMethods._matmul = staticmethod(eager_matmul)
 ArrayMethods._abstract_value = staticmethod(abstract_value)
 setattr(ImplicitArray, "__jax_array__", property(lift_closed_over))  # noqa: B010  (pyright: not declared)
 

@@ -199,9 +199,6 @@ def dequantize(tree: Tree) -> Tree:
     return jax.tree.unflatten(structure, [made.get(id(leaf), leaf) for _, leaf in named])
 
 
-dequantize_model = dequantize
-
-
 def _check_possible(todo: Sequence[_Step]) -> None:
     """Raise what a leaf would raise, before the first leaf is quantized, or freed."""
     distinct = {(step.leaf.shape, step.leaf.dtype, id(step.rule)): step for step in reversed(todo)}

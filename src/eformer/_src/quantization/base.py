@@ -19,7 +19,7 @@ from eformer._src.kernels.reference import SMALLEST, cast
 
 from .notebook import array_html
 from .sharding import ShardingType, checked_sharding, is_explicit, named_sharding, place
-from .validation import Rules, a_bool, a_number_type, check_fields, int8_or_none
+from .validation import FieldChecks, a_bool, a_number_type, check_fields, int8_or_none
 
 Grain = int  # how many elements along an axis an entry of a leaf covers; 0 for a length of 1 that is broadcast
 Leaves = dict[str, jax.Array]
@@ -32,10 +32,14 @@ class QuantizedArray(ImplicitArray):
     """An implicit array whose leaves are codes and scales.
 
     `materialize() == decode()` rounded to `dtype`. `use_kernel=False` makes its matmuls decode the whole array first.
-    `_rules` says what each field may hold; a class has the rules of its bases too.
+    `_field_checks` says what each field may hold; a class has the checks of its bases too.
     """
 
-    _rules: ClassVar[Rules] = {"use_kernel": a_bool, "activation_dtype": int8_or_none, "dtype": a_number_type}
+    _field_checks: ClassVar[FieldChecks] = {
+        "use_kernel": a_bool,
+        "activation_dtype": int8_or_none,
+        "dtype": a_number_type,
+    }
 
     _code_version: ClassVar[int] = 1  # of what the codes stand for, in checkpoints
 
@@ -44,8 +48,8 @@ class QuantizedArray(ImplicitArray):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        cls._rules = {
-            name: rule for base in reversed(cls.__mro__) for name, rule in vars(base).get("_rules", {}).items()
+        cls._field_checks = {
+            name: check for base in reversed(cls.__mro__) for name, check in vars(base).get("_field_checks", {}).items()
         }
 
     _repr_html_ = array_html
@@ -57,7 +61,7 @@ class QuantizedArray(ImplicitArray):
         """Do what generated constructors do, in a class that writes its own; lay the leaves out by `sharding`."""
         vars(self).update(fields)
         self.__post_init__()
-        self._settle(shape)
+        self._finish_construction(shape)
         placed = self.with_sharding(sharding)
         vars(self).update({name: getattr(placed, name) for name in self._data_fields})
 
@@ -67,12 +71,12 @@ class QuantizedArray(ImplicitArray):
         kept = {name: getattr(self, name) for name in (*self._data_fields, *self._static_fields)}
         vars(copy).update({**kept, "_kept": self._kept, **fields})
         if not fields.keys().isdisjoint(self._data_fields):
-            copy._settle(None)
+            copy._finish_construction(None)
         return copy
 
-    def _settle(self, shape: Sequence[int] | None) -> None:
-        check_fields(self, self._rules)
-        super()._settle(shape)
+    def _finish_construction(self, shape: Sequence[int] | None) -> None:
+        check_fields(self, self._field_checks)
+        super()._finish_construction(shape)
         self._check_shapes()
 
     def _check_shapes(self) -> None:

@@ -18,7 +18,7 @@ from .base import Grain, Leaves
 from .elementwise_layout import AxisMap, LeafwiseArray
 from .input import checked_array, normalized_axes, without_loss
 from .sharding import laid_out
-from .validation import COUNTS, FLOATS, Leaf, Rules, a_block_size, an_int, check_fields
+from .validation import COUNTS, FLOATS, FieldChecks, LeafCheck, a_block_size, an_int, check_fields
 
 Encode = Callable[[jax.Array, int], Leaves]  # of an array and the axis to pack along
 
@@ -33,7 +33,7 @@ class PackedArray(LeafwiseArray):
     """
 
     _values_per_byte: ClassVar[Mapping[str, int]] = {}
-    _rules: ClassVar[Rules] = {"axis": an_int, "padding": an_int}
+    _field_checks: ClassVar[FieldChecks] = {"axis": an_int, "padding": an_int}
 
     axis: int = aux_field(default=-1, kw_only=True)
     padding: int = aux_field(default=0, kw_only=True)
@@ -42,10 +42,10 @@ class PackedArray(LeafwiseArray):
         if "_values_per_byte" in vars(cls):
             counts = cls._values_per_byte
             cls._code_fields = tuple(counts)
-            codes = {name: Leaf(f"uint8, {COUNTS[n]} codes a byte", (jnp.uint8,)) for name, n in counts.items()}
-            scales = {name: Leaf("floating point", FLOATS) for name in cls._scale_fields}
+            codes = {name: LeafCheck(f"uint8, {COUNTS[n]} codes a byte", (jnp.uint8,)) for name, n in counts.items()}
+            scales = {name: LeafCheck("floating point", FLOATS) for name in cls._scale_fields}
             blocks = {"block_size": a_block_size(max(counts.values()))} if hasattr(cls, "block_size") else {}
-            cls._rules = {**codes, **scales, **blocks, **vars(cls).get("_rules", {})}
+            cls._field_checks = {**codes, **scales, **blocks, **vars(cls).get("_field_checks", {})}
         super().__init_subclass__(**kwargs)
 
     @abc.abstractmethod
@@ -53,18 +53,18 @@ class PackedArray(LeafwiseArray):
         """What the codes, leaves of at least one axis, stand for before their scale: `length` floats along `axis`."""
 
     def __post_init__(self) -> None:
-        check_fields(self, self._rules)
+        check_fields(self, self._field_checks)
         codes = self._codes()[0]
         if codes.ndim:
             vars(self)["axis"] = normalized_axes(self.axis, codes.ndim)[0]
         if self.dtype is None:
             vars(self)["dtype"] = jnp.dtype(jnp.float32)
 
-    def _settle(self, shape: Sequence[int] | None) -> None:
+    def _finish_construction(self, shape: Sequence[int] | None) -> None:
         codes = self._codes()[0]
         if shape is not None and len(shape) == codes.ndim > 0:  # the shape tells how full the last byte is
             vars(self)["padding"] = codes.shape[self.axis] * self._first_count - shape[self.axis]
-        super()._settle(shape)
+        super()._finish_construction(shape)
 
     def _check_shapes(self) -> None:
         count, ndim = self._first_count, self._codes()[0].ndim
@@ -110,9 +110,9 @@ class PackedArray(LeafwiseArray):
         The format's `name` is for the error that says so.
         """
         for field, value in fields.items():
-            rule = cls._rules[field]
-            if callable(rule):
-                rule(field, value)
+            check = cls._field_checks[field]
+            if callable(check):
+                check(field, value)
         x = checked_array(array)
         axes = normalized_axes(axis, x.ndim) if x.ndim else (-1,)
         if len(axes) != 1:

@@ -19,10 +19,10 @@ MAX_LENGTH = 2**31 - 1  # of a block; kernels count in 64 bits, which hold every
 
 COUNTS = {1: "one", 2: "two", 4: "four", 8: "eight"}  # in words, of codes in a byte
 
-Static = Callable[[str, object], None]  # raises unless the field of that name may have that value
+StaticCheck = Callable[[str, object], None]  # raises unless the field of that name may have that value
 
 
-class Leaf(NamedTuple):
+class LeafCheck(NamedTuple):
     """A leaf that is an array of one of these dtypes; `words` says it to a reader."""
 
     words: str
@@ -30,24 +30,24 @@ class Leaf(NamedTuple):
     optional: bool = False
 
 
-Rules = Mapping[str, Leaf | Static]
+FieldChecks = Mapping[str, LeafCheck | StaticCheck]
 
 FLOATS = (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16)
 
 
-def check_fields(array: object, rules: Rules) -> None:
-    """A TypeError or ValueError unless each field holds what its rule says."""
-    for name, rule in rules.items():
+def check_fields(array: object, checks: FieldChecks) -> None:
+    """A TypeError or ValueError unless each field holds what its check asks for."""
+    for name, check in checks.items():
         value = getattr(array, name)
-        if not isinstance(rule, Leaf):
-            rule(name, value)
+        if not isinstance(check, LeafCheck):
+            check(name, value)
         elif value is None:
-            if not rule.optional:
-                raise TypeError(f"{type(array).__name__} needs `{name}`: {rule.words}")
+            if not check.optional:
+                raise TypeError(f"{type(array).__name__} needs `{name}`: {check.words}")
         elif is_implicit(value) or not hasattr(value, "dtype"):
-            raise TypeError(f"{name} must be an array, {rule.words}, got {type(value).__name__}")
-        elif not _is_one_of(value.dtype, rule.dtypes):
-            raise TypeError(f"{name} must be {rule.words}, got {value.dtype}")
+            raise TypeError(f"{name} must be an array, {check.words}, got {type(value).__name__}")
+        elif not _is_one_of(value.dtype, check.dtypes):
+            raise TypeError(f"{name} must be {check.words}, got {value.dtype}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -65,8 +65,8 @@ def a_bool(name: str, value: object) -> None:
         raise TypeError(f"`{name}` must be True or False, got {value!r}")
 
 
-def a_block_size(per_byte: int) -> Static:
-    """The rule of a block size in a format that has up to `per_byte` codes in a byte."""
+def a_block_size(per_byte: int) -> StaticCheck:
+    """The check of a block size in a format that has up to `per_byte` codes in a byte."""
     multiple = "even" if per_byte == 2 else f"a multiple of {per_byte}"
 
     def check(name: str, value: Any) -> None:

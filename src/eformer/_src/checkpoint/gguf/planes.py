@@ -1,6 +1,6 @@
 """Where the bits of codes and of small scales are in GGUF's blocks, and where they are in this package's leaves.
 
-A `Part` turns some bytes of each block, `uint8[blocks, bytes]` in C order, into the entries of one leaf,
+A `BlockField` turns some bytes of each block, `uint8[blocks, bytes]` in C order, into the entries of one leaf,
 `[blocks, entries]`, and back. Along a row this package packs neighbours into a byte, the first in the lowest bits.
 GGUF packs elements that are 16 to 64 apart: vector units unpack these without a shuffle.
 """
@@ -16,7 +16,7 @@ import numpy as np
 Bytes = np.ndarray  # uint8
 
 
-class Part(NamedTuple):
+class BlockField(NamedTuple):
     """How the entries of a leaf are read from bytes of a block, and written; bits that belong to other leaves are 0.
 
     `move` is the name of the same as `read` in the native core, if that has it.
@@ -28,8 +28,8 @@ class Part(NamedTuple):
     move: str | None = None
 
 
-def _viewed(dtype: type) -> Part:
-    return Part(np.dtype(dtype), lambda data: data.view(dtype), lambda leaf: leaf.view(np.uint8), "bytes")
+def _viewed(dtype: type) -> BlockField:
+    return BlockField(np.dtype(dtype), lambda data: data.view(dtype), lambda leaf: leaf.view(np.uint8), "bytes")
 
 
 def _negated(halves: np.ndarray) -> np.ndarray:
@@ -38,20 +38,20 @@ def _negated(halves: np.ndarray) -> np.ndarray:
 
 BYTES, INT8, FLOAT16 = _viewed(np.uint8), _viewed(np.int8), _viewed(np.float16)
 # Minima are subtracted, and offsets are added.
-MINUS_FLOAT16 = Part(
+MINUS_FLOAT16 = BlockField(
     np.dtype(np.float16),
     lambda data: _negated(data).view(np.float16),
     lambda leaf: _negated(leaf).view(np.uint8),
     "minus_halves",
 )
 # int8 codes; ours have no sign, and 128 is the zero.
-SIGNED = Part(np.dtype(np.uint8), lambda data: data ^ np.uint8(128), lambda leaf: leaf ^ np.uint8(128), "signed")
+SIGNED = BlockField(np.dtype(np.uint8), lambda data: data ^ np.uint8(128), lambda leaf: leaf ^ np.uint8(128), "signed")
 
 
 # --- codes ---
 
 
-def nibbles(width: int) -> Part:
+def nibbles(width: int) -> BlockField:
     """4-bit codes: of `width` bytes, the low halves are as many elements, and the high halves the next ones."""
     half = width // 2
     item = np.dtype({8: np.uint64, 16: np.complex128}.get(half, f"V{half}"))  # copied at once
@@ -70,7 +70,7 @@ def nibbles(width: int) -> Part:
         pairs &= 0x0F0F
         return (pairs[:, 0] | pairs[:, 1] << 4).view(np.uint8).reshape(leaf.shape)
 
-    return Part(np.dtype(np.uint8), read, write, f"nibbles_{width}")
+    return BlockField(np.dtype(np.uint8), read, write, f"nibbles_{width}")
 
 
 def _read_quarters(data: Bytes) -> Bytes:
@@ -93,7 +93,7 @@ def _write_quarters(leaf: Bytes) -> Bytes:
 
 
 # 2-bit codes: of 32 bytes, the lowest two bits are 32 elements, the next two the next ones, and so on.
-QUARTERS = Part(np.dtype(np.uint8), _read_quarters, _write_quarters, "quarters")
+QUARTERS = BlockField(np.dtype(np.uint8), _read_quarters, _write_quarters, "quarters")
 
 
 def _transposed_bits(words: np.ndarray) -> np.ndarray:
@@ -115,7 +115,7 @@ def _write_bits(leaf: Bytes) -> Bytes:
 
 
 # 1-bit codes: of 32 bytes, the lowest bits are 32 elements, the next ones the next 32, and so on.
-BITS = Part(np.dtype(np.uint8), _read_bits, _write_bits, "bits")
+BITS = BlockField(np.dtype(np.uint8), _read_bits, _write_bits, "bits")
 
 
 def _read_trits(data: Bytes) -> Bytes:
@@ -138,10 +138,10 @@ def _no_trits(leaf: Bytes) -> Bytes:
     raise NotImplementedError("TQ1_0 is not written; TQ2_0 holds the same values")
 
 
-TRITS = Part(np.dtype(np.uint8), _read_trits, _no_trits)
+TRITS = BlockField(np.dtype(np.uint8), _read_trits, _no_trits)
 
 
-def e2m1(width: int) -> Part:
+def e2m1(width: int) -> BlockField:
     """4-bit codes as `nibbles`. E2M1 has a negative zero, code 8; ggml has zero in its place."""
     plain = nibbles(width)
 
@@ -151,7 +151,7 @@ def e2m1(width: int) -> Part:
         nonzero = (low + np.uint64(0x7777777777777777)) & np.uint64(0x8888888888888888)
         return plain.read((low | codes & nonzero).view(np.uint8))
 
-    return Part(np.dtype(np.uint8), read, plain.write)
+    return BlockField(np.dtype(np.uint8), read, plain.write)
 
 
 def _read_signs(data: Bytes) -> Bytes:
@@ -172,7 +172,7 @@ def _write_signs(leaf: Bytes) -> Bytes:
     return pairs.astype(np.uint8)
 
 
-SIGNS = Part(np.dtype(np.uint8), _read_signs, _write_signs)
+SIGNS = BlockField(np.dtype(np.uint8), _read_signs, _write_signs)
 
 
 # --- scales ---
@@ -192,19 +192,19 @@ def _read_e4m3(data: Bytes) -> np.ndarray:
     return np.where(low == 127, 0, low).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
 
 
-UNSIGNED_E4M3 = Part(np.dtype(ml_dtypes.float8_e4m3fn), _read_e4m3, lambda leaf: leaf.view(np.uint8))
-EXPONENTS = Part(np.dtype(ml_dtypes.float8_e8m0fnu), _read_exponents, lambda leaf: leaf.view(np.uint8))
+UNSIGNED_E4M3 = BlockField(np.dtype(ml_dtypes.float8_e4m3fn), _read_e4m3, lambda leaf: leaf.view(np.uint8))
+EXPONENTS = BlockField(np.dtype(ml_dtypes.float8_e8m0fnu), _read_exponents, lambda leaf: leaf.view(np.uint8))
 
 # A zero point that every block has, and that is not in the file.
-ONES = Part(np.dtype(np.uint8), np.ones_like, np.zeros_like)
-LOW_NIBBLES = Part(np.dtype(np.uint8), lambda data: data & 15, lambda leaf: leaf & 15)
-HIGH_NIBBLES = Part(np.dtype(np.uint8), lambda data: data >> 4, lambda leaf: leaf << 4)
+ONES = BlockField(np.dtype(np.uint8), np.ones_like, np.zeros_like)
+LOW_NIBBLES = BlockField(np.dtype(np.uint8), lambda data: data & 15, lambda leaf: leaf & 15)
+HIGH_NIBBLES = BlockField(np.dtype(np.uint8), lambda data: data >> 4, lambda leaf: leaf << 4)
 
 
 _LOW, _NEXT = np.uint32(0x0F0F0F0F), np.uint32(0x30303030)  # bits 0 to 3, and bits 4 and 5, of four bytes
 
 
-def _six_bits(word: int, shift: int) -> Part:
+def _six_bits(word: int, shift: int) -> BlockField:
     """Eight numbers of 6 bits in three words of four bytes: four in `word`, beside the high bits of the other four.
 
     The low bits of these are in the last word, beside those of another eight numbers.
@@ -222,7 +222,7 @@ def _six_bits(word: int, shift: int) -> Part:
         out[:, 2] = (rest & _LOW) << shift
         return out.view(np.uint8)
 
-    return Part(np.dtype(np.uint8), read, write, f"six_bits_{word}")
+    return BlockField(np.dtype(np.uint8), read, write, f"six_bits_{word}")
 
 
 K_SCALES, K_MINIMA = _six_bits(0, 0), _six_bits(1, 4)
@@ -244,7 +244,7 @@ def _write_q3(leaf: np.ndarray) -> Bytes:
 
 
 # Sixteen numbers of 6 bits in three words, 32 for zero: two words of low bits, one of high ones.
-Q3_SCALES = Part(np.dtype(np.int8), _read_q3, _write_q3)
+Q3_SCALES = BlockField(np.dtype(np.int8), _read_q3, _write_q3)
 _TWOS = np.arange(0, 8, 2, dtype=np.uint8)
 
 
@@ -261,4 +261,4 @@ def _write_iq4(leaf: np.ndarray) -> Bytes:
 
 
 # Eight numbers of 6 bits in 6 bytes, 32 for zero: two bytes of high bits, four of low ones.
-IQ4_SCALES = Part(np.dtype(np.int8), _read_iq4, _write_iq4)
+IQ4_SCALES = BlockField(np.dtype(np.int8), _read_iq4, _write_iq4)

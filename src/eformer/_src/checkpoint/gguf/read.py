@@ -22,7 +22,7 @@ import numpy as np
 
 from eformer._src.checkpoint.arrays import Entry
 from eformer._src.checkpoint.file import CheckpointError, MappedFile
-from eformer._src.checkpoint.gguf.arrays import GgufEntry
+from eformer._src.checkpoint.gguf.codecs import GgufEntry
 from eformer._src.checkpoint.gguf.types import GONE, IDS, PLAIN, TYPES
 from eformer._src.checkpoint.header import Tensor, checked_shape
 from eformer._src.checkpoint.paths import check_inside
@@ -42,7 +42,7 @@ SCALARS: dict[int, struct.Struct] = {number: struct.Struct("<" + code) for numbe
 _U32, _U64 = SCALARS[4], SCALARS[10]
 
 
-Kind: TypeAlias = "int | list[Kind]"
+ValueKind: TypeAlias = "int | list[ValueKind]"
 
 
 class Metadata(dict[str, object]):
@@ -54,7 +54,7 @@ class Metadata(dict[str, object]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kinds: dict[str, Kind] = {}
+        self.kinds: dict[str, ValueKind] = {}
 
 
 class Reader:
@@ -117,7 +117,7 @@ class Reader:
         """Read the count of entries of the metadata."""
         return self.count(13, "metadata entries", STEPS_OF_PAIR)
 
-    def value(self, kind: int, depth: int = 0) -> tuple[object, Kind]:
+    def value(self, kind: int, depth: int = 0) -> tuple[object, ValueKind]:
         """A value of the metadata, and its kind."""
         if kind in SCALARS:
             return self.scalar(SCALARS[kind]), kind
@@ -211,7 +211,7 @@ _NUMBERS = {np.dtype(scalar.format[1:]): kind for kind, scalar in SCALARS.items(
 _RANGES = {_UINT32: (0, 2**32), _INT32: (-(2**31), 0), _UINT64: (0, 2**64), _INT64: (-(2**63), 0)}
 
 
-def pairs_of(metadata: Mapping[str, object], kinds: Mapping[str, Kind]) -> bytes:
+def pairs_of(metadata: Mapping[str, object], kinds: Mapping[str, ValueKind]) -> bytes:
     """The entries of the metadata as in a file, their number first; `kinds` are the types that they had in another."""
     made = bytearray(struct.pack("<Q", len(metadata)))
     for name, value in metadata.items():
@@ -225,7 +225,7 @@ def text_of(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _kind(name: str, value: object, known: Kind | None = None) -> int:
+def _kind(name: str, value: object, known: ValueKind | None = None) -> int:
     """The number of the type of a value: the one it had in a file, NumPy's, or the smallest for integers.
 
     That has 32 or 64 bits. Python's floats have 64 bits; programs that run models want `numpy.float32`.
@@ -247,7 +247,7 @@ def _kind(name: str, value: object, known: Kind | None = None) -> int:
     raise TypeError(f"the metadata {name!r} is {value!r}; GGUF holds text, numbers, booleans and lists of these")
 
 
-def _content(name: str, value: object, kind: int, known: Kind | None = None) -> bytes:
+def _content(name: str, value: object, kind: int, known: ValueKind | None = None) -> bytes:
     if isinstance(value, str):
         return text_of(value)
     if not isinstance(value, (list, tuple)):

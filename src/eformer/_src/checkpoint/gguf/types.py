@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from eformer._src.checkpoint.gguf import planes
-from eformer._src.checkpoint.gguf.planes import BITS, FLOAT16, INT8, MINUS_FLOAT16, QUARTERS, Part, nibbles
+from eformer._src.checkpoint.gguf.planes import BITS, FLOAT16, INT8, MINUS_FLOAT16, QUARTERS, BlockField, nibbles
 from eformer._src.checkpoint.header import DTYPES
 from eformer._src.checkpoint.prequantized.bit_fields import pack_planes, plane_shapes
 from eformer._src.kernels import cpu
@@ -71,7 +71,7 @@ class GroupedType:
     name: str
     bits: int
     block_size: int
-    leaves: Mapping[str, tuple[int, int, Part]]
+    leaves: Mapping[str, tuple[int, int, BlockField]]
     codebook: str = "integer"
 
     def like(self, shape: tuple[int, ...]) -> ArrayGrouped:
@@ -148,14 +148,14 @@ def _kinds(q: ArrayGrouped) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     return {name: (leaf.shape, np.dtype(leaf.dtype)) for name, leaf in found.items() if leaf is not None}
 
 
-def _k_quant(first: int) -> dict[str, tuple[int, int, Part]]:
+def _k_quant(first: int) -> dict[str, tuple[int, int, BlockField]]:
     """The scales and minima at the head of a Q4_K or Q5_K block, and its 4-bit codes from byte `first`."""
     scales = {"scale_scale": (0, 2, FLOAT16), "scale": (4, 16, planes.K_SCALES)}
     minima = {"offset_scale": (2, 4, MINUS_FLOAT16), "offset": (4, 16, planes.K_MINIMA)}
     return {**scales, **minima, "packed": (first, first + 128, nibbles(32))}
 
 
-def _halves(count: int) -> dict[str, tuple[int, int, Part]]:
+def _halves(count: int) -> dict[str, tuple[int, int, BlockField]]:
     """Float16 scales of blocks, and offsets if there are two."""
     return {leaf: (2 * i, 2 * i + 2, FLOAT16) for i, leaf in enumerate(("scale", "offset")[:count])}
 

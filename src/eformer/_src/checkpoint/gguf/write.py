@@ -14,7 +14,7 @@ import numpy as np
 from jax import tree_util as jtu
 
 from eformer._src.atomic_files import Target, filling
-from eformer._src.checkpoint.arrays import Item, Like, Part, contiguous_bytes
+from eformer._src.checkpoint.arrays import AbstractArray, ArrayToWrite, TensorSpec, contiguous_bytes
 from eformer._src.checkpoint.file import MappedFile
 from eformer._src.checkpoint.header import Tensor, narrowed
 from eformer._src.checkpoint.paths import GGUF_SUFFIX, target_file
@@ -24,7 +24,7 @@ from eformer._src.model.rules import warn_nonfinite
 from eformer._src.progress import Meter
 from eformer._src.quantization.base import QuantizedArray
 
-from .arrays import GgufEntry, encoder_of, writer_of
+from .codecs import GgufEntry, encoder_of, writer_of
 from .encode import ENCODERS
 from .read import MAGIC, MAX_AXES, Metadata, pairs_of, text_of
 from .types import IDS, PLAIN, TYPES
@@ -37,15 +37,17 @@ TypeFor = str | Callable[[str, tuple[int, ...]], str | None] | None
 _PLAIN_NAMES = {dtype: name for name, dtype in PLAIN.items()}
 
 
-class _Planned(NamedTuple):
-    item: Item
+class _TensorPlan(NamedTuple):
+    item: ArrayToWrite
     kind: str  # name of the GGUF type
     encode: Callable[[QuantizedArray], np.ndarray] | None  # None: dequantize, or write as it is
     asked: bool  # for this type: values may be rounded to it
     nbytes: int
 
 
-def write_gguf(target: Target, items: Sequence[Item], type: TypeFor, metadata: Mapping[str, object] | None) -> Path:
+def write_gguf(
+    target: Target, items: Sequence[ArrayToWrite], type: TypeFor, metadata: Mapping[str, object] | None
+) -> Path:
     path = target_file(target.path, GGUF_SUFFIX)
     planned = [_planned(item, type) for item in items]
     given = {name: value for name, value in (metadata or {}).items() if name != "general.alignment"}
@@ -73,7 +75,7 @@ def write_gguf(target: Target, items: Sequence[Item], type: TypeFor, metadata: M
     return path
 
 
-def _planned(item: Item, type: TypeFor) -> _Planned:
+def _planned(item: ArrayToWrite, type: TypeFor) -> _TensorPlan:
     like, name = item.like, item.name
     if len(name.encode()) > MAX_NAME or len(like.shape) > MAX_AXES:
         raise ValueError(f"{name!r}, {list(like.shape)}: GGUF has names up to {MAX_NAME} bytes and {MAX_AXES} axes")
@@ -87,17 +89,17 @@ def _planned(item: Item, type: TypeFor) -> _Planned:
     row = like.shape[-1] if like.shape else 1
     if row % form.elements:
         raise ValueError(f"{name!r}: rows of {row} are no multiple of the {form.elements} elements of a {kind} block")
-    return _Planned(item, kind, encode, asked, math.prod(like.shape) // form.elements * form.bytes)
+    return _TensorPlan(item, kind, encode, asked, math.prod(like.shape) // form.elements * form.bytes)
 
 
-def _fits(kind: str | None, like: Like) -> bool:
+def _fits(kind: str | None, like: AbstractArray) -> bool:
     """Whether `like` is a floating point array of two axes or more whose rows are a multiple of the type's block."""
     if kind is None or not jnp.issubdtype(like.dtype, jnp.floating) or len(like.shape) < 2:
         return False
     return kind not in IDS or like.shape[-1] % TYPES[IDS[kind]].elements == 0
 
 
-def _default(item: Item, wanted: str | None) -> str:
+def _default(item: ArrayToWrite, wanted: str | None) -> str:
     """The type of an array that is not asked for one, or whose rows do not fit the `wanted` one."""
     like = item.like
     if isinstance(like, QuantizedArray) and jnp.issubdtype(like.dtype, jnp.floating):  # integers stay exact
@@ -112,7 +114,7 @@ def _default(item: Item, wanted: str | None) -> str:
     return plain
 
 
-def _fitting(like: Like, kind: str | None) -> str | None:
+def _fitting(like: AbstractArray, kind: str | None) -> str | None:
     """Why an array does not fit a type, and which it does; None for no type."""
     if kind is None:
         return None
@@ -123,17 +125,17 @@ def _fitting(like: Like, kind: str | None) -> str | None:
     return f"{what}; `type` may be {', '.join(others)}" if others else f"{what}, and it has to be dequantized first"
 
 
-def _data(plan: _Planned) -> memoryview:
+def _data(plan: _TensorPlan) -> memoryview:
     item, kind = plan.item, plan.kind
     value, form = item.make(), TYPES[IDS[kind]]
     if isinstance(value, QuantizedArray):
         if plan.encode is not None:
-            part = Part(item.name, np.dtype(np.uint8), (plan.nbytes // form.bytes, form.bytes))
+            part = TensorSpec(item.name, np.dtype(np.uint8), (plan.nbytes // form.bytes, form.bytes))
             return contiguous_bytes(plan.encode(value), part)
         value = jtu.tree_map(jnp.asarray, value).materialize()
     array = np.asarray(jax.block_until_ready(value))
     if kind in PLAIN:
-        return contiguous_bytes(_cast(item.name, array, kind), Part(item.name, PLAIN[kind], array.shape))
+        return contiguous_bytes(_cast(item.name, array, kind), TensorSpec(item.name, PLAIN[kind], array.shape))
     blocks, (encode, steps) = array.reshape(-1, form.elements), ENCODERS[kind]
     out, count = np.empty((len(blocks), form.bytes), np.uint8), AT_ONCE // form.elements
     nan, infinite, largest = 0, 0, 0.0
@@ -153,11 +155,11 @@ def _data(plan: _Planned) -> memoryview:
     return out.reshape(-1).data
 
 
-def _unheld(plan: _Planned, peak: float) -> ValueError:
+def _unheld(plan: _TensorPlan, peak: float) -> ValueError:
     return ValueError(f"{plan.item.name!r} has values up to {peak:g}, which {plan.kind} can't hold; F32 can")
 
 
-def _check_exact(plan: _Planned, array: np.ndarray, blocks: np.ndarray) -> None:
+def _check_exact(plan: _TensorPlan, array: np.ndarray, blocks: np.ndarray) -> None:
     """Raise a ValueError if blocks that nobody asked for do not have the values of the array."""
     tensor = Tensor(plan.item.name, np.dtype(np.uint8), array.shape, MappedFile(blocks.tobytes()), 0, blocks.nbytes)
     found = materialize(jax.tree.map(jnp.asarray, GgufEntry(plan.kind, tensor).host()))

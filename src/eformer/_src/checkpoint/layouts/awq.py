@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from eformer._src.checkpoint.layouts.gptq import TENSORS, Form, array_like, form_of, number
+from eformer._src.checkpoint.layouts.gptq import TENSORS, QweightLayout, array_like, form_of, number
 from eformer._src.checkpoint.prequantized.bit_fields import WORD, pack_planes, plane_shapes, unpack_dense, unpack_fields
 from eformer._src.checkpoint.prequantized.layout import AT_ONCE, Group, Layout, register_layout
 from eformer._src.quantization.formats.grouped import ArrayGrouped
@@ -28,7 +28,7 @@ def _like(group: Group) -> ArrayGrouped:
     return array_like(group, form, size, has_zero=bool(np.any(_zeros(group, form, form.inputs // size) != middle)))
 
 
-def _gemv_group_size(group: Group, form: Form) -> int:
+def _gemv_group_size(group: Group, form: QweightLayout) -> int:
     """The size of a group, which shapes do not tell: groups are filled up to a multiple of 8, 16 or 32."""
     size = number(group.config(), "group_size", "q_group_size")
     size = form.inputs if size == -1 else size
@@ -52,7 +52,7 @@ def _shuffled(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     return codes.reshape(len(words), -1, 8)[:, :, PLACES].reshape(len(words), count)
 
 
-def _zeros(group: Group, form: Form, groups: int) -> np.ndarray:
+def _zeros(group: Group, form: QweightLayout, groups: int) -> np.ndarray:
     """The zero of each output and group, (out, groups)."""
     words = group[".qzeros"].view()
     return unpack_dense(words, 4, groups) if form.layout == "gemv" else _shuffled(words, form.bits, form.out).T
@@ -67,7 +67,7 @@ def _read(group: Group, like: ArrayGrouped) -> Mapping[str, np.ndarray]:
     return leaves if like.zero is None else {**leaves, "zero": _zeros(group, form, groups)}
 
 
-def _planes(words: np.ndarray, form: Form) -> dict[str, np.ndarray]:
+def _planes(words: np.ndarray, form: QweightLayout) -> dict[str, np.ndarray]:
     """The planes of the array (out, in) from words (in, words of out), some outputs at a time."""
     shapes = plane_shapes((form.out, form.inputs), form.stored_bits)
     planes = {name: np.empty(shape, np.uint8) for name, shape in shapes.items()}

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax import tree_util as jtu
 
-from eformer._src.checkpoint.arrays import Dense, Entry, Item, Part, Q, Record, record_of
+from eformer._src.checkpoint.arrays import ArrayToWrite, Dense, Entry, Q, TensorSpec, TensorsToWrite, tensors_to_write
 from eformer._src.checkpoint.header import BY_NUMPY_NAME, Tensor, checked_shape, parse_json
 from eformer._src.checkpoint.serialization import names_of
 from eformer._src.kernels.reference import NF4_CODES, dynamic_map
@@ -42,7 +42,7 @@ class Weight(Entry):
     @abc.abstractmethod
     def dequantized(self) -> np.ndarray: ...
 
-    def _settle(self) -> None:
+    def _choose_codec(self) -> None:
         """Choose the codec that keeps this weight quantized; without one, it is dequantized."""
         tried = ((codec, codec.like(self)) for (kind, _), codec in CODECS.items() if kind == self.format)
         dense = None, jax.ShapeDtypeStruct(self.shape, self.dtype)
@@ -67,7 +67,7 @@ class BitsandbytesCodec(Generic[W, Q]):
     array_type: type[Q]
     like: Callable[[W], Q | None]
     decode: Callable[[W, Q], Q]
-    encode: Callable[[Item, Q], Record]
+    encode: Callable[[ArrayToWrite, Q], TensorsToWrite]
 
 
 CODECS: dict[tuple[str, type[QuantizedArray]], BitsandbytesCodec] = {}
@@ -115,7 +115,7 @@ class FourBit(Weight):
         self._parse(tensors[state])
         self.parts = self._parts(tensors)
         self.tensors = (*self.parts.values(), tensors[state])
-        self._settle()
+        self._choose_codec()
 
     def _parse(self, tensor: Tensor) -> None:
         """Take the fields of the quantization state, which is JSON, and check each."""
@@ -219,7 +219,7 @@ class EightBit(Weight):
                 "`weight_format` must be 0, row by row; other orders are made for one GPU: save it again with a "
                 "bitsandbytes of 2023 or later"
             )
-        self._settle()
+        self._choose_codec()
 
     def scale(self) -> np.ndarray:
         """The scale of each row, of shape (rows, 1)."""
@@ -235,10 +235,10 @@ OFFSET_DIGITS = 24  # room for any float64 as JSON; the rest is filled with spac
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # block sizes that bitsandbytes has kernels for
 
 
-def bitsandbytes_record(item: Item) -> Record:
+def bitsandbytes_record(item: ArrayToWrite) -> TensorsToWrite:
     """The tensors of an array in the layout of bitsandbytes; dense arrays stay as they are."""
     if not isinstance(item.like, QuantizedArray):
-        return record_of(item)
+        return tensors_to_write(item)
     codec = next((codec for codec in CODECS.values() if codec.array_type is type(item.like)), None)
     if codec is None:
         names = names_of(codec.array_type for codec in CODECS.values())
@@ -246,7 +246,7 @@ def bitsandbytes_record(item: Item) -> Record:
     return codec.encode(item, item.like)
 
 
-def _wrong(item: Item, why: str) -> ValueError:
+def _wrong(item: ArrayToWrite, why: str) -> ValueError:
     return ValueError(f"{item.name!r}, {item.like}, can't be written for bitsandbytes: {why}")
 
 
@@ -307,7 +307,7 @@ def _nf4_decode(weight: FourBit, like: ArrayNF4) -> ArrayNF4:
     return jtu.tree_unflatten(structure, [a.reshape(s.shape) for a, s in zip(leaves, shapes, strict=True)])
 
 
-def _nf4_encode(item: Item, like: ArrayNF4) -> Record:
+def _nf4_encode(item: ArrayToWrite, like: ArrayNF4) -> TensorsToWrite:
     block = _written_block_size(item, like)
     size, blocks = like.size, -(-like.size // block)
     nested = like.nested is not None and block == like.block_size and math.prod(like.shape[:-2]) == 1
@@ -318,14 +318,14 @@ def _nf4_encode(item: Item, like: ArrayNF4) -> Record:
     length = len(json.dumps(state)) + OFFSET_DIGITS * nested
     name, u8, f32 = item.name, np.dtype(np.uint8), np.dtype(np.float32)
     parts = [
-        Part(name, u8, ((size + 1) // 2, 1)),
-        Part(f"{name}.absmax", u8 if nested else f32, (blocks,)),
-        Part(f"{name}.quant_map", f32, (16,)),
-        Part(f"{name}{STATE}nf4", u8, (length,)),
+        TensorSpec(name, u8, ((size + 1) // 2, 1)),
+        TensorSpec(f"{name}.absmax", u8 if nested else f32, (blocks,)),
+        TensorSpec(f"{name}.quant_map", f32, (16,)),
+        TensorSpec(f"{name}{STATE}nf4", u8, (length,)),
     ]
     if nested:
-        parts.append(Part(f"{name}.nested_absmax", f32, (-(-blocks // NESTED_BLOCK),)))
-        parts.append(Part(f"{name}.nested_quant_map", f32, (256,)))
+        parts.append(TensorSpec(f"{name}.nested_absmax", f32, (-(-blocks // NESTED_BLOCK),)))
+        parts.append(TensorSpec(f"{name}.nested_quant_map", f32, (256,)))
 
     def values() -> list[np.ndarray]:
         q = item.make()
@@ -336,10 +336,10 @@ def _nf4_encode(item: Item, like: ArrayNF4) -> Record:
         scales = [np.asarray(q.nested).reshape(-1), dynamic_map()] if nested else []
         return [np.asarray(q.packed).reshape(-1, 1), absmax, NF4_CODES, text, *scales]
 
-    return Record(name, parts, values, item.done)
+    return TensorsToWrite(name, parts, values, item.done)
 
 
-def _written_block_size(item: Item, like: ArrayNF4) -> int:
+def _written_block_size(item: ArrayToWrite, like: ArrayNF4) -> int:
     """The block size to write: the array's own, or the largest that divides it and the rows."""
     if like.dtype.name not in FLOATS:
         raise _wrong(item, f"its dtype must be one of {', '.join(FLOATS)}")
@@ -382,7 +382,7 @@ def _int8_decode(weight: EightBit, like: Array8B) -> Array8B:
     return jtu.tree_unflatten(jtu.tree_structure(like), [weight.scale(), weight.weight.view()])
 
 
-def _int8_encode(item: Item, like: Array8B) -> Record:
+def _int8_encode(item: ArrayToWrite, like: Array8B) -> TensorsToWrite:
     prefix, _, last = item.name.rpartition(".")
     if last != "weight":
         raise _wrong(item, 'it finds scales by names that end in "weight"')
@@ -391,9 +391,9 @@ def _int8_encode(item: Item, like: Array8B) -> Record:
     prefix = f"{prefix}." if prefix else ""
     rows = like.shape[0]
     parts = [
-        Part(item.name, np.dtype(np.int8), tuple(like.shape)),
-        Part(f"{prefix}SCB", np.dtype(np.float32), (rows,)),
-        Part(f"{prefix}weight_format", np.dtype(np.uint8), ()),
+        TensorSpec(item.name, np.dtype(np.int8), tuple(like.shape)),
+        TensorSpec(f"{prefix}SCB", np.dtype(np.float32), (rows,)),
+        TensorSpec(f"{prefix}weight_format", np.dtype(np.uint8), ()),
     ]
 
     def values() -> list[Dense]:
@@ -402,7 +402,7 @@ def _int8_encode(item: Item, like: Array8B) -> Record:
         scale = np.broadcast_to(np.asarray(q.scale, np.float32), (rows, 1))
         return [q.weight, scale[:, 0] * np.float32(127), np.uint8(0)]
 
-    return Record(item.name, parts, values, item.done)
+    return TensorsToWrite(item.name, parts, values, item.done)
 
 
 register_bitsandbytes_codec(BitsandbytesCodec("nf4", ArrayNF4, _nf4_like, _nf4_decode, _nf4_encode))

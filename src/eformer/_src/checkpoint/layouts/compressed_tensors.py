@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from eformer._src.checkpoint.arrays import Like
+from eformer._src.checkpoint.arrays import AbstractArray
 from eformer._src.checkpoint.header import Json, checked_shape
 from eformer._src.checkpoint.prequantized.bit_fields import dense_words, unpack_dense, unpack_fields
 from eformer._src.checkpoint.prequantized.layout import (
@@ -42,7 +42,7 @@ WEIGHT = ".weight"
 # --- what the configuration says ---
 
 
-class Said(NamedTuple):
+class WeightSettings(NamedTuple):
     """What the groups of a configuration say of integer weights."""
 
     bits: frozenset[int]
@@ -58,10 +58,10 @@ def weights_said(config: Callable[[], Config]) -> list[dict[str, Json]]:
 
 
 @functools.lru_cache(maxsize=16)  # by the function, which reads its file once
-def _said(config: Callable[[], Config]) -> Said:
+def _said(config: Callable[[], Config]) -> WeightSettings:
     ints = [each for each in weights_said(config) if each.get("type", "int") == "int"]
     bits, sizes = ({n for each in ints if type(n := each.get(key)) is int} for key in ("num_bits", "group_size"))
-    return Said(frozenset(bits), frozenset(sizes))
+    return WeightSettings(frozenset(bits), frozenset(sizes))
 
 
 # --- pack-quantized ---
@@ -270,7 +270,7 @@ def _is_packed(group: Group) -> bool:
     return group[PACKED].dtype == np.int32 and group[SCALE].dtype in FLOATS
 
 
-def _refuse(group: Group) -> Like:
+def _refuse(group: Group) -> AbstractArray:
     raise group.wrong("weights with sparsity are not read here: let compressed-tensors decompress them, and save again")
 
 

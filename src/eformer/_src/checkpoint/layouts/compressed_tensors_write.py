@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from eformer._src.checkpoint.arrays import Item, Part, Record, Written, record_of
+from eformer._src.checkpoint.arrays import ArrayToWrite, CheckpointToWrite, TensorSpec, TensorsToWrite, tensors_to_write
 from eformer._src.checkpoint.header import Json
 from eformer._src.checkpoint.prequantized.bit_fields import dense_of_planes, dense_words, pack_dense
 from eformer._src.checkpoint.prequantized.layout import E8M0, FLOATS
@@ -27,16 +27,16 @@ E4M3, BFLOAT16 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.bfloat16)
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
-def compressed_tensors_records(items: Iterable[Item]) -> Written:
+def compressed_tensors_records(items: Iterable[ArrayToWrite]) -> CheckpointToWrite:
     """The tensors of arrays in the layout of compressed-tensors, and the part of config.json that describes them.
 
     Dense arrays stay as they are. The configuration names each quantized module.
     """
-    records: list[Record] = []
+    records: list[TensorsToWrite] = []
     groups: dict[str, tuple[Scheme, list[str]]] = {}
     for item in items:
         if not isinstance(item.like, QuantizedArray):
-            records.append(record_of(item))
+            records.append(tensors_to_write(item))
             continue
         record, scheme = _record(item, item.like)
         records.append(record)
@@ -51,10 +51,10 @@ def compressed_tensors_records(items: Iterable[Item]) -> Written:
         },
         "ignore": [],
     }
-    return Written(records, {CONFIG: {"quantization_config": config}} if groups else {}, {"format": "pt"})
+    return CheckpointToWrite(records, {CONFIG: {"quantization_config": config}} if groups else {}, {"format": "pt"})
 
 
-def module_of(item: Item, kind: str) -> str:
+def module_of(item: ArrayToWrite, kind: str) -> str:
     """The name of the module that an array is the weight of."""
     module, _, last = f".{item.name}".rpartition(".")
     if last != "weight" or not module:
@@ -62,15 +62,15 @@ def module_of(item: Item, kind: str) -> str:
     return module[1:]
 
 
-def cannot(item: Item, kind: str, why: str) -> ValueError:
+def cannot(item: ArrayToWrite, kind: str, why: str) -> ValueError:
     return ValueError(f"{item.name!r}, {item.like}, can't be written for {kind}: {why}")
 
 
-def _cannot(item: Item, why: str) -> ValueError:
+def _cannot(item: ArrayToWrite, why: str) -> ValueError:
     return cannot(item, "compressed-tensors", why)
 
 
-def _record(item: Item, like: QuantizedArray) -> tuple[Record, Scheme]:
+def _record(item: ArrayToWrite, like: QuantizedArray) -> tuple[TensorsToWrite, Scheme]:
     if like.ndim < 2:
         raise _cannot(item, "weights have two axes, (out, in), or are stacks of such")
     if isinstance(like, Array8B):
@@ -89,7 +89,7 @@ def _scheme(form: str, bits: int, type: str, **more: Json) -> Scheme:
     return {"weights": weights, "input_activations": None, "output_activations": None, "format": form}
 
 
-def _written_dtype(item: Item, like: Array8B | ArrayFloat8 | ArrayGrouped) -> np.dtype:
+def _written_dtype(item: ArrayToWrite, like: Array8B | ArrayFloat8 | ArrayGrouped) -> np.dtype:
     """The dtype of scales in the file: one that holds them, and the array's values as exactly as its own dtype."""
     own = BFLOAT16 if like.scale.dtype == E8M0 else np.dtype(like.scale.dtype)  # which holds powers of two
     kinds = {own, np.dtype(like.dtype)}
@@ -106,22 +106,22 @@ def _full(leaf: object, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 # --- integers ---
 
 
-def _words(item: Item, like: QuantizedArray, bits: int) -> list[Part]:
+def _words(item: ArrayToWrite, like: QuantizedArray, bits: int) -> list[TensorSpec]:
     *rows, count = like.shape
     prefix = item.name.removesuffix("weight")
-    words = Part(f"{prefix}weight_packed", INT32, (*rows, dense_words(count, bits)))
-    return [words, Part(f"{prefix}weight_shape", np.dtype(np.int64), (like.ndim,))]
+    words = TensorSpec(f"{prefix}weight_packed", INT32, (*rows, dense_words(count, bits)))
+    return [words, TensorSpec(f"{prefix}weight_shape", np.dtype(np.int64), (like.ndim,))]
 
 
 def planes_in(q: ArrayGrouped) -> list[np.ndarray]:
     return [np.asarray(plane) for plane in (q.packed, q.high) if plane is not None]
 
 
-def _int8(item: Item, like: Array8B) -> tuple[Record, Scheme]:
+def _int8(item: ArrayToWrite, like: Array8B) -> tuple[TensorsToWrite, Scheme]:
     if like.scale.shape[-1] != 1:
         raise _cannot(item, "it has a scale for each row: quantize with `axis=-1`, or transpose it (`q.mT`)")
     dtype, scale = _written_dtype(item, like), (*like.shape[:-1], 1)
-    parts = [*_words(item, like, 8), Part(f"{item.name}_scale", dtype, scale)]
+    parts = [*_words(item, like, 8), TensorSpec(f"{item.name}_scale", dtype, scale)]
 
     def values() -> list[np.ndarray]:
         q = item.make()
@@ -133,10 +133,10 @@ def _int8(item: Item, like: Array8B) -> tuple[Record, Scheme]:
             _full(q.scale, scale, dtype),
         ]
 
-    return Record(item.name, parts, values, item.done), _scheme("pack-quantized", 8, "int", strategy="channel")
+    return TensorsToWrite(item.name, parts, values, item.done), _scheme("pack-quantized", 8, "int", strategy="channel")
 
 
-def _strategy(item: Item, like: ArrayGrouped) -> tuple[int, dict[str, Json]]:
+def _strategy(item: ArrayToWrite, like: ArrayGrouped) -> tuple[int, dict[str, Json]]:
     """How many scales a row has, and the strategy of that name."""
     if like.scale.shape[-1] == 1:
         return 1, {"strategy": "channel"}
@@ -147,16 +147,16 @@ def _strategy(item: Item, like: ArrayGrouped) -> tuple[int, dict[str, Json]]:
     return like.scale.shape[-1], {"strategy": "group", "group_size": like.block_size}
 
 
-def _integers(item: Item, like: ArrayGrouped) -> tuple[Record, Scheme]:
+def _integers(item: ArrayToWrite, like: ArrayGrouped) -> tuple[TensorsToWrite, Scheme]:
     if like.offset is not None:
         raise _cannot(item, "it has integer zero points, and no offsets: quantize with `symmetric=True`")
     if like.scale_scale is not None:
         raise _cannot(item, "its scales have scales of their own: quantize with `double_quantization=False`")
     blocks, strategy = _strategy(item, like)
     bits, dtype, (*stack, out, count) = like.bits, _written_dtype(item, like), like.shape
-    parts = [*_words(item, like, bits), Part(f"{item.name}_scale", dtype, (*stack, out, blocks))]
+    parts = [*_words(item, like, bits), TensorSpec(f"{item.name}_scale", dtype, (*stack, out, blocks))]
     if like.zero is not None:
-        parts.append(Part(f"{item.name}_zero_point", INT32, (*stack, dense_words(out, bits), blocks)))
+        parts.append(TensorSpec(f"{item.name}_zero_point", INT32, (*stack, dense_words(out, bits), blocks)))
 
     def values() -> list[np.ndarray]:
         q = item.make()
@@ -171,19 +171,22 @@ def _integers(item: Item, like: ArrayGrouped) -> tuple[Record, Scheme]:
         return made
 
     scheme = _scheme("pack-quantized", bits, "int", symmetric=like.zero is None, **strategy)
-    return Record(item.name, parts, values, item.done), scheme
+    return TensorsToWrite(item.name, parts, values, item.done), scheme
 
 
 # --- floating point ---
 
 
-def _float4(item: Item, like: ArrayGrouped) -> tuple[Record, Scheme]:
+def _float4(item: ArrayToWrite, like: ArrayGrouped) -> tuple[TensorsToWrite, Scheme]:
     if (like.codebook, like.block_size, like.scale.dtype) != ("e2m1", 32, E8M0) or like.offset is not None:
         raise _cannot(item, "of codes that are no integers it holds MXFP4: E2M1 in blocks of 32 with powers of two")
     if like.shape[-1] % 32:
         raise _cannot(item, f"blocks of 32 do not divide rows of {like.shape[-1]}")
     shape, u8 = (*like.shape[:-1], like.shape[-1] // 32), np.dtype(np.uint8)
-    parts = [Part(f"{item.name}_packed", u8, tuple(like.packed.shape)), Part(f"{item.name}_scale", u8, shape)]
+    parts = [
+        TensorSpec(f"{item.name}_packed", u8, tuple(like.packed.shape)),
+        TensorSpec(f"{item.name}_scale", u8, shape),
+    ]
 
     def values() -> list[np.ndarray]:
         q = item.make()
@@ -191,15 +194,15 @@ def _float4(item: Item, like: ArrayGrouped) -> tuple[Record, Scheme]:
         return [np.asarray(q.packed), np.broadcast_to(np.asarray(q.scale), shape).view(np.uint8)]
 
     scheme = _scheme("mxfp4-pack-quantized", 4, "float", strategy="group", group_size=32, scale_dtype="torch.uint8")
-    return Record(item.name, parts, values, item.done), scheme
+    return TensorsToWrite(item.name, parts, values, item.done), scheme
 
 
-def _float8(item: Item, like: ArrayFloat8) -> tuple[Record, Scheme]:
+def _float8(item: ArrayToWrite, like: ArrayFloat8) -> tuple[TensorsToWrite, Scheme]:
     if like.weight.dtype != E4M3:
         raise _cannot(item, f"its FP8 is float8_e4m3fn, not {like.weight.dtype}")
     shape, strategy = _float8_strategy(item, like)
     dtype = _written_dtype(item, like)
-    parts = [Part(item.name, E4M3, tuple(like.shape)), Part(f"{item.name}_scale", dtype, shape)]
+    parts = [TensorSpec(item.name, E4M3, tuple(like.shape)), TensorSpec(f"{item.name}_scale", dtype, shape)]
 
     def values() -> list[np.ndarray]:
         q = item.make()
@@ -207,10 +210,10 @@ def _float8(item: Item, like: ArrayFloat8) -> tuple[Record, Scheme]:
         scale = np.asarray(q.scale)
         return [np.asarray(q.weight), scale.astype(dtype).reshape(1) if shape == (1,) else _full(scale, shape, dtype)]
 
-    return Record(item.name, parts, values, item.done), _scheme("float-quantized", 8, "float", **strategy)
+    return TensorsToWrite(item.name, parts, values, item.done), _scheme("float-quantized", 8, "float", **strategy)
 
 
-def _float8_strategy(item: Item, like: ArrayFloat8) -> tuple[tuple[int, ...], dict[str, Json]]:
+def _float8_strategy(item: ArrayToWrite, like: ArrayFloat8) -> tuple[tuple[int, ...], dict[str, Json]]:
     """The shape of scales in the file, and the strategy of that name."""
     (out, count), blocks = like.shape[-2:], like.block_shape
     if like.ndim != 2:

@@ -42,7 +42,7 @@ AWQ_BITS = range(4, 8)
 
 
 @dataclass(frozen=True)
-class Form:
+class QweightLayout:
     """What the shapes of a group say: `layout` is "gptq", "gemm" or "gemv", and the array has the shape (out, in)."""
 
     layout: str
@@ -75,7 +75,7 @@ def all_said(config: Config, *keys: str) -> list[Json]:
     return [value for key, value in entries_of(dict(config)) if key in keys and value is not None]
 
 
-def form_of(group: Group) -> Form:
+def form_of(group: Group) -> QweightLayout:
     """The form of a group; raises if its tensors have none, or another than the configuration says, or several."""
     _check_dtypes(group)
     found = list(_forms(group))
@@ -121,7 +121,7 @@ def _check_dtypes(group: Group) -> None:
         raise group.wrong(f"`g_idx` must be a vector of integers, got {index.dtype}{list(index.shape)}")
 
 
-def _forms(group: Group) -> Iterator[Form]:
+def _forms(group: Group) -> Iterator[QweightLayout]:
     (rows, columns), zeros, scales = (group[end].shape for end in TENSORS)
     index = group.get(".g_idx")
     if zeros[0] != scales[0]:
@@ -133,17 +133,17 @@ def _forms(group: Group) -> Iterator[Form]:
             # Of 3, 5, 6 and 7 bits only multiples of 32 codes are written.
             whole = WORD % bits == 0 or (inputs % WORD == 0 and columns % WORD == 0)
             if packed and whole and scales[0] <= inputs:
-                yield Form("gptq", bits, columns, inputs)
+                yield QweightLayout("gptq", bits, columns, inputs)
     if index is not None:
         return
     for bits in AWQ_BITS:
         if columns == zeros[1] and scales[1] * bits == columns * WORD and rows % scales[0] == 0:
-            yield Form("gemm", bits, scales[1], rows)
+            yield QweightLayout("gemm", bits, scales[1], rows)
     if scales == (rows, zeros[1] * 8):
-        yield Form("gemv", 4, rows, columns * 8)
+        yield QweightLayout("gemv", 4, rows, columns * 8)
 
 
-def array_like(group: Group, form: Form, block_size: int, has_zero: bool) -> ArrayGrouped:
+def array_like(group: Group, form: QweightLayout, block_size: int, has_zero: bool) -> ArrayGrouped:
     """The array of a form without values: blocks along the inputs, in the dtype of its scales."""
     blocks, dtype = (form.out, -(-form.inputs // block_size)), group[".scales"].dtype
     sizes = all_said(group.config(), "group_size", "q_group_size")
@@ -193,7 +193,7 @@ def _is_planar(config: Config, bits: int) -> bool:
     return bits in (5, 6, 7) or said(config, "checkpoint_format", "format") == "gptq_p"
 
 
-def _check_dialect(group: Group, form: Form) -> None:
+def _check_dialect(group: Group, form: QweightLayout) -> None:
     config = group.config()
     for key in ("checkpoint_format", "format"):
         if not isinstance(config.get(key), str | None):
@@ -214,7 +214,7 @@ def _check_dialect(group: Group, form: Form) -> None:
 # --- zeros ---
 
 
-def _zeros(group: Group, form: Form) -> np.ndarray:
+def _zeros(group: Group, form: QweightLayout) -> np.ndarray:
     """The zero of each group and output, (groups, out), as uint8.
 
     One more than 2**bits - 1 is 0. In words of whole fields it also adds one to the next field: GPTQModel subtracts and
@@ -256,7 +256,7 @@ def _less_if_symmetric(group: Group, stored: np.ndarray, bits: int, less: int | 
 # --- groups ---
 
 
-def _grouping(group: Group, form: Form) -> tuple[int, np.ndarray | None]:
+def _grouping(group: Group, form: QweightLayout) -> tuple[int, np.ndarray | None]:
     """How many inputs a group has, and the order that puts the inputs of each group side by side, if they are not."""
     index, groups, inputs = group.get(".g_idx"), group[".scales"].shape[0], form.inputs
     if index is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import jax
 import numpy as np
 
-from eformer._src.checkpoint.arrays import Item, Part, Record, Written, record_of
+from eformer._src.checkpoint.arrays import ArrayToWrite, CheckpointToWrite, TensorSpec, TensorsToWrite, tensors_to_write
 from eformer._src.checkpoint.header import Json
 from eformer._src.checkpoint.layouts.compressed_tensors_write import cannot, module_of, planes_in
 from eformer._src.checkpoint.layouts.microscaling import BFLOAT16, E4M3, fp4_like, powers
@@ -134,24 +134,24 @@ Mode = tuple[int, int, str]  # block size, bits, and the name of the mode
 UINT32, FLOAT32 = np.dtype(np.uint32), np.dtype(np.float32)
 
 
-def mlx_records(items: Iterable[Item]) -> Written:
+def mlx_records(items: Iterable[ArrayToWrite]) -> CheckpointToWrite:
     """The tensors of arrays in the layout of MLX, and the part of config.json that describes them.
 
     Dense arrays stay as they are. Modules that differ from the most common mode are named.
     """
-    records: list[Record] = []
+    records: list[TensorsToWrite] = []
     modes: dict[str, Mode] = {}
     for item in items:
         if isinstance(item.like, QuantizedArray):
             record, modes[module_of(item, "MLX")] = _record(item, item.like)
             records.append(record)
         else:
-            records.append(record_of(item))
+            records.append(tensors_to_write(item))
     if not modes:
-        return Written(records, {}, {"format": "mlx"})
+        return CheckpointToWrite(records, {}, {"format": "mlx"})
     usual = Counter(modes.values()).most_common(1)[0][0]
     others: dict[str, Json] = {module: _said(mode) for module, mode in modes.items() if mode != usual}
-    return Written(records, {CONFIG: {"quantization": {**_said(usual), **others}}}, {"format": "mlx"})
+    return CheckpointToWrite(records, {CONFIG: {"quantization": {**_said(usual), **others}}}, {"format": "mlx"})
 
 
 def _said(mode: Mode) -> dict[str, Json]:
@@ -159,11 +159,11 @@ def _said(mode: Mode) -> dict[str, Json]:
     return {"group_size": size, "bits": bits, "mode": name}
 
 
-def _cannot(item: Item, why: str) -> ValueError:
+def _cannot(item: ArrayToWrite, why: str) -> ValueError:
     return cannot(item, "MLX", why)
 
 
-def _record(item: Item, like: QuantizedArray) -> tuple[Record, Mode]:
+def _record(item: ArrayToWrite, like: QuantizedArray) -> tuple[TensorsToWrite, Mode]:
     if not isinstance(like, ArrayGrouped) or like.ndim < 2 or (like.codebook != "integer" and like.scale.dtype != E8M0):
         raise _cannot(item, "it has no such format: quantize it to int4 or its kin, or `dequantize()` it first")
     if like.axis != -1:
@@ -173,14 +173,14 @@ def _record(item: Item, like: QuantizedArray) -> tuple[Record, Mode]:
     return _affine(item, like) if like.codebook == "integer" else _mxfp4(item, like)
 
 
-def _affine(item: Item, like: ArrayGrouped) -> tuple[Record, Mode]:
+def _affine(item: ArrayToWrite, like: ArrayGrouped) -> tuple[TensorsToWrite, Mode]:
     size, dtype = _block_size(item, like), _written_dtype(item, like)
     bits, (*rows, count), prefix = like.bits, like.shape, item.name.removesuffix("weight")
     entries = (*rows, count // size)
     parts = [
-        Part(item.name, UINT32, (*rows, dense_words(count, bits))),
-        Part(f"{prefix}scales", dtype, entries),
-        Part(f"{prefix}biases", dtype, entries),
+        TensorSpec(item.name, UINT32, (*rows, dense_words(count, bits))),
+        TensorSpec(f"{prefix}scales", dtype, entries),
+        TensorSpec(f"{prefix}biases", dtype, entries),
     ]
 
     def spread(leaf: object) -> np.ndarray:
@@ -206,10 +206,10 @@ def _affine(item: Item, like: ArrayGrouped) -> tuple[Record, Mode]:
                 )
         return [dense_of_planes(planes_in(q), bits, count), scale, biases]
 
-    return Record(item.name, parts, values, item.done), (size, bits, "affine")
+    return TensorsToWrite(item.name, parts, values, item.done), (size, bits, "affine")
 
 
-def _block_size(item: Item, like: ArrayGrouped) -> int:
+def _block_size(item: ArrayToWrite, like: ArrayGrouped) -> int:
     """The largest block size of MLX that divides rows and the array's own blocks."""
     count, block = like.shape[-1], like.shape[-1] if like.scale.shape[-1] == 1 else like.block_size
     found = [size for size in SIZES if count % size == 0 and block % size == 0]
@@ -219,7 +219,7 @@ def _block_size(item: Item, like: ArrayGrouped) -> int:
     return max(found)
 
 
-def _written_dtype(item: Item, like: ArrayGrouped) -> np.dtype:
+def _written_dtype(item: ArrayToWrite, like: ArrayGrouped) -> np.dtype:
     """The dtype of scales and biases: one that holds both, and the array's values as exactly as its own dtype."""
     leaves = [leaf for leaf in (like.scale, like.offset) if leaf is not None]
     kinds = {np.dtype(each.dtype) for each in (like, *leaves)}
@@ -232,13 +232,13 @@ def _written_dtype(item: Item, like: ArrayGrouped) -> np.dtype:
     return kinds.pop() if len(kinds) == 1 and like.zero is None else FLOAT32
 
 
-def _mxfp4(item: Item, like: ArrayGrouped) -> tuple[Record, Mode]:
+def _mxfp4(item: ArrayToWrite, like: ArrayGrouped) -> tuple[TensorsToWrite, Mode]:
     if like.codebook != "e2m1" or like.block_size != 32 or like.shape[-1] % 32 or like.offset is not None:
         raise _cannot(item, "of powers of two as scales it holds MXFP4: E2M1 in whole blocks of 32")
     (*rows, count), u8 = like.shape, np.dtype(np.uint8)
     parts = [
-        Part(item.name, UINT32, (*rows, count // 8)),
-        Part(f"{item.name.removesuffix('weight')}scales", u8, (*rows, count // 32)),
+        TensorSpec(item.name, UINT32, (*rows, count // 8)),
+        TensorSpec(f"{item.name.removesuffix('weight')}scales", u8, (*rows, count // 32)),
     ]
 
     def values() -> list[np.ndarray]:
@@ -247,4 +247,4 @@ def _mxfp4(item: Item, like: ArrayGrouped) -> tuple[Record, Mode]:
         scale = np.broadcast_to(np.asarray(q.scale), parts[1].shape)
         return [np.ascontiguousarray(q.packed).view(np.uint32), scale.view(np.uint8)]
 
-    return Record(item.name, parts, values, item.done), (32, 4, "mxfp4")
+    return TensorsToWrite(item.name, parts, values, item.done), (32, 4, "mxfp4")

@@ -12,7 +12,7 @@ UNPACK = "unpack it, and give the file with the weights"
 TORCH = "load it with `torch.load(path, weights_only=True)` and write it by `safetensors.torch.save_file`"
 
 
-class Kind(NamedTuple):
+class Foreign(NamedTuple):
     """A kind of file: the bytes it begins with, the endings it has where these are not enough, and what to do."""
 
     name: str
@@ -23,43 +23,43 @@ class Kind(NamedTuple):
 
 
 # The first that fits. Bytes alone decide where there are some; an ending alone where there are none.
-KINDS: tuple[Kind, ...] = (
-    Kind("a Git LFS pointer", b"version https://git-lfs", (), "fetch the file itself: `git lfs pull`"),
-    Kind("a page of HTML", b"<!doctype html", (), "the download failed, or needs a login: fetch the file again"),
-    Kind("a page of HTML", b"<html", (), "the download failed, or needs a login: fetch the file again"),
-    Kind("a page of XML", b"<?xml", (), "the download failed, or needs a login: fetch the file again"),
-    Kind("an archive of NumPy arrays", b"PK\x03\x04", (".npz",), "write `dict(numpy.load(path))` by `eformer.save`"),
-    Kind("a model of Keras", b"PK\x03\x04", (".keras",), "load it with Keras, and `eformer.save` its weights"),
-    Kind("an archive", b"PK\x03\x04", (".zip",), UNPACK),
-    Kind("a checkpoint of PyTorch", b"PK\x03\x04", (), TORCH),
-    Kind("a pickle, most likely of PyTorch", b"\x80\x02", (), TORCH),
-    Kind("a pickle", b"\x80\x03", (), DENSE),
-    Kind("a pickle", b"\x80\x04", (), DENSE),
-    Kind("a pickle", b"\x80\x05", (), DENSE),
-    Kind("an array of NumPy", b"\x93NUMPY", (), "write `numpy.load(path)` by `eformer.save`"),
-    Kind("HDF5, of Keras or others", b"\x89HDF", (), "load it with Keras or h5py, and `eformer.save` its weights"),
-    Kind("GGML of before August 2023", b"lmgg", (), "llama.cpp converted such files to GGUF"),
-    Kind("GGML of before August 2023", b"tjgg", (), "llama.cpp converted such files to GGUF"),
-    Kind("GGML of before August 2023", b"fmgg", (), "llama.cpp converted such files to GGUF"),
-    Kind("GGUF with its bytes the other way round", b"FUGG", (), "convert the model again on this machine"),
-    Kind("a file of gzip", b"\x1f\x8b", (), "unpack it: `gunzip`, or `tar -xzf`"),
-    Kind("a file of zstandard", b"\x28\xb5\x2f\xfd", (), "unpack it: `zstd -d`"),
-    Kind("a file of xz", b"\xfd7zXZ", (), "unpack it: `unxz`, or `tar -xJf`"),
-    Kind("a file of bzip2", b"BZh", (), "unpack it: `bunzip2`, or `tar -xjf`"),
-    Kind("a file of LZ4", b"\x04\x22\x4d\x18", (), "unpack it: `lz4 -d`"),
-    Kind("an archive", b"7z\xbc\xaf", (), UNPACK),
-    Kind("an archive", b"Rar!", (), UNPACK),
-    Kind("a tar archive", b"ustar", (), "unpack it: `tar -xf`", 257),
-    Kind("a pickle", None, (".pkl", ".pickle", ".joblib"), DENSE),
-    Kind("a table of Parquet", b"PAR1", (), "it holds data, not weights"),
-    Kind("a model of ONNX", None, (".onnx", ".onnx_data"), "export its weights by `onnx.numpy_helper.to_array`"),
-    Kind("MessagePack, as Flax writes", None, (".msgpack",), FLAX),
-    Kind("a checkpoint of PyTorch", None, (".pt", ".pth", ".bin", ".ckpt"), TORCH),
-    Kind("an archive of NumPy arrays", None, (".npz",), "write `dict(numpy.load(path))` by `eformer.save`"),
-    Kind("a model of Keras", None, (".h5", ".hdf5", ".keras"), "load it with Keras, and `eformer.save` its weights"),
-    Kind("a model of TensorFlow Lite", None, (".tflite",), DENSE),
-    Kind("a model of OpenVINO", None, (".xml",), DENSE),
-    Kind("JSON", b"{", (), "give the file with the weights, or its index, which ends in .safetensors.index.json"),
+KINDS: tuple[Foreign, ...] = (
+    Foreign("a Git LFS pointer", b"version https://git-lfs", (), "fetch the file itself: `git lfs pull`"),
+    Foreign("a page of HTML", b"<!doctype html", (), "the download failed, or needs a login: fetch the file again"),
+    Foreign("a page of HTML", b"<html", (), "the download failed, or needs a login: fetch the file again"),
+    Foreign("a page of XML", b"<?xml", (), "the download failed, or needs a login: fetch the file again"),
+    Foreign("an archive of NumPy arrays", b"PK\x03\x04", (".npz",), "write `dict(numpy.load(path))` by `eformer.save`"),
+    Foreign("a model of Keras", b"PK\x03\x04", (".keras",), "load it with Keras, and `eformer.save` its weights"),
+    Foreign("an archive", b"PK\x03\x04", (".zip",), UNPACK),
+    Foreign("a checkpoint of PyTorch", b"PK\x03\x04", (), TORCH),
+    Foreign("a pickle, most likely of PyTorch", b"\x80\x02", (), TORCH),
+    Foreign("a pickle", b"\x80\x03", (), DENSE),
+    Foreign("a pickle", b"\x80\x04", (), DENSE),
+    Foreign("a pickle", b"\x80\x05", (), DENSE),
+    Foreign("an array of NumPy", b"\x93NUMPY", (), "write `numpy.load(path)` by `eformer.save`"),
+    Foreign("HDF5, of Keras or others", b"\x89HDF", (), "load it with Keras or h5py, and `eformer.save` its weights"),
+    Foreign("GGML of before August 2023", b"lmgg", (), "llama.cpp converted such files to GGUF"),
+    Foreign("GGML of before August 2023", b"tjgg", (), "llama.cpp converted such files to GGUF"),
+    Foreign("GGML of before August 2023", b"fmgg", (), "llama.cpp converted such files to GGUF"),
+    Foreign("GGUF with its bytes the other way round", b"FUGG", (), "convert the model again on this machine"),
+    Foreign("a file of gzip", b"\x1f\x8b", (), "unpack it: `gunzip`, or `tar -xzf`"),
+    Foreign("a file of zstandard", b"\x28\xb5\x2f\xfd", (), "unpack it: `zstd -d`"),
+    Foreign("a file of xz", b"\xfd7zXZ", (), "unpack it: `unxz`, or `tar -xJf`"),
+    Foreign("a file of bzip2", b"BZh", (), "unpack it: `bunzip2`, or `tar -xjf`"),
+    Foreign("a file of LZ4", b"\x04\x22\x4d\x18", (), "unpack it: `lz4 -d`"),
+    Foreign("an archive", b"7z\xbc\xaf", (), UNPACK),
+    Foreign("an archive", b"Rar!", (), UNPACK),
+    Foreign("a tar archive", b"ustar", (), "unpack it: `tar -xf`", 257),
+    Foreign("a pickle", None, (".pkl", ".pickle", ".joblib"), DENSE),
+    Foreign("a table of Parquet", b"PAR1", (), "it holds data, not weights"),
+    Foreign("a model of ONNX", None, (".onnx", ".onnx_data"), "export its weights by `onnx.numpy_helper.to_array`"),
+    Foreign("MessagePack, as Flax writes", None, (".msgpack",), FLAX),
+    Foreign("a checkpoint of PyTorch", None, (".pt", ".pth", ".bin", ".ckpt"), TORCH),
+    Foreign("an archive of NumPy arrays", None, (".npz",), "write `dict(numpy.load(path))` by `eformer.save`"),
+    Foreign("a model of Keras", None, (".h5", ".hdf5", ".keras"), "load it with Keras, and `eformer.save` its weights"),
+    Foreign("a model of TensorFlow Lite", None, (".tflite",), DENSE),
+    Foreign("a model of OpenVINO", None, (".xml",), DENSE),
+    Foreign("JSON", b"{", (), "give the file with the weights, or its index, which ends in .safetensors.index.json"),
 )  # fmt: skip
 SHOWN = 60  # bytes of a text
 BEGINNING = 512  # bytes of a file that tell its kind

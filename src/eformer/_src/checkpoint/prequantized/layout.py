@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from eformer._src.checkpoint.arrays import Entry, Like
+from eformer._src.checkpoint.arrays import AbstractArray, Entry
 from eformer._src.checkpoint.file import CheckpointError
 from eformer._src.checkpoint.header import Json, Tensor, checked_shape
 from eformer._src.checkpoint.prequantized.bit_fields import pack_planes, plane_shapes
@@ -72,7 +72,7 @@ class Layout:
     name: str
     needs: Sequence[str]
     fits: Callable[[Group], bool]
-    like: Callable[[Group], Like]
+    like: Callable[[Group], AbstractArray]
     read: Callable[[Group, Any], np.ndarray | Mapping[str, Any]]  # Any: the class that `like` gives, and its leaves
     may_have: Sequence[str] = ()
     array: str | Callable[[str], str] = ".weight"

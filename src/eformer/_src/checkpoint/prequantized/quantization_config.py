@@ -15,7 +15,7 @@ from eformer._src.checkpoint.header import Json, parse_json
 
 MAX_CONFIG = 1 << 24  # bytes; the largest list every module of a model
 
-Own = Mapping[str, dict[str, Json]]  # keys of files beside the weights, by the names of the files
+OwnConfig = Mapping[str, dict[str, Json]]  # keys of files beside the weights, by the names of the files
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 KEYS = (
@@ -35,7 +35,7 @@ FILES: tuple[tuple[str, str | None], ...] = (
 BESIDE = {CONFIG, ADAPTER_CONFIG, *(name for name, _ in FILES)}
 
 
-class Said(NamedTuple):
+class ConfigEntry(NamedTuple):
     """What a file says of quantization: the entry `key` of it, or the whole file."""
 
     file: str
@@ -49,17 +49,17 @@ class Configuration:
     It is what they say themselves, `own`; if that is nothing, what the files beside say. Nothing is beside bytes.
     """
 
-    def __init__(self, path: Path | None, own: Own) -> None:
+    def __init__(self, path: Path | None, own: OwnConfig) -> None:
         self._path, self._own = path, own
 
     @functools.cached_property
-    def _read(self) -> tuple[list[Said], CheckpointError | None]:
+    def _read(self) -> tuple[list[ConfigEntry], CheckpointError | None]:
         if not self._own and self._path is not None:
             return _said(functools.partial(_read_beside, self._path))
         said, error = _said(self._own.get)
         return [*said, *(each for each in self._more() if each not in said)], error
 
-    def _more(self) -> list[Said]:
+    def _more(self) -> list[ConfigEntry]:
         """What config.json says beyond what the weights say of it: nothing is read by that, but it may be refused."""
         config = None if self._path is None or CONFIG not in self._own else self._path.with_name(CONFIG)
         if config is None or is_sealed(config):
@@ -67,7 +67,7 @@ class Configuration:
         return _said({CONFIG: read_json(config)}.get)[0]
 
     @property
-    def said(self) -> list[Said]:
+    def said(self) -> list[ConfigEntry]:
         """All of it: first of the model, then of its parts (`text_config`). A config.json that is none says nothing."""
         said, error = self._read
         if error is not None and self._path is not None and _speaks_of_quantization(self._path.with_name(CONFIG)):
@@ -122,23 +122,23 @@ def _read_beside(path: Path, name: str) -> Json:
     return read_json(path.with_name(name))
 
 
-def _said(read: Callable[[str], Json]) -> tuple[list[Said], CheckpointError | None]:
+def _said(read: Callable[[str], Json]) -> tuple[list[ConfigEntry], CheckpointError | None]:
     """All that is said in files that `read` gives by name, and why config.json can't be read."""
     try:
         whole, error = read(CONFIG), None
     except CheckpointError as found:
         whole, error = None, found
     parts = sorted(_parts(whole), key=lambda part: part[0])
-    said = [Said(CONFIG, key, what) for _, key, what in parts]
+    said = [ConfigEntry(CONFIG, key, what) for _, key, what in parts]
     for name, key in FILES:
         whole = None if said else read(name)
         part = whole if key is None or not isinstance(whole, dict) else whole.get(key)
         if isinstance(part, dict) and part:
-            said.append(Said(name, key, part))
+            said.append(ConfigEntry(name, key, part))
     return said, error
 
 
-def own_config(given: Json, path: Path | None) -> Own:
+def own_config(given: Json, path: Path | None) -> OwnConfig:
     """What a file itself says of those beside it; a CheckpointError if these say otherwise.
 
     A file that is missing, or under the seal of a save that was interrupted, says nothing.
@@ -159,7 +159,7 @@ def _check_same(path: Path, beside: Path, keys: Mapping[str, Json]) -> None:
         raise CheckpointError(f"{what}; write both again", file=str(beside))
 
 
-def quantization_in(text: bytes | None, path: Path) -> list[Said]:
+def quantization_in(text: bytes | None, path: Path) -> list[ConfigEntry]:
     """What the text of a config.json says of quantization; nothing if it can't be read."""
     text = None if text is None else unsealed(text)
     try:

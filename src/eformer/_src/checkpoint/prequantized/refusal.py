@@ -24,7 +24,7 @@ from eformer._src.checkpoint.file import CheckpointError
 from eformer._src.checkpoint.header import Tensor
 
 from .methods import METHODS, Method
-from .quantization_config import KEYS, Configuration, Said, entries_of
+from .quantization_config import KEYS, ConfigEntry, Configuration, entries_of
 
 
 def _plain(text: object) -> str:
@@ -114,7 +114,7 @@ def check_tensors(
 # --- configurations ---
 
 
-def _in_metadata(metadata: Mapping[str, object]) -> Iterator[Said]:
+def _in_metadata(metadata: Mapping[str, object]) -> Iterator[ConfigEntry]:
     for key in METADATA_KEYS:
         what = metadata.get(key)
         if not isinstance(what, str) or not what:
@@ -124,10 +124,10 @@ def _in_metadata(metadata: Mapping[str, object]) -> Iterator[Said]:
         except (ValueError, RecursionError):
             parsed = what
         if parsed:
-            yield Said("the header", key, parsed)
+            yield ConfigEntry("the header", key, parsed)
 
 
-def _check_said(said: Said, file: str) -> None:
+def _check_said(said: ConfigEntry, file: str) -> None:
     given = name_of(said)
     if given is None:
         return
@@ -149,7 +149,7 @@ def _check_said(said: Said, file: str) -> None:
             raise CheckpointError(f"{place} {what}. What works: {method.instead}. {RAW}", file=file)
 
 
-def name_of(said: Said) -> Method | str | None:
+def name_of(said: ConfigEntry) -> Method | str | None:
     """The method that is named, or the one that has such entries; "" if it is none of any, None if nothing is said."""
     what = said.what
     if isinstance(what, dict) and not any(what.values()):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._src.atomic_files import Target, is_sealed, reading
-from eformer._src.checkpoint.arrays import Entry, Item, Value
+from eformer._src.checkpoint.arrays import ArrayToWrite, Entry, Value
 from eformer._src.checkpoint.file import CheckpointError, StrPath
 from eformer._src.checkpoint.gguf.read import text_metadata, typed_metadata
 from eformer._src.checkpoint.gguf.write import TypeFor, write_gguf
@@ -106,7 +106,7 @@ def convert(
     with open_checkpoint(source) as checkpoint, reading(checkpoint.files):
         to = Target(target, overwrite, progress, *_beside(source, target))
         entries = [checkpoint.entry(name) for name in checkpoint]
-        items = [Item(entry.name, entry.like, entry.host, entry.drop) for entry in entries]
+        items = [ArrayToWrite(entry.name, entry.like, entry.host, entry.drop) for entry in entries]
         if chosen == GGUF:
             _warn_if_not_runnable(checkpoint)
             return write_gguf(to, items, type, typed_metadata(checkpoint.metadata))
@@ -115,10 +115,10 @@ def convert(
         return write_safetensors(to, written, checkpoint.tree, text_metadata(checkpoint.metadata), max_shard_bytes)
 
 
-def _quantized(name: str, entry: Entry, rule: Rule | None, statistic: Statistic | None) -> Item:
+def _quantized(name: str, entry: Entry, rule: Rule | None, statistic: Statistic | None) -> ArrayToWrite:
     like = entry.like
     if rule is None or rule.format is None or isinstance(like, QuantizedArray):
-        return Item(name, like, entry.host, entry.drop)
+        return ArrayToWrite(name, like, entry.host, entry.drop)
     dtype = jax.dtypes.canonicalize_dtype(like.dtype)
 
     def make() -> Value:
@@ -127,7 +127,7 @@ def _quantized(name: str, entry: Entry, rule: Rule | None, statistic: Statistic 
         entry.drop()
         return jax.block_until_ready(apply_rule(rule, name, jax.device_put(copy), statistic))
 
-    return Item(name, apply_rule(rule, name, jax.ShapeDtypeStruct(like.shape, dtype)), make)
+    return ArrayToWrite(name, apply_rule(rule, name, jax.ShapeDtypeStruct(like.shape, dtype)), make)
 
 
 def _warn_if_not_runnable(checkpoint: Checkpoint) -> None:

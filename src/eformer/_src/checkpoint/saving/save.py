@@ -15,7 +15,16 @@ import jax
 import numpy as np
 
 from eformer._src.atomic_files import Target, room_for, to_disk
-from eformer._src.checkpoint.arrays import Dense, Item, Part, Record, Written, contiguous_bytes, items_of, record_of
+from eformer._src.checkpoint.arrays import (
+    ArrayToWrite,
+    CheckpointToWrite,
+    Dense,
+    TensorSpec,
+    TensorsToWrite,
+    arrays_to_write,
+    contiguous_bytes,
+    tensors_to_write,
+)
 from eformer._src.checkpoint.file import CheckpointError, StrPath, check_path
 from eformer._src.checkpoint.gguf.write import TypeFor, write_gguf
 from eformer._src.checkpoint.header import BY_NUMPY_NAME, MAX_HEADER, METADATA, NAMES, Json, checked_shape
@@ -23,7 +32,7 @@ from eformer._src.checkpoint.layouts.bitsandbytes import bitsandbytes_record
 from eformer._src.checkpoint.layouts.compressed_tensors_write import compressed_tensors_records
 from eformer._src.checkpoint.layouts.mlx import mlx_records
 from eformer._src.checkpoint.paths import GGUF_SUFFIX, SUFFIX, parse_index, target_file
-from eformer._src.checkpoint.prequantized.quantization_config import CONFIG, Own, config_with
+from eformer._src.checkpoint.prequantized.quantization_config import CONFIG, OwnConfig, config_with
 from eformer._src.checkpoint.serialization import KEY, VERSION
 from eformer._src.checkpoint.tree import as_stored, flattened
 from eformer._src.progress import Meter, Progress
@@ -36,9 +45,9 @@ Index = tuple[slice, ...]  # of a piece in its tensor
 GGUF = "gguf"
 Kind: TypeAlias = Literal["safetensors", "bitsandbytes", "compressed-tensors", "mlx", "gguf"]
 # The layouts that safetensors files are written in, by the project that has them.
-KINDS: dict[str, Callable[[Iterable[Item]], Written]] = {
-    "safetensors": lambda items: Written([record_of(item) for item in items]),
-    "bitsandbytes": lambda items: Written([bitsandbytes_record(item) for item in items]),
+KINDS: dict[str, Callable[[Iterable[ArrayToWrite]], CheckpointToWrite]] = {
+    "safetensors": lambda items: CheckpointToWrite([tensors_to_write(item) for item in items]),
+    "bitsandbytes": lambda items: CheckpointToWrite([bitsandbytes_record(item) for item in items]),
     "compressed-tensors": compressed_tensors_records,
     "mlx": mlx_records,
 }
@@ -95,11 +104,11 @@ def save(
     named, structure = flattened(tree)
     chosen = kind_of(path, kind, type, max_shard_bytes)
     if chosen == GGUF:
-        return write_gguf(Target(path, overwrite, progress), items_of(named), type, metadata)
+        return write_gguf(Target(path, overwrite, progress), arrays_to_write(named), type, metadata)
     ours = chosen == "safetensors"
     if ours:
         named = [(name, as_stored(leaf)) for name, leaf in named]
-    written = KINDS[chosen](items_of(named, spread=ours))
+    written = KINDS[chosen](arrays_to_write(named, spread=ours))
     target = with_config(Target(path, overwrite, progress), written, target_file(path, SUFFIX))
     return write_safetensors(target, written, structure, metadata, max_shard_bytes)
 
@@ -120,7 +129,7 @@ def kind_of(path: StrPath, kind: str | None, type: TypeFor, max_shard_bytes: int
     return kind
 
 
-def with_config(target: Target, written: Written, beside: Path | None) -> Target:
+def with_config(target: Target, written: CheckpointToWrite, beside: Path | None) -> Target:
     """The target with a config.json: the one beside `beside`, and what is written says of quantization."""
     if not written.own:
         return target
@@ -131,7 +140,7 @@ def with_config(target: Target, written: Written, beside: Path | None) -> Target
 
 def write_safetensors(
     target: Target,
-    written: Written,
+    written: CheckpointToWrite,
     tree: Json,
     metadata: Mapping[str, object] | None,
     max_shard_bytes: int | None,
@@ -167,13 +176,13 @@ def write_safetensors(
     return index_path(single) if several else single
 
 
-def _shards(records: Sequence[Record], most: int | None) -> list[list[Record]]:
+def _shards(records: Sequence[TensorsToWrite], most: int | None) -> list[list[TensorsToWrite]]:
     """Records in their order, with a new shard where the next would exceed `most` bytes; a larger one is alone."""
     if most is None:
         return [list(records)]
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ValueError(f"`max_shard_bytes` must be a positive int or None, got {most!r}")
-    shards: list[list[Record]] = [[]]
+    shards: list[list[TensorsToWrite]] = [[]]
     size = 0
     for record in records:
         if shards[-1] and size + record.nbytes > most:
@@ -187,7 +196,7 @@ def _shards(records: Sequence[Record], most: int | None) -> list[list[Record]]:
 # --- what could not be read again ---
 
 
-def _check_records(records: Sequence[Record]) -> None:
+def _check_records(records: Sequence[TensorsToWrite]) -> None:
     seen: dict[str, str] = {}
     for record in records:
         for part in record.parts:
@@ -224,12 +233,12 @@ class _Layout(NamedTuple):
     size: int
 
 
-def _own(own: Own) -> dict[str, Json]:
+def _own(own: OwnConfig) -> dict[str, Json]:
     """What the metadata of the weights has of the files beside them: a reader of ours needs only one file."""
     return {"config": {**own}} if own else {}
 
 
-def _laid_out(records: Sequence[Record], metadata: dict[str, str], tree: Json, own: Own) -> _Layout:
+def _laid_out(records: Sequence[TensorsToWrite], metadata: dict[str, str], tree: Json, own: OwnConfig) -> _Layout:
     arrays = {record.name: record.described for record in records if record.described}
     ours = json.dumps({"version": VERSION, "arrays": arrays, "tree": tree, **_own(own)}, separators=(",", ":"))
     # Widest elements first: then each tensor lies at a multiple of its element's size, and there are no gaps.
@@ -252,7 +261,7 @@ def _laid_out(records: Sequence[Record], metadata: dict[str, str], tree: Json, o
     return _Layout(header, offsets, len(header) + end)
 
 
-def _write_file(file: BinaryIO, records: Sequence[Record], layout: _Layout, meter: Meter) -> None:
+def _write_file(file: BinaryIO, records: Sequence[TensorsToWrite], layout: _Layout, meter: Meter) -> None:
     if is_first():
         file.write(layout.header)
     for record in records:
@@ -274,14 +283,16 @@ def _pieces(value: Dense) -> Iterable[tuple[Index, Dense]]:
     return [((), value)] if is_first() else []
 
 
-def _write_piece(file: BinaryIO, offset: int, part: Part, index: Index, piece: Dense, name: str, meter: Meter) -> None:
+def _write_piece(
+    file: BinaryIO, offset: int, part: TensorSpec, index: Index, piece: Dense, name: str, meter: Meter
+) -> None:
     """Write a piece of a tensor, run by run of consecutive bytes, in the order of the file.
 
     The file is not mapped: if the disk is full after all, writing raises, where a mapping would end the process.
     """
     slices = [slice(*each.indices(n)) for each, n in zip(index, part.shape, strict=False)]
     shape = tuple(each.stop - each.start for each in slices) or part.shape
-    data = contiguous_bytes(piece, Part(part.name, part.dtype, shape))
+    data = contiguous_bytes(piece, TensorSpec(part.name, part.dtype, shape))
     for start, length, at in _runs(part, slices, shape):
         for begin in range(0, length, CHUNK):
             count = min(CHUNK, length - begin)
@@ -290,7 +301,7 @@ def _write_piece(file: BinaryIO, offset: int, part: Part, index: Index, piece: D
             meter.add(name, count)
 
 
-def _runs(part: Part, slices: Sequence[slice], shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+def _runs(part: TensorSpec, slices: Sequence[slice], shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     """For each run of bytes of a piece: its start in the piece, its length, and its start in the tensor."""
     outer = len(shape)  # the axes after this one are whole: together with it, they are one run
     while outer and shape[outer:] == part.shape[outer:]:

@@ -28,7 +28,6 @@ from eformer._src.model.rules import Rule
 from eformer._src.quantization.registry import find_format
 from eformer._src.text import in_bytes, table
 
-HELP = "time matmuls with quantized weights against float32"
 EXAMPLE = """\
 examples:
   eformer bench

@@ -19,7 +19,6 @@ from eformer._src.cli.progress import showing
 from eformer._src.model.calibration.calibrate import calibrate
 from eformer._src.model.calibration.statistics import Statistics
 
-HELP = "run a language model on a text, and keep what its weights are multiplied by"
 EXAMPLE = """\
 examples:
   eformer calibrate model.gguf text.txt statistics.npz

@@ -16,7 +16,6 @@ from eformer._src.cli.answer import Answer
 
 from . import language_model
 
-HELP = "talk with a language model"
 EXAMPLE = (
     """\
 examples:

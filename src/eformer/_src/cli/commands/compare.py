@@ -19,7 +19,6 @@ from eformer._src.model.report.report import Leaf, Report
 from eformer._src.model.report.table import SORTS
 from eformer._src.progress import Meter, Progress
 
-HELP = "show the error of each array of a checkpoint against another"
 EXAMPLE = """\
 examples:
   eformer compare model.safetensors small.safetensors

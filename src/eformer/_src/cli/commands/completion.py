@@ -11,7 +11,6 @@ from typing import NamedTuple
 from eformer._src.cli.answer import Answer
 from eformer._src.cli.arguments import KEEP, byte_count, format_names, format_rule, positive, problem, rule
 
-HELP = "print a script that completes words of this command in bash, zsh or fish"
 EXAMPLE = """\
 examples:
   eformer completion bash > ~/.local/share/bash-completion/completions/eformer

@@ -18,7 +18,6 @@ from eformer._src.text import in_bytes
 from .inspect import Totals
 
 NOT_RUNNABLE = "it has no metadata of a model, such as `general.architecture`: `load` reads it, and no program runs it"
-HELP = "write a checkpoint as safetensors, bitsandbytes, compressed-tensors, MLX or GGUF"
 EXAMPLE = f"""\
 examples:
   eformer convert model.gguf model.safetensors

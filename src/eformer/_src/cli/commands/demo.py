@@ -33,7 +33,6 @@ from . import demo_llm as _demo_llm
 from .bench import interleaved
 from .compare import compare_checkpoints
 
-HELP = "run a language model and a sentence encoder in each format, and show size, quality and speed"
 EXAMPLE = """\
 examples:
   eformer demo

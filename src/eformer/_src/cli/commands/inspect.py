@@ -11,7 +11,6 @@ from eformer._src.cli.answer import Answer
 from eformer._src.cli.arguments import READS, SOURCE
 from eformer._src.text import as_bits, as_shape, in_bytes, printable, table
 
-HELP = "list the arrays of a checkpoint; reads no data"
 EXAMPLE = f"""\
 examples:
   eformer inspect model.safetensors

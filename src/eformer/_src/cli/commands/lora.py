@@ -20,7 +20,6 @@ from eformer._src.model.report.compare_models import report
 from eformer._src.model.training.lora import merge_lora
 from eformer._src.text import in_bytes
 
-HELP = "add an adapter of LoRA into the weights of a model"
 EXAMPLE = """\
 examples:
   eformer lora merge ./model ./adapter ./merged

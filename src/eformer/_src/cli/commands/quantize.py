@@ -27,7 +27,6 @@ from eformer._src.text import as_bits, in_bytes
 from .compare import compare_checkpoints
 from .inspect import Totals
 
-HELP = "write a checkpoint again with its weights in fewer bits"
 EXAMPLE = f"""\
 examples:
   eformer quantize model.safetensors small.safetensors

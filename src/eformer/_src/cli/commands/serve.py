@@ -16,7 +16,6 @@ from eformer._src.cli.interrupt import answered_by
 
 from . import language_model
 
-HELP = "serve a language model to clients of OpenAI's interface, and a page to chat on"
 EXAMPLE = (
     """\
 examples:

@@ -10,7 +10,6 @@ from eformer._src.cli.answer import Answer
 
 from . import language_model
 
-HELP = "let a language model answer a prompt"
 EXAMPLE = (
     """\
 examples:

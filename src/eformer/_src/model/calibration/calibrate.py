@@ -20,7 +20,7 @@ from eformer._src.model.uses.rules_from_use import flat_call
 from eformer._src.progress import Meter, Progress, progress_bar
 from eformer._src.text import in_bytes
 
-from .evaluate import Evaluation, Found, Given, follow
+from .evaluate import Evaluation, Found, ProgramArray, follow
 from .statistics import Moments, Statistic, Statistics
 
 MEMORY = 4 * 10**9  # bytes of second moments that are held at a time
@@ -197,7 +197,7 @@ class _Run:
         @jax.jit
         def run(arrays: list[Any]) -> Found:
             evaluation.found.clear()
-            given = [follow(i, x) if i in self.leaves else Given(x) for i, x in zip(whole, arrays, strict=True)]
+            given = [follow(i, x) if i in self.leaves else ProgramArray(x) for i, x in zip(whole, arrays, strict=True)]
             evaluation.run(program, given)
             return dict(evaluation.found)
 

@@ -16,10 +16,10 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from eformer._src.model.uses.find import AnyJaxpr, Value, moved, of_leaf, opened
+from eformer._src.model.uses.find import AnyJaxpr, MovedLeaf, moved, of_leaf, opened
 from eformer._src.model.uses.movements import INDEXING, contracted_axes, type_of
 
-from .pull import COUNT, FIRST, SECOND, SQUARES, How, Untold, pull
+from .pull import COUNT, FIRST, SECOND, SQUARES, CannotPull, SumKind, pull
 from .sums import Sums, sums_of
 
 # Primitives that run a program of their own as it stands there.
@@ -28,22 +28,22 @@ CALLS = frozenset(
 )
 
 
-class Key(NamedTuple):
+class SumKey(NamedTuple):
     """Sums of one input of a program, over these axes of it, counted from the end."""
 
     source: int
     axes: tuple[int, ...]
 
 
-Found = dict[Key, Sums]
-Bring = Callable[[jax.Array, How], jax.Array]  # a sum over elements of a value, for the input that they come from
+Found = dict[SumKey, Sums]
+Bring = Callable[[jax.Array, SumKind], jax.Array]  # a sum over elements of a value, for the input that they come from
 
 
-class Given(NamedTuple):
+class ProgramArray(NamedTuple):
     """An array of the running program; `value` is None if no followed input is in it."""
 
     array: Any
-    value: Value | None = None
+    value: MovedLeaf | None = None
     brings: Mapping[int, Bring] = {}  # by the input
     again: Callable[[], Any] | None = None  # makes the array of its inputs as they are by then, if they may change
 
@@ -56,16 +56,16 @@ class Evaluation:
     found: Found = field(default_factory=dict)
     ends: dict[int, dict[str, None]] = field(default_factory=dict)
 
-    def run(self, jaxpr: AnyJaxpr, inputs: Sequence[Given]) -> list[Given]:
+    def run(self, jaxpr: AnyJaxpr, inputs: Sequence[ProgramArray]) -> list[ProgramArray]:
         """The outputs of the program, whose constants are its own."""
         consts = getattr(jaxpr, "consts", ())
         jaxpr = opened(jaxpr)
-        known: dict[Var, Given] = dict(zip(jaxpr.constvars, map(Given, consts), strict=False))
+        known: dict[Var, ProgramArray] = dict(zip(jaxpr.constvars, map(ProgramArray, consts), strict=False))
         known.update(zip(jaxpr.invars, inputs, strict=True))
         last = _last_uses(jaxpr)
 
-        def read(var: Var | Literal) -> Given:
-            return Given(var.val) if isinstance(var, Literal) else known[var]
+        def read(var: Var | Literal) -> ProgramArray:
+            return ProgramArray(var.val) if isinstance(var, Literal) else known[var]
 
         for i, eqn in enumerate(jaxpr.eqns):
             known.update(zip(eqn.outvars, self.equation(eqn, [read(var) for var in eqn.invars]), strict=True))
@@ -73,7 +73,7 @@ class Evaluation:
                 known.pop(var, None)
         return [read(var) for var in jaxpr.outvars]
 
-    def equation(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+    def equation(self, eqn: JaxprEqn, operands: Sequence[ProgramArray]) -> list[ProgramArray]:
         values = [given.value for given in operands]
         name = eqn.primitive.name
         if any(values) and name in CONTROL:
@@ -83,7 +83,7 @@ class Evaluation:
         arrays = [given.array for given in operands]
         outs = bound(eqn, arrays)
         if not any(values):
-            return list(map(Given, outs))
+            return list(map(ProgramArray, outs))
         if name == "optimization_barrier":
             return [given._replace(array=out) for given, out in zip(operands, outs, strict=True)]
         went = moved(eqn, values)
@@ -91,18 +91,20 @@ class Evaluation:
             for at, given in enumerate(operands):
                 if given.value is not None:
                     self.note(eqn, arrays, at, given)
-            return list(map(Given, outs))
+            return list(map(ProgramArray, outs))
         brings = [self._brings(eqn, operands, arrays, out) for out in range(len(outs))]
-        return [Given(*each) for each in zip(outs, went, brings, strict=True)]
+        return [ProgramArray(*each) for each in zip(outs, went, brings, strict=True)]
 
-    def _brings(self, eqn: JaxprEqn, operands: Sequence[Given], arrays: Sequence[Any], out: int) -> dict[int, Bring]:
+    def _brings(
+        self, eqn: JaxprEqn, operands: Sequence[ProgramArray], arrays: Sequence[Any], out: int
+    ) -> dict[int, Bring]:
         brings: dict[int, Bring] = {}
         for at, given in enumerate(operands):
             for source, bring in given.brings.items():
                 brings[source] = _then(eqn, arrays, at, out, bring, brings.get(source))
         return brings
 
-    def note(self, eqn: JaxprEqn, arrays: Sequence[Any], at: int, given: Given) -> None:
+    def note(self, eqn: JaxprEqn, arrays: Sequence[Any], at: int, given: ProgramArray) -> None:
         assert given.value is not None
         name = eqn.primitive.name
         axes = contracted_axes(eqn, at)
@@ -112,15 +114,15 @@ class Evaluation:
         wants = not given.brings.keys().isdisjoint(self.with_moment)
         try:
             sums = _with_moment_if_told(lambda wants: _whole(eqn, arrays, at, wants), wants)
-        except Untold:
+        except CannotPull:
             return self.end(given, f"{name} in a form that is not known")
         return self.add(given, axes, sums)
 
-    def end(self, given: Given, name: str) -> None:
+    def end(self, given: ProgramArray, name: str) -> None:
         for source in given.brings:
             self.ends.setdefault(source, {})[name] = None
 
-    def add(self, given: Given, axes: Sequence[int], sums: Sums) -> None:
+    def add(self, given: ProgramArray, axes: Sequence[int], sums: Sums) -> None:
         """Add sums over the `axes` of a value to those of the inputs that it comes from."""
         assert given.value is not None
         for source, its_axes in given.value.leaves.items():
@@ -128,12 +130,12 @@ class Evaluation:
             bring = given.brings[source]
             try:
                 brought = Sums(bring(sums.squares, SQUARES), bring(sums.inputs, COUNT))
-            except Untold:
+            except CannotPull:
                 self.end(given, "a matmul, moved in a way that is not known")
                 continue
             if sums.moment is not None and source in self.with_moment:
                 brought = brought._replace(moment=_moment(bring, sums.moment))
-            self.merge({Key(source, along): brought})
+            self.merge({SumKey(source, along): brought})
 
     def merge(self, found: Found) -> None:
         for key, sums in found.items():
@@ -167,7 +169,7 @@ _VARYING: dict[str, Callable[[list[Any], dict[str, Any]], list[Any]]] = {
 def _with_moment_if_told(sums: Callable[[bool], Sums], wants: bool) -> Sums:
     try:
         return sums(wants)
-    except Untold:
+    except CannotPull:
         return sums(False)
 
 
@@ -183,10 +185,10 @@ def _whole(eqn: JaxprEqn, arrays: Sequence[Any], at: int, wants_moment: bool) ->
 
 def _then(
     eqn: JaxprEqn, arrays: Sequence[Any], at: int, out: int, bring: Bring, other: Bring | None
-) -> Callable[[jax.Array, How], jax.Array]:
-    def both(total: jax.Array, how: How) -> jax.Array:
+) -> Callable[[jax.Array, SumKind], jax.Array]:
+    def both(total: jax.Array, how: SumKind) -> jax.Array:
         if other is not None and how.power == 1:
-            raise Untold
+            raise CannotPull
         found = bring(pull(total, eqn, arrays, at, out, how), how)
         return found if other is None else found + other(total, how)  # joined from parts of one array
 
@@ -201,7 +203,7 @@ def _moment(bring: Bring, moment: jax.Array) -> jax.Array | None:
         once = jax.vmap(lambda each: bring(each, FIRST), -1, -1)(moment.reshape(*first, -1))
         before = once.shape[:-1]
         twice = jax.vmap(lambda each: bring(each, SECOND))(once.reshape(-1, *second))
-    except Untold:
+    except CannotPull:
         return None
     return twice.reshape(*before, *twice.shape[1:])
 
@@ -219,26 +221,28 @@ def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Var]]:
     return found
 
 
-def follow(source: int, array: Any) -> Given:
+def follow(source: int, array: Any) -> ProgramArray:
     """An input of a program, to be followed under the number `source`."""
-    return Given(array, of_leaf(source, array.ndim), {source: lambda total, how: total})
+    return ProgramArray(array, of_leaf(source, array.ndim), {source: lambda total, how: total})
 
 
 # --- control flow: a body is a program of its own, whose inputs are followed by their number ---
 
 
-def _body(outer: Evaluation, operands: Sequence[Given], but: Collection[int] = ()) -> tuple[Evaluation, list[bool]]:
+def _body(
+    outer: Evaluation, operands: Sequence[ProgramArray], but: Collection[int] = ()
+) -> tuple[Evaluation, list[bool]]:
     """An evaluation for a body that is given the `operands`, and which of them it follows."""
     followed = [given.value is not None and i not in but for i, given in enumerate(operands)]
     moments = [i for i, each in enumerate(operands) if not each.brings.keys().isdisjoint(outer.with_moment)]
     return Evaluation(moments), followed
 
 
-def _inputs(arrays: Sequence[Any], followed: Sequence[bool]) -> list[Given]:
-    return [follow(i, x) if one else Given(x) for i, (x, one) in enumerate(zip(arrays, followed, strict=True))]
+def _inputs(arrays: Sequence[Any], followed: Sequence[bool]) -> list[ProgramArray]:
+    return [follow(i, x) if one else ProgramArray(x) for i, (x, one) in enumerate(zip(arrays, followed, strict=True))]
 
 
-def _settle(outer: Evaluation, inner: Evaluation, operands: Sequence[Given], found: Found) -> None:
+def _add_sums_of_body(outer: Evaluation, inner: Evaluation, operands: Sequence[ProgramArray], found: Found) -> None:
     """Add what a body found of its inputs to what they come from."""
     for key, sums in found.items():
         outer.add(operands[key.source], key.axes, sums)
@@ -252,18 +256,22 @@ def _changed(inner: Jaxpr, carried: Sequence[int]) -> set[int]:
     return {at for out, at in zip(inner.outvars, carried, strict=False) if out is not inner.invars[at]}
 
 
-def _passed_on(outs: Sequence[Any], carry: Sequence[Given], changed: Collection[int], first: int) -> list[Given]:
+def _passed_on(
+    outs: Sequence[Any], carry: Sequence[ProgramArray], changed: Collection[int], first: int
+) -> list[ProgramArray]:
     """The outputs of a loop. An output that no step changes is the input it came from."""
     kept = [carry[i] if i < len(carry) and first + i not in changed else None for i in range(len(outs))]
-    return [Given(out) if same is None else same._replace(array=out) for out, same in zip(outs, kept, strict=True)]
+    return [
+        ProgramArray(out) if same is None else same._replace(array=out) for out, same in zip(outs, kept, strict=True)
+    ]
 
 
-def _note_changed(outer: Evaluation, operands: Sequence[Given], changed: Collection[int], name: str) -> None:
+def _note_changed(outer: Evaluation, operands: Sequence[ProgramArray], changed: Collection[int], name: str) -> None:
     for at in changed:
         outer.end(operands[at], f"{name}, which changes it")
 
 
-def _scan(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+def _scan(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[ProgramArray]) -> list[ProgramArray]:
     jaxpr = eqn.params["jaxpr"]
     inner = opened(jaxpr)
     carries = sum(_ndim(a) == _ndim(b) for a, b in zip(inner.outvars, eqn.outvars, strict=True))
@@ -293,7 +301,7 @@ def _scan(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[Given]) -> list[G
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll") if name in eqn.params}
     (carry, total), (ys, rows) = lax.scan(body, (arrays[first:start], total), arrays[start:], **options)
     rows = {key: _of_stack(sums) for key, sums in rows.items()}
-    _settle(outer, evaluations[-1], operands, {**total, **rows})
+    _add_sums_of_body(outer, evaluations[-1], operands, {**total, **rows})
     return _passed_on([*carry, *ys], operands[first:start], changed, first)
 
 
@@ -312,7 +320,7 @@ def _ndim(var: Var | Literal) -> int:
     return type_of(var).ndim
 
 
-def _while(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+def _while(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[ProgramArray]) -> list[ProgramArray]:
     of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition, jaxpr = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     first = [given.array for given in operands[:of_condition]]
@@ -333,15 +341,15 @@ def _while(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[Given]) -> list[
         return carry, {key: added(state[1][key], found[key]) for key in state[1]}
 
     def holds(state: tuple[list[Any], Found]) -> jax.Array:
-        return Evaluation().run(condition, list(map(Given, [*first, *state[0]])))[0].array
+        return Evaluation().run(condition, list(map(ProgramArray, [*first, *state[0]])))[0].array
 
     total = _zeros(jax.eval_shape(step, arrays[of_body:])[1])
     carry, total = lax.while_loop(holds, body, (arrays[of_body:], total))
-    _settle(outer, evaluations[-1], ours, total)
+    _add_sums_of_body(outer, evaluations[-1], ours, total)
     return _passed_on(carry, ours[of_body:], changed, of_body)
 
 
-def _cond(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+def _cond(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[ProgramArray]) -> list[ProgramArray]:
     index, ours = operands[0].array, operands[1:]
     arrays = [given.array for given in ours]
     evaluations: list[Evaluation] = []
@@ -353,7 +361,7 @@ def _cond(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[Given]) -> list[G
         return [given.array for given in outs], evaluation.found
 
     branches = eqn.params["branches"]
-    shapes: dict[Key, Any] = {}
+    shapes: dict[SumKey, Any] = {}
     for jaxpr in branches:
         for key, sums in jax.eval_shape(lambda arrays, jaxpr=jaxpr: run(jaxpr, arrays), arrays)[1].items():
             before = shapes.get(key)
@@ -372,11 +380,11 @@ def _cond(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[Given]) -> list[G
         evaluations[-1].ends.update(
             {at: {**evaluations[-1].ends.get(at, {}), **n} for at, n in evaluation.ends.items()}
         )
-    _settle(outer, evaluations[-1], ours, found)
-    return list(map(Given, outs))
+    _add_sums_of_body(outer, evaluations[-1], ours, found)
+    return list(map(ProgramArray, outs))
 
 
-def _shard_map(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+def _shard_map(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[ProgramArray]) -> list[ProgramArray]:
     """Each device sums up its own inputs; then sums over parts that have the same weights are added."""
     params = eqn.params
     specs, manual = (
@@ -386,7 +394,7 @@ def _shard_map(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[Given]) -> l
     arrays = [given.array for given in operands]
     evaluation, followed = _body(outer, operands)
     types = [type_of(var).shape for var in opened(params["jaxpr"]).invars]
-    sharded: dict[Key, Any] = {}
+    sharded: dict[SumKey, Any] = {}
 
     def spec_of(sums: jax.Array, of: int) -> PartitionSpec:
         """That of the weight, along the axes that have a sum for each element."""
@@ -420,11 +428,11 @@ def _shard_map(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[Given]) -> l
     evaluation.found.clear()
     out_specs = (list(params["out_specs"]), dict(sharded))
     outs, found = jax.shard_map(body, out_specs=out_specs, **inside)(*arrays)
-    _settle(outer, evaluation, operands, found)
-    return list(map(Given, outs))
+    _add_sums_of_body(outer, evaluation, operands, found)
+    return list(map(ProgramArray, outs))
 
 
-CONTROL: dict[str, Callable[[Evaluation, JaxprEqn, Sequence[Given]], list[Given]]] = {
+CONTROL: dict[str, Callable[[Evaluation, JaxprEqn, Sequence[ProgramArray]], list[ProgramArray]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -20,12 +20,12 @@ from jax.extend.core import JaxprEqn
 from eformer._src.model.uses.movements import type_of
 
 
-class Untold(Exception):
+class CannotPull(Exception):
     """A sum can't be told for the array before it was moved."""
 
 
 @dataclass(frozen=True)
-class How:
+class SumKind:
     """What a sum counts: `power` 2 for squares of inputs, 1 for one of two factors, 0 for their number.
 
     Elements that were left out count 0, if the sum is `spread`; else an axis stays of length 1 where it was.
@@ -35,14 +35,15 @@ class How:
     spread: bool = True
 
 
-SQUARES, COUNT = How(2), How(0)
-FIRST, SECOND = How(1), How(1, spread=False)
+SQUARES, COUNT = SumKind(2), SumKind(0)
+FIRST, SECOND = SumKind(1), SumKind(1, spread=False)
 
 Operands = Sequence[Any]  # of an equation: arrays
-Pull = Callable[[jax.Array, JaxprEqn, Operands, int, int, How], jax.Array]  # sum, eqn, operands, operand, output, how
+# Of the sum, the equation, its operands, the numbers of an operand and of an output, and the kind of sum.
+Pull = Callable[[jax.Array, JaxprEqn, Operands, int, int, SumKind], jax.Array]
 
 
-def pull(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+def pull(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: SumKind) -> jax.Array:
     """The sum `total` over elements of the output number `out`, for the operand number `at`."""
     return PULLS[eqn.primitive.name](total, eqn, operands, at, out, how)
 
@@ -64,7 +65,7 @@ def _squeeze(total: jax.Array, eqn: JaxprEqn, *_: object) -> jax.Array:
     return jnp.expand_dims(total, [axis % ndim for axis in eqn.params["dimensions"]])
 
 
-def _broadcast(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+def _broadcast(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: SumKind) -> jax.Array:
     del operands, out
     came_from, old = list(eqn.params["broadcast_dimensions"]), _shape(eqn, at)
     for axis, size in enumerate(eqn.params["shape"]):
@@ -102,7 +103,9 @@ def _groups(new: Sequence[int], old: Sequence[int]) -> list[tuple[list[int], lis
     return found
 
 
-def _placed(total: jax.Array, shape: Sequence[int], starts: Sequence[Any], taken: Sequence[int], how: How) -> jax.Array:
+def _placed(
+    total: jax.Array, shape: Sequence[int], starts: Sequence[Any], taken: Sequence[int], how: SumKind
+) -> jax.Array:
     """`total` over a part of an array of that `shape`; the others count 0."""
     whole = [1 if taken[i] == shape[i] and n == 1 else shape[i] for i, n in enumerate(total.shape)]
     if not how.spread:
@@ -114,7 +117,7 @@ def _placed(total: jax.Array, shape: Sequence[int], starts: Sequence[Any], taken
     return lax.dynamic_update_slice(jnp.zeros(whole, total.dtype), jnp.broadcast_to(total, part), starts)
 
 
-def _tile(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+def _tile(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: SumKind) -> jax.Array:
     del operands, out
     for axis, (times, size) in enumerate(zip(eqn.params["reps"], _shape(eqn, at), strict=True)):
         if total.shape[axis] == 1:
@@ -125,7 +128,7 @@ def _tile(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int
     return total
 
 
-def _select(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+def _select(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: SumKind) -> jax.Array:
     """Of arrays that a single number chooses from, the others count 0."""
     del eqn, out
     chosen = jnp.asarray(operands[0]).reshape(()).astype(jnp.int32) == at - 1
@@ -134,10 +137,10 @@ def _select(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: i
 
 def _untold(*_: object) -> jax.Array:
     """What devices send each other: their sums would have to be sent back."""
-    raise Untold
+    raise CannotPull
 
 
-def _slice(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+def _slice(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: SumKind) -> jax.Array:
     starts, strides = eqn.params["start_indices"], eqn.params["strides"]
     taken = type_of(eqn.outvars[0]).shape
     if strides is not None and any(n > 1 for n in strides):
@@ -145,14 +148,14 @@ def _slice(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: in
     return _placed(total, _shape(eqn, 0), starts, taken, how)
 
 
-def _split(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+def _split(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: SumKind) -> jax.Array:
     del operands, at
     shape, axis = _shape(eqn, 0), eqn.params["axis"]
     starts = [sum(eqn.params["sizes"][:out]) if i == axis else 0 for i in range(len(shape))]
     return _placed(total, shape, starts, type_of(eqn.outvars[out]).shape, how)
 
 
-def _unstack(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+def _unstack(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: SumKind) -> jax.Array:
     del operands, at
     shape = _shape(eqn, 0)
     axis = eqn.params["axis"] % len(shape)
@@ -161,7 +164,7 @@ def _unstack(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: 
     return _placed(jnp.expand_dims(total, axis), shape, starts, taken, how)
 
 
-def _dynamic_slice(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+def _dynamic_slice(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: SumKind) -> jax.Array:
     del at, out
     shape, taken = _shape(eqn, 0), eqn.params["slice_sizes"]
     starts = [jnp.asarray(start, jnp.int32) for start in operands[1:]]  # zeros beside them must have their type
@@ -169,7 +172,7 @@ def _dynamic_slice(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int,
     return _placed(total, shape, starts, taken, how)
 
 
-def _concatenate(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+def _concatenate(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: SumKind) -> jax.Array:
     del operands, out, how
     axis = eqn.params["dimension"]
     if total.shape[axis] == 1:
@@ -182,7 +185,7 @@ def _reverse(total: jax.Array, eqn: JaxprEqn, *_: object) -> jax.Array:
     return lax.rev(total, eqn.params["dimensions"])
 
 
-def _gather(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+def _gather(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: SumKind) -> jax.Array:
     """Axes that are taken whole stay of length 1 if they are; the sums of all places that took an element are added."""
     del at, out
     numbers, shape = eqn.params["dimension_numbers"], _shape(eqn, 0)
@@ -195,7 +198,7 @@ def _gather(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: i
     places = [axis for axis in range(total.ndim) if axis not in numbers.offset_dims]
     if not how.spread:
         if any(total.shape[axis] > 1 for axis in places) or any(taken[axis] != thin[axis] for axis in kept):
-            raise Untold
+            raise CannotPull
         return jnp.expand_dims(jnp.squeeze(total, places), sorted(gone))
     given = {offset: taken[axis] for axis, offset in zip(kept, numbers.offset_dims, strict=True)}
     wanted = [given.get(axis, size) for axis, size in enumerate(type_of(eqn.outvars[0]).shape)]
@@ -204,10 +207,10 @@ def _gather(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: i
     return _linear(move, thin, jnp.broadcast_to(total, wanted))
 
 
-def _transposed(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+def _transposed(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: SumKind) -> jax.Array:
     """What holds for every move of elements: its transpose, of a sum for each element."""
     if not how.spread:
-        raise Untold
+        raise CannotPull
     whole = jnp.broadcast_to(total, type_of(eqn.outvars[out]).shape)
 
     def move(x: jax.Array) -> jax.Array:
@@ -223,12 +226,12 @@ def _linear(move: Callable[[jax.Array], jax.Array], shape: Sequence[int], total:
     return found
 
 
-def _scaled(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: How) -> jax.Array:
+def _scaled(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: int, how: SumKind) -> jax.Array:
     """An element that is scaled by c before it is multiplied counts c² times."""
     del out
     factor = jnp.asarray(operands[1 - at], jnp.float32)
     if (how.power == 1 and factor.ndim) or (at == 1 and eqn.primitive.name == "div"):
-        raise Untold
+        raise CannotPull
     return total * (1 / factor if eqn.primitive.name == "div" else factor) ** how.power
 
 

@@ -15,13 +15,13 @@ from eformer._src.jaximus.array import materialize
 from eformer._src.model.uses.find import moved, traced
 from eformer._src.model.uses.rules_from_use import flat_call
 
-from .evaluate import CALLS, CONTROL, Evaluation, Given, bound, follow
+from .evaluate import CALLS, CONTROL, Evaluation, ProgramArray, bound, follow
 from .statistics import Moments, Statistic
 
 Quantize = Callable[[int, Statistic | None], Any]  # a leaf, by its number, with what it is multiplied by
 
 
-class _Done(Exception):
+class _AllQuantized(Exception):
     """All leaves are quantized: what the function does after that is of no interest."""
 
 
@@ -36,7 +36,7 @@ class _InOrder(Evaluation):
         self.current, self.todo, self.quantize = dict(leaves), set(self.with_moment), quantize
         self.made: dict[int, Any] = {}
 
-    def equation(self, eqn: JaxprEqn, operands: Sequence[Given]) -> list[Given]:
+    def equation(self, eqn: JaxprEqn, operands: Sequence[ProgramArray]) -> list[ProgramArray]:
         if eqn.primitive.name in CALLS:
             return super().equation(eqn, operands)
         values = [given.value for given in operands]
@@ -52,14 +52,14 @@ class _InOrder(Evaluation):
             for i in sorted(waiting):
                 self._quantize(i)
             if not self.todo:
-                raise _Done
+                raise _AllQuantized
         now = [given._replace(array=x) for given, x in zip(operands, _now(operands), strict=True)]
         return super().equation(eqn, now)
 
-    def start(self, i: int, array: Any) -> Given:
+    def start(self, i: int, array: Any) -> ProgramArray:
         return follow(i, array)._replace(again=lambda: self.current[i])
 
-    def _sum_up(self, eqn: JaxprEqn, operands: Sequence[Given]) -> None:
+    def _sum_up(self, eqn: JaxprEqn, operands: Sequence[ProgramArray]) -> None:
         self.found.clear()
         if eqn.primitive.name in CONTROL:
             super().equation(eqn, operands)
@@ -76,7 +76,7 @@ class _InOrder(Evaluation):
         self.todo.remove(i)
 
 
-def _now(operands: Sequence[Given]) -> list[Any]:
+def _now(operands: Sequence[ProgramArray]) -> list[Any]:
     return [given.array if given.again is None else given.again() for given in operands]
 
 
@@ -105,8 +105,8 @@ def in_order(
     leaves = {i: leaf for i, (_, leaf) in enumerate(named)}
     run = _InOrder(leaves, todo, quantize)
     wanted = set(run.todo)
-    given = [run.start(i, x) if i in wanted else Given(x) for i, x in zip(whole, arrays, strict=True)]
+    given = [run.start(i, x) if i in wanted else ProgramArray(x) for i, x in zip(whole, arrays, strict=True)]
     del arrays
-    with contextlib.suppress(_Done):
+    with contextlib.suppress(_AllQuantized):
         run.run(program, given)
     return run.made

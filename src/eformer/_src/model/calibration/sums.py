@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from eformer._src.model.uses.movements import type_of
 
-from .pull import Untold
+from .pull import CannotPull
 
 
 class Sums(NamedTuple):
@@ -29,7 +29,7 @@ class Sums(NamedTuple):
 
 
 def sums_of(eqn: JaxprEqn, operands: Sequence[Any], at: int, wants_moment: bool) -> Sums:
-    """The sums for operand number `at`; `Untold` if this way to multiply is not known."""
+    """The sums for operand number `at`; `CannotPull` if this way to multiply is not known."""
     return _SUMS[eqn.primitive.name](eqn, operands, at, wants_moment)
 
 
@@ -81,7 +81,7 @@ def _ragged_dot(eqn: JaxprEqn, operands: Sequence[Any], at: int, wants_moment: b
     (lhs, rhs), batch = numbers.dot_dimension_numbers
     groups = list(numbers.rhs_group_dimensions)
     if at != 1 or len(groups) != 1 or any(map(len, batch)) or numbers.lhs_ragged_dimensions[0] in lhs:
-        raise Untold
+        raise CannotPull
     summed = sorted(zip(rhs, lhs, strict=True))
     x, sizes = operands[0].astype(jnp.float32), operands[2]
     x = x.transpose(*[i for i in range(x.ndim) if i not in lhs], *[axis for _, axis in summed])
@@ -102,7 +102,7 @@ def _ragged_dot(eqn: JaxprEqn, operands: Sequence[Any], at: int, wants_moment: b
 def _convolution(eqn: JaxprEqn, operands: Sequence[Any], at: int, wants_moment: bool) -> Sums:
     """The transpose of the convolution, as a function of its kernel, adds up the squares that each element meets."""
     if at != 1:
-        raise Untold
+        raise CannotPull
     numbers, shape = eqn.params["dimension_numbers"], list(_shape(eqn, 1))
     features, grouped = numbers.rhs_spec[0], max(eqn.params["feature_group_count"], eqn.params["batch_group_count"])
     if grouped == 1:
@@ -118,7 +118,7 @@ def _convolution(eqn: JaxprEqn, operands: Sequence[Any], at: int, wants_moment: 
     if not wants_moment:
         return Sums(squares, count)
     if grouped > 1:
-        raise Untold
+        raise CannotPull
     patches = lax.conv_general_dilated_patches(
         x,
         [shape[axis] for axis in numbers.rhs_spec[2:]],

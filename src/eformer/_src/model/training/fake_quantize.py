@@ -21,7 +21,7 @@ from eformer._src.quantization.learned_scales import quantize_with_scale, straig
 from eformer._src.quantization.spelling import FormatLike
 
 from .fake_quantized_array import FakeQuantizedArray
-from .learned_scales import Scales, check_scales
+from .init_scales import Scales, check_scales
 
 Tree = TypeVar("Tree")
 

@@ -38,7 +38,7 @@ class _Dense(NamedTuple):
 
 
 @dataclass
-class Choice:
+class FormatChooser:
     """Decides over the leaves of a model; `leaves` and their `uses` are given by index."""
 
     leaves: Mapping[int, jax.ShapeDtypeStruct]

@@ -1,4 +1,4 @@
-"""How a function uses the leaves of a model: a walk over its jaxpr follows each leaf to the operations it ends in.
+"""How a function uses the leaves of a model: a finder over its jaxpr follows each leaf to the operations it ends in.
 
 A jaxpr holds every operation, whether or not it has a rule; `replay` finds out what a rule does with it.
 """
@@ -14,13 +14,13 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from .movements import CHOOSING, INDEXING, MOVEMENTS, SCALING, Axes, contracted_axes, type_of, unchanged
-from .replay import Given, Op, Operand, Slice, Term
+from .replay import LeafIndex, Op, Operand, Slice, Term
 
 MANY_ROWS = 256  # as in a prefill: a matmul that makes no weight dense then makes none for one token
 
 
 @dataclass(frozen=True, eq=False)
-class Value:
+class MovedLeaf:
     """An array made from one leaf by moving elements, or from several that were joined."""
 
     leaves: dict[int, Axes]
@@ -40,7 +40,7 @@ class Use:
     may_be_dense: int  # bytes that are dense in any case: those of a part taken by index
 
 
-Values = Sequence[Value | None]  # None for an array that is made from no leaf
+Values = Sequence[MovedLeaf | None]  # None for an array that is made from no leaf
 AnyJaxpr = Jaxpr | ClosedJaxpr
 
 
@@ -49,15 +49,15 @@ def opened(jaxpr: AnyJaxpr) -> Jaxpr:
 
 
 @dataclass(eq=False)
-class Walk:
+class UseFinder:
     uses: dict[int, list[Use]] = field(default_factory=dict)
 
-    def jaxpr(self, jaxpr: AnyJaxpr, values: Values, times: int) -> list[Value | None]:
+    def jaxpr(self, jaxpr: AnyJaxpr, values: Values, times: int) -> list[MovedLeaf | None]:
         """Follow the `values` of the inputs through a jaxpr that runs `times` times; returns the outputs' values."""
         jaxpr = opened(jaxpr)
         known = {var: value for var, value in zip(jaxpr.invars, values, strict=True) if value is not None}
 
-        def find(var: Var | Literal) -> Value | None:
+        def find(var: Var | Literal) -> MovedLeaf | None:
             return None if isinstance(var, Literal) else known.get(var)
 
         for eqn in jaxpr.eqns:
@@ -74,7 +74,7 @@ class Walk:
         inner = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
         if inner is not None and len(opened(inner).invars) == len(operands):
             if name == "shard_map":  # inside, arrays are shards, which can't be replayed
-                operands = [value and Value(value.leaves, None, value.indexed) for value in operands]
+                operands = [value and MovedLeaf(value.leaves, None, value.indexed) for value in operands]
             return self.jaxpr(inner, operands, times)
         if name == "optimization_barrier":
             return operands
@@ -86,7 +86,7 @@ class Walk:
                 self._note(eqn, operands, position, value, times)
         return [None] * len(eqn.outvars)
 
-    def _note(self, eqn: JaxprEqn, operands: Values, position: int, value: Value, times: int) -> None:
+    def _note(self, eqn: JaxprEqn, operands: Values, position: int, value: MovedLeaf, times: int) -> None:
         out, operand = type_of(eqn.outvars[0]), type_of(eqn.invars[position])
         gathered = eqn.primitive.name in INDEXING and position == 0
         contracted = contracted_axes(eqn, position)
@@ -100,7 +100,7 @@ class Walk:
             self.uses.setdefault(leaf, []).append(Use(eqn.primitive.name, along, gathered, work, term, dense))
 
 
-def moved(eqn: JaxprEqn, operands: Values) -> list[Value] | None:
+def moved(eqn: JaxprEqn, operands: Values) -> list[MovedLeaf] | None:
     """The outputs, if the operation only moves or scales elements; None for an operation that a leaf ends in."""
     name = eqn.primitive.name
     values = [value for value in operands if value is not None]
@@ -116,7 +116,7 @@ def moved(eqn: JaxprEqn, operands: Values) -> list[Value] | None:
     if move is None or (choosing is not None and not _are_joined(eqn, operands, choosing)):
         return None
     leaves = {leaf: move(axes, eqn) for value in values for leaf, axes in value.leaves.items()}
-    return [Value(leaves, _term(eqn, operands, out), indexed) for out in range(len(eqn.outvars))]
+    return [MovedLeaf(leaves, _term(eqn, operands, out), indexed) for out in range(len(eqn.outvars))]
 
 
 def _are_joined(eqn: JaxprEqn, operands: Values, choosing: int) -> bool:
@@ -125,7 +125,7 @@ def _are_joined(eqn: JaxprEqn, operands: Values, choosing: int) -> bool:
     return all(chosen_by) and not any(operands[:choosing]) and all(operands[choosing:])
 
 
-def _is_all_weight(value: Value, shape: Sequence[int]) -> bool:
+def _is_all_weight(value: MovedLeaf, shape: Sequence[int]) -> bool:
     """Whether no axis was added by broadcasting: a vector broadcast against activations is no weight any more."""
     return all(each or size == 1 for axes in value.leaves.values() for each, size in zip(axes, shape, strict=True))
 
@@ -152,35 +152,39 @@ def _other_operand(eqn: JaxprEqn, position: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _scan(walk: Walk, eqn: JaxprEqn, operands: Values, times: int) -> Values:
+def _scan(finder: UseFinder, eqn: JaxprEqn, operands: Values, times: int) -> Values:
     inner = opened(eqn.params["jaxpr"])
     values = [
         sliced(value) if value and type_of(var).ndim < type_of(outer).ndim else value
         for value, var, outer in zip(operands, inner.invars, eqn.invars, strict=True)
     ]
-    outs = walk.jaxpr(inner, values, times * eqn.params["length"])
+    outs = finder.jaxpr(inner, values, times * eqn.params["length"])
     carried = [type_of(a).ndim == type_of(b).ndim for a, b in zip(inner.outvars, eqn.outvars, strict=True)]
     return [value if carry else None for value, carry in zip(outs, carried, strict=True)]
 
 
-def sliced(value: Value) -> Value:
+def sliced(value: MovedLeaf) -> MovedLeaf:
     leaves = {leaf: axes[1:] for leaf, axes in value.leaves.items()}
-    return Value(leaves, value.term and Slice(value.term), value.indexed)
+    return MovedLeaf(leaves, value.term and Slice(value.term), value.indexed)
 
 
-def _while(walk: Walk, eqn: JaxprEqn, operands: Values, times: int) -> Values:
+def _while(finder: UseFinder, eqn: JaxprEqn, operands: Values, times: int) -> Values:
     of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = operands[of_condition + of_body :]
-    walk.jaxpr(eqn.params["cond_jaxpr"], [*operands[:of_condition], *carry], times)
-    return walk.jaxpr(eqn.params["body_jaxpr"], operands[of_condition:], times)
+    finder.jaxpr(eqn.params["cond_jaxpr"], [*operands[:of_condition], *carry], times)
+    return finder.jaxpr(eqn.params["body_jaxpr"], operands[of_condition:], times)
 
 
-def _cond(walk: Walk, eqn: JaxprEqn, operands: Values, times: int) -> Values:
-    outs = [walk.jaxpr(branch, operands[1:], times) for branch in eqn.params["branches"]]
+def _cond(finder: UseFinder, eqn: JaxprEqn, operands: Values, times: int) -> Values:
+    outs = [finder.jaxpr(branch, operands[1:], times) for branch in eqn.params["branches"]]
     return [next((value for value in same if value is not None), None) for same in zip(*outs, strict=True)]
 
 
-_CONTROL: dict[str, Callable[[Walk, JaxprEqn, Values, int], Values]] = {"scan": _scan, "while": _while, "cond": _cond}
+_CONTROL: dict[str, Callable[[UseFinder, JaxprEqn, Values, int], Values]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
 
 
 Traced = tuple[ClosedJaxpr, list[int | None]]  # a program, and for each of its inputs the leaf that it is, as a whole
@@ -199,9 +203,9 @@ def traced(function: Callable[[list[Any]], object], leaves: Sequence[Any]) -> Tr
     return jax.make_jaxpr(run)(given), whole
 
 
-def of_leaf(leaf: int, ndim: int) -> Value:
+def of_leaf(leaf: int, ndim: int) -> MovedLeaf:
     """The value of a leaf itself; its axes are counted from the end."""
-    return Value({leaf: tuple(frozenset([axis]) for axis in range(-ndim, 0))}, Given(leaf))
+    return MovedLeaf({leaf: tuple(frozenset([axis]) for axis in range(-ndim, 0))}, LeafIndex(leaf))
 
 
 def find_uses(
@@ -209,7 +213,7 @@ def find_uses(
 ) -> dict[int, list[Use]]:
     """The uses of the leaves with the indices `followed`, in `function(leaves)`, which is traced and not run."""
     program, whole = traced(function, leaves)
-    walk = Walk()
+    finder = UseFinder()
     values = [None if i is None or i not in followed else of_leaf(i, len(leaves[i].shape)) for i in whole]
-    walk.jaxpr(program, values, 1)
-    return walk.uses
+    finder.jaxpr(program, values, 1)
+    return finder.uses

@@ -18,7 +18,7 @@ from eformer._src.jaximus.trace import implicit
 
 
 @dataclass(frozen=True)
-class Given:
+class LeafIndex:
     """The leaf of the model with this index."""
 
     index: int
@@ -43,19 +43,19 @@ class Op:
     out: int
 
 
-# A tree whose leaves are `Given`s and types.
-Term = Given | Slice | Op
+# A tree whose leaves are `LeafIndex`s and types.
+Term = LeafIndex | Slice | Op
 Operand = Term | jax.ShapeDtypeStruct
 
 
 def leaves_of(term: Term) -> set[int]:
-    return {leaf.index for leaf in jax.tree.leaves(term) if isinstance(leaf, Given)}
+    return {leaf.index for leaf in jax.tree.leaves(term) if isinstance(leaf, LeafIndex)}
 
 
 def signature(term: Term, kinds: Mapping[int, Hashable]) -> Hashable:
     """Equal for terms that do the same to leaves of the same kinds."""
     leaves, structure = jax.tree.flatten(term)
-    return structure, tuple(kinds[leaf.index] if isinstance(leaf, Given) else leaf for leaf in leaves)
+    return structure, tuple(kinds[leaf.index] if isinstance(leaf, LeafIndex) else leaf for leaf in leaves)
 
 
 def made_dense(term: Term, arrays: Mapping[int, Any]) -> dict[str, int]:
@@ -66,7 +66,7 @@ def made_dense(term: Term, arrays: Mapping[int, Any]) -> dict[str, int]:
         # A closure passes the array itself, not a tracer, between two operations: it can be sliced leaf by leaf.
         found.append(explain(lambda: _evaluate(term))())
 
-    jax.eval_shape(run, jax.tree.map(lambda leaf: arrays[leaf.index] if isinstance(leaf, Given) else leaf, term))
+    jax.eval_shape(run, jax.tree.map(lambda leaf: arrays[leaf.index] if isinstance(leaf, LeafIndex) else leaf, term))
     dense: dict[str, int] = {}
     for met, _, cost in found[0]:
         if cost:

@@ -17,7 +17,7 @@ from eformer._src.model.rules import Rule
 from eformer._src.quantization.registry import find_format
 from eformer._src.quantization.spelling import FormatLike, read_format
 
-from .choose import Choice, Decision
+from .choose import Decision, FormatChooser
 from .find import Use, find_uses
 
 
@@ -68,7 +68,7 @@ def rules_from_use(
         of_array.setdefault(array[i], []).extend(found.get(i, []))
 
     structs = {i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for i, leaf in large.items()}
-    choose = Choice(structs, {i: of_array[array[i]] for i in large}, (form, options), theirs)
+    choose = FormatChooser(structs, {i: of_array[array[i]] for i in large}, (form, options), theirs)
     small = Decision(f"fewer than {min_size:,} elements")
     rules = _as_rules({named[i][0]: choose(i) if i in large else small for i in weights})
     return tuple(replace(rule, method=method) if method and rule.format == form.name else rule for rule in rules)

@@ -19,7 +19,15 @@ from eformer._src.quantization.elementwise_layout import AxisMap, LeafwiseArray,
 from eformer._src.quantization.input import checked_array, normalized_axes, without_loss
 from eformer._src.quantization.registry import register_format
 from eformer._src.quantization.sharding import laid_out
-from eformer._src.quantization.validation import FLOATS, MAX_LENGTH, Leaf, Rules, a_bool, an_int, check_fields
+from eformer._src.quantization.validation import (
+    FLOATS,
+    MAX_LENGTH,
+    FieldChecks,
+    LeafCheck,
+    a_bool,
+    an_int,
+    check_fields,
+)
 
 CODES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}  # by the names of their kernels
 NAMES = {"e4m3": "fp8", "e5m2": "fp8_e5m2"}  # of the formats
@@ -56,9 +64,9 @@ class ArrayFloat8(LeafwiseArray):
     _code_fields = ("weight",)
     _scale_fields = ("scale",)
     _unit_codes: ClassVar = {"weight": 1}
-    _rules: ClassVar[Rules] = {
-        "weight": Leaf("float8_e4m3fn or float8_e5m2", tuple(CODES.values())),
-        "scale": Leaf("floating point, or float8_e8m0fnu", (*FLOATS, jnp.float8_e8m0fnu)),
+    _field_checks: ClassVar[FieldChecks] = {
+        "weight": LeafCheck("float8_e4m3fn or float8_e5m2", tuple(CODES.values())),
+        "scale": LeafCheck("floating point, or float8_e8m0fnu", (*FLOATS, jnp.float8_e8m0fnu)),
         "block_shape": _a_block_shape,
     }
 
@@ -103,7 +111,7 @@ class ArrayFloat8(LeafwiseArray):
         return without_loss(lambda x: laid_out(make, x), x, NAMES[name])
 
     def __post_init__(self) -> None:
-        check_fields(self, self._rules)
+        check_fields(self, self._field_checks)
         if self.dtype is None:
             vars(self)["dtype"] = jnp.dtype(jnp.float32)
 

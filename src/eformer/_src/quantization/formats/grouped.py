@@ -17,7 +17,7 @@ from eformer._src.quantization.base import Grain, Leaves
 from eformer._src.quantization.elementwise_layout import replaced
 from eformer._src.quantization.packed import PackedArray
 from eformer._src.quantization.registry import find_format, formats, register_format
-from eformer._src.quantization.validation import FLOATS, MAX_LENGTH, Leaf, Rules, a_bool, an_int
+from eformer._src.quantization.validation import FLOATS, MAX_LENGTH, FieldChecks, LeafCheck, a_bool, an_int
 
 SMALL = (jnp.uint8, jnp.int8)  # of scales and offsets that have a scale themselves
 SUPERBLOCK = 1024  # elements, or nearly so, that share the scale of their scales in double quantization
@@ -66,17 +66,17 @@ class ArrayGrouped(PackedArray):
     _code_fields = ("packed", "high")
     _scale_fields = ("scale", "offset")
     _other_fields = ("zero", "scale_scale", "offset_scale")
-    _rules: ClassVar[Rules] = {
-        "packed": Leaf("uint8, the low bits of codes", (jnp.uint8,)),
-        "high": Leaf("uint8, the high bits of codes", (jnp.uint8,), optional=True),
-        "scale": Leaf(
+    _field_checks: ClassVar[FieldChecks] = {
+        "packed": LeafCheck("uint8, the low bits of codes", (jnp.uint8,)),
+        "high": LeafCheck("uint8, the high bits of codes", (jnp.uint8,), optional=True),
+        "scale": LeafCheck(
             "floating point, or with `scale_scale` uint8 or int8",
             (*FLOATS, jnp.float8_e8m0fnu, jnp.float8_e4m3fn, *SMALL),
         ),
-        "zero": Leaf("uint8", (jnp.uint8,), optional=True),
-        "offset": Leaf("floating point, or with `offset_scale` uint8 or int8", (*FLOATS, *SMALL), optional=True),
-        "scale_scale": Leaf("floating point", FLOATS, optional=True),
-        "offset_scale": Leaf("floating point", FLOATS, optional=True),
+        "zero": LeafCheck("uint8", (jnp.uint8,), optional=True),
+        "offset": LeafCheck("floating point, or with `offset_scale` uint8 or int8", (*FLOATS, *SMALL), optional=True),
+        "scale_scale": LeafCheck("floating point", FLOATS, optional=True),
+        "offset_scale": LeafCheck("floating point", FLOATS, optional=True),
         "bits": _some_bits,
         "block_size": _a_length(1),
         "superblock_size": _a_length(0),
@@ -301,18 +301,18 @@ def _name(bits: int) -> str:
 
 
 def default_block_size(bits: int) -> int:
-    """The best that half a bit an element of scales can do (docs/models.md); 8 bits are exact enough with more."""
+    """The best that half a bit an element of scales can do (docs/quality.md); 8 bits are exact enough with more."""
     return 64 if bits == 8 else 16 if bits < 4 else 32
 
 
-class Levels(NamedTuple):
+class ScaleLevels(NamedTuple):
     """How the blocks of an array are scaled."""
 
     symmetric: bool
     two: bool  # scales of 8 bits that have a scale themselves
 
 
-def scale_levels(bits: int, block_size: int, symmetric: bool | None, double_quantization: bool | None) -> Levels:
+def scale_levels(bits: int, block_size: int, symmetric: bool | None, double_quantization: bool | None) -> ScaleLevels:
     """What was asked for. By default 16 bits a scale and offset, unless that takes more than half a bit an element.
 
     Codes of 2 and 3 bits gain more from blocks of 16 than from offsets, and can't have both in half a bit.
@@ -323,7 +323,7 @@ def scale_levels(bits: int, block_size: int, symmetric: bool | None, double_quan
         double_quantization = bits != 8 and block_size < (32 if symmetric else 64)
     a_bool("symmetric", symmetric)
     a_bool("double_quantization", double_quantization)
-    return Levels(symmetric, double_quantization)
+    return ScaleLevels(symmetric, double_quantization)
 
 
 def _register(name: str, bits: int) -> None:

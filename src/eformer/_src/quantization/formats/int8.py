@@ -19,7 +19,7 @@ from eformer._src.quantization.elementwise_layout import AxisMap, LeafwiseArray
 from eformer._src.quantization.input import checked_array, normalized_axes, without_loss
 from eformer._src.quantization.registry import register_format
 from eformer._src.quantization.sharding import ShardingType, laid_out
-from eformer._src.quantization.validation import FLOATS, Leaf, Rules, a_bool, check_fields
+from eformer._src.quantization.validation import FLOATS, FieldChecks, LeafCheck, a_bool, check_fields
 
 
 class Array8B(LeafwiseArray):
@@ -41,9 +41,9 @@ class Array8B(LeafwiseArray):
     _scale_fields = ("scale",)
     _kernel_format = "int8"
     _unit_codes: ClassVar = {"weight": 1}
-    _rules: ClassVar[Rules] = {
-        "weight": Leaf("int8", (jnp.int8,)),
-        "scale": Leaf("floating point, a scale per slice", FLOATS),
+    _field_checks: ClassVar[FieldChecks] = {
+        "weight": LeafCheck("int8", (jnp.int8,)),
+        "scale": LeafCheck("floating point, a scale per slice", FLOATS),
     }
 
     scale: jax.Array
@@ -66,7 +66,7 @@ class Array8B(LeafwiseArray):
         self._construct(shape, sharding, scale=scale, weight=weight, axis=axis, **switches)
 
     def __post_init__(self) -> None:
-        check_fields(self, self._rules)
+        check_fields(self, self._field_checks)
         super()._check_shapes()
         ndim, axis = self.weight.ndim, self.axis
         if axis is None:

@@ -18,7 +18,7 @@ from eformer._src.quantization.base import Leaves
 from eformer._src.quantization.packed import PackedArray
 from eformer._src.quantization.registry import register_format
 from eformer._src.quantization.sharding import ShardingType
-from eformer._src.quantization.validation import FLOATS, Leaf, Rules, a_bool
+from eformer._src.quantization.validation import FLOATS, FieldChecks, LeafCheck, a_bool
 
 NESTED_BLOCK = 256  # scales that share a scale
 # Half the distance between neighbouring codes, at most: between -1 and the next.
@@ -51,10 +51,10 @@ class ArrayNF4(PackedArray):
     _scale_fields = ("absmax",)
     _kernel_format = "nf4"
     _unit_codes: ClassVar = {"packed": 0xFF}  # the last code is 1, in both halves of a byte
-    _rules: ClassVar[Rules] = {
-        "absmax": Leaf("floating point, or with `nested` uint8", (*FLOATS, jnp.uint8)),
-        "nested": Leaf("float32 or float64", (jnp.float32, jnp.float64), optional=True),
-        "offset": Leaf("float32 or float64", (jnp.float32, jnp.float64), optional=True),
+    _field_checks: ClassVar[FieldChecks] = {
+        "absmax": LeafCheck("floating point, or with `nested` uint8", (*FLOATS, jnp.uint8)),
+        "nested": LeafCheck("float32 or float64", (jnp.float32, jnp.float64), optional=True),
+        "offset": LeafCheck("float32 or float64", (jnp.float32, jnp.float64), optional=True),
     }
 
     packed: jax.Array
@@ -163,7 +163,7 @@ class ArrayNF4(PackedArray):
 
     def _stored_scales(self) -> Leaves:
         if self.nested is None or self.offset is None:
-            return super()._stored_scales()
+            return {"scale": self._with_every_block("absmax", self.absmax)}
         levels = {"nested": self.nested, "mean": self.offset, "map": jnp.asarray(reference.dynamic_map())}
         return {"scale": self.absmax, **levels}
 

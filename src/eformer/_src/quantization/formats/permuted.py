@@ -21,12 +21,12 @@ from eformer._src.jaximus.rules import register
 from eformer._src.quantization import elementwise_layout as _leafwise
 from eformer._src.quantization.base import QuantizedArray
 from eformer._src.quantization.elementwise_layout import LeafwiseArray
-from eformer._src.quantization.matmul import rule as _rule
+from eformer._src.quantization.matmul import dot_general as _dot_general
 from eformer._src.quantization.matmul.tiles import Numbers
 from eformer._src.quantization.registry import format_names, register_array_type
 from eformer._src.quantization.sharding import ShardingType, asked_of
 from eformer._src.quantization.stored import check_array
-from eformer._src.quantization.validation import Leaf, Rules, an_int, check_fields
+from eformer._src.quantization.validation import FieldChecks, LeafCheck, an_int, check_fields
 
 
 def _a_leafwise(name: str, value: object) -> None:
@@ -49,9 +49,9 @@ class ArrayPermuted(QuantizedArray):
     Array([1., 3., 0., 2.], dtype=float32)
     """
 
-    _rules: ClassVar[Rules] = {
+    _field_checks: ClassVar[FieldChecks] = {
         "array": _a_leafwise,
-        "order": Leaf("int32, the positions of elements", (jnp.int32,)),
+        "order": LeafCheck("int32, the positions of elements", (jnp.int32,)),
         "axis": an_int,
     }
 
@@ -60,7 +60,7 @@ class ArrayPermuted(QuantizedArray):
     axis: int = aux_field(default=-1, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_fields(self, self._rules)
+        check_fields(self, self._field_checks)
         if self.dtype is None:
             vars(self)["dtype"] = self.array.dtype
 
@@ -131,7 +131,7 @@ def _matmul(
     if axis in summed[at]:
         x = jnp.take(x, q.order, axis=summed[1 - at][list(summed[at]).index(axis)])
     pair = (q._stored(), x) if at == 0 else (x, q._stored())
-    out = _rule.dot_general(primitive, *pair, dimension_numbers=numbers, **params)
+    out = _dot_general.dot_general(primitive, *pair, dimension_numbers=numbers, **params)
     if out is NotImplemented or axis in summed[at]:
         return out
     free = [a for a in range(q.ndim) if a not in summed[at] and a not in batch[at]]

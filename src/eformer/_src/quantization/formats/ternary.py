@@ -19,7 +19,7 @@ from eformer._src.quantization.base import Leaves
 from eformer._src.quantization.input import as_floats, checked_array, normalized_axes
 from eformer._src.quantization.packed import PackedArray
 from eformer._src.quantization.registry import register_format
-from eformer._src.quantization.validation import FLOATS, Leaf, Rules, a_bool
+from eformer._src.quantization.validation import FLOATS, FieldChecks, LeafCheck, a_bool
 
 SCALES = ("tensor", "channel", None)
 ABSMEAN = "absmean"  # of ternary alone
@@ -38,7 +38,7 @@ class Array1B(PackedArray):
     _kernel_format = "ternary"
     _nan_codes: ClassVar = {"weight": 0xAA}
     _unit_codes: ClassVar = {"weight": 0xFF}
-    _rules: ClassVar[Rules] = {"scale": Leaf("floating point", FLOATS, optional=True)}
+    _field_checks: ClassVar[FieldChecks] = {"scale": LeafCheck("floating point", FLOATS, optional=True)}
     _code_version: ClassVar[int] = 2  # of what the two bits stand for, in checkpoints
 
     weight: jax.Array

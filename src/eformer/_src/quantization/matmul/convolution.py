@@ -22,8 +22,8 @@ from eformer._src.jaximus.trace import implicit
 from eformer._src.quantization.elementwise_layout import LeafwiseArray
 from eformer._src.quantization.sharding import asked_of
 
+from .dot_general import contract, has_explicit_sharding
 from .primitive import Precision
-from .rule import has_explicit_sharding, matmul
 
 # Patches overlap, so all of them together are larger than the input. If they are larger than the kernel and than this
 # many times the input, a matmul for each position in the window takes less memory.
@@ -93,7 +93,7 @@ def conv_general_dilated(
     patches = math.prod((*sizes, *window)) * lhs.shape[features]
     dtype = jnp.dtype(preferred_element_type or lhs.dtype)
     summed = ((features, *range(x.ndim, x.ndim + len(window))), (rhs_features, *window_axes))
-    contract = functools.partial(matmul, numbers=(summed, ((), ())), precision=precision)
+    sum_up = functools.partial(contract, numbers=(summed, ((), ())), precision=precision)
     many, cut = len(positions) > MAX_POSITIONS, any(rhs._alignment(axis) > 1 for axis in window_axes)
     single = rhs._single()
 
@@ -122,11 +122,11 @@ def conv_general_dilated(
         else:
             pieces = lax.concatenate([at(position) for position in positions], x.ndim)
             pieces = lax.reshape(pieces, (*pieces.shape[: x.ndim], *window))
-        out = contract(pieces, rhs, dtype=dtype)
+        out = sum_up(pieces, rhs, dtype=dtype)
     elif many or cut:
         return NotImplemented
     else:
-        out = functools.reduce(lax.add, (contract(at(p), under(p), dtype=sums) for p in positions)).astype(dtype)
+        out = functools.reduce(lax.add, (sum_up(at(p), under(p), dtype=sums) for p in positions)).astype(dtype)
     return lax.transpose(out, _order(dimension_numbers, x.ndim))
 
 

@@ -16,7 +16,7 @@ from eformer._src.jaximus.jaxprs import Writer, inlined, rewritten, without_dead
 from eformer._src.jaximus.trace import scan_counts
 
 from .primitive import matmul_p
-from .several import Each, is_indexed, leaves_of, matmuls_p
+from .several import MatmulParams, is_indexed, leaves_of, matmuls_p
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,7 +75,7 @@ class _Matmuls(NamedTuple):
     """An equation of one matmul or several."""
 
     eqn: jexc.JaxprEqn
-    each: tuple[Each, ...]
+    each: tuple[MatmulParams, ...]
 
     @property
     def number(self) -> Atom | None:
@@ -90,7 +90,7 @@ class _Matmuls(NamedTuple):
 def _as_matmuls(eqn: jexc.JaxprEqn) -> _Matmuls | None:
     if eqn.primitive is matmul_p:
         static = eqn.params["static"]
-        return _Matmuls(eqn, (Each(static, (False,) * static.treedef.num_leaves),))
+        return _Matmuls(eqn, (MatmulParams(static, (False,) * static.treedef.num_leaves),))
     return _Matmuls(eqn, eqn.params["each"]) if eqn.primitive is matmuls_p else None
 
 
@@ -268,5 +268,5 @@ def _indexed(
             else:
                 yield leaf
 
-    each = (Each(eqn.params["static"], is_stack),)
+    each = (MatmulParams(eqn.params["static"], is_stack),)
     return eqn.replace(primitive=matmuls_p, invars=[x, index, *operands()], params={"each": each})

@@ -19,7 +19,7 @@ from eformer._src.kernels import cpu, pallas
 from eformer._src.quantization.base import MatmulOperand
 
 from .partitioning import SUMMED, Dim, Problem, partitioned
-from .primitive import Static, matmul_in_xla, matmul_p, matmul_stacks
+from .primitive import Static, bind_matmul, matmul_in_xla, matmul_p
 
 
 def _devices(ctx: mlir.LoweringRuleContext) -> tuple[object, ...]:
@@ -47,13 +47,13 @@ def _device_kind(ctx: mlir.LoweringRuleContext) -> str | None:
 @functools.singledispatch
 def matmul_on_cpu(q: MatmulOperand, x: jax.Array, contracted_axis: int) -> jax.Array | None:
     """x (count, rows, k) times q by the native core, in float32; None where it can't. A format may register its own."""
-    call = _call_of_core(q, contracted_axis)
+    call = _core_call(q, contracted_axis)
     if call is None:
         return None
     return cpu.matmul(x, call.matrix, contracted_axis, round_x=call.round_x, round_values=call.round_values)
 
 
-def _call_of_core(q: MatmulOperand, contracted_axis: int) -> cpu.Matmul | None:
+def _core_call(q: MatmulOperand, contracted_axis: int) -> cpu.Matmul | None:
     if not q._fits_kernels() or not cpu.supports(matrix := q._stored_matrix()):
         return None
     stacks = (None,) * (len(matrix.codes) + len(matrix.scales))
@@ -66,7 +66,7 @@ _BY_DEFAULT = matmul_on_cpu.dispatch(object)
 def in_core(q: MatmulOperand, contracted_axis: int) -> cpu.Matmul | None:
     """How the native core multiplies by q, in a call that several matrices share; None where it can't."""
     is_own = matmul_on_cpu.dispatch(type(q)) is not _BY_DEFAULT
-    return None if is_own else _call_of_core(q, contracted_axis)
+    return None if is_own else _core_call(q, contracted_axis)
 
 
 def matmul_on_accelerator(
@@ -78,7 +78,7 @@ def matmul_on_accelerator(
     return pallas.matmul(x, q._stored_matrix(), contracted_axis, device, round_x=q.activation_dtype == "int8")
 
 
-def _by_kernel(kernel: Callable[..., jax.Array | None], x: jax.Array, *leaves: jax.Array, static: Static) -> jax.Array:
+def _run_kernel(kernel: Callable[..., jax.Array | None], x: jax.Array, *leaves: jax.Array, static: Static) -> jax.Array:
     """The matmul by `kernel`, or in XLA's operations where that gives None."""
     q = static.array(leaves)
     out = kernel(q, lax.reshape(x, (x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])), static.contracted_axis)
@@ -114,7 +114,7 @@ def _over_devices(x: jax.Array, *leaves: jax.Array, static: Static, devices: Seq
 
     def local(x: jax.Array, leaves: Sequence[jax.Array], grains: Sequence[tuple[int, ...]]) -> jax.Array:
         part = q._of_parts(dict(zip(dims, leaves, strict=True)), dict(zip(dims, grains, strict=True)))
-        return matmul_stacks(x, part, contracted_axis, dtype)
+        return bind_matmul(x, part, contracted_axis, dtype)
 
     identity = f"quantized_matmul {jtu.tree_structure(q)} {contracted_axis} {dtype}"
     return partitioned(problem, local, identity, x, [q._named_leaves()[name] for name in dims], devices=devices)
@@ -155,14 +155,14 @@ def _lower_on_accelerator(platform: str, ctx: mlir.LoweringRuleContext, *operand
 
     def alone(*operands: jax.Array, static: Static) -> jax.Array:
         with unobserved():  # where there is no kernel, XLA fuses the decoding into its own matmul
-            return _by_kernel(kernel, *operands, static=static)
+            return _run_kernel(kernel, *operands, static=static)
 
     return _lower(alone, ctx, *operands, static=static)
 
 
 mlir.register_lowering(matmul_p, functools.partial(_lower, _in_xla))
 mlir.register_lowering(
-    matmul_p, functools.partial(_lower, functools.partial(_by_kernel, matmul_on_cpu)), platform="cpu"
+    matmul_p, functools.partial(_lower, functools.partial(_run_kernel, matmul_on_cpu)), platform="cpu"
 )
 for _platform in pallas.PLATFORMS:
     mlir.register_lowering(matmul_p, functools.partial(_lower_on_accelerator, _platform), platform=_platform)

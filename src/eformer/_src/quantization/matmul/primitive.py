@@ -52,7 +52,7 @@ class Static(NamedTuple):
 
 @functools.singledispatch
 def matmul_in_xla(q: MatmulOperand, x: jax.Array, contracted_axis: int, *, in_tiles: bool = True) -> jax.Array:
-    """What `matmul_stacks` computes, in XLA's own operations, in a dtype of at least 32 bits.
+    """What `bind_matmul` computes, in XLA's own operations, in a dtype of at least 32 bits.
 
     A format registers its own. Without `in_tiles` it may not loop over parts of `q`.
     """
@@ -60,7 +60,7 @@ def matmul_in_xla(q: MatmulOperand, x: jax.Array, contracted_axis: int, *, in_ti
     raise TypeError(f"{type(q).__name__} has no matmul in XLA's operations")
 
 
-def matmul_stacks(x: jax.Array, q: MatmulOperand, contracted_axis: int, dtype: np.dtype) -> jax.Array:
+def bind_matmul(x: jax.Array, q: MatmulOperand, contracted_axis: int, dtype: np.dtype) -> jax.Array:
     """x (count, ..., k) @ q (count, k, n), or @ q.mT of q (count, n, k) for `contracted_axis=1`: (count, ..., n).
 
     Every leaf of `q` has the axis `count`. Kernels sum in float32; devices add up partial sums of `dtype`.

@@ -22,8 +22,8 @@ from eformer._src.jaximus.rules import register
 from eformer._src.quantization.elementwise_layout import LeafwiseArray, transpose
 from eformer._src.quantization.sharding import asked_of
 
+from .dot_general import as_stack, contract, contraction_of, result_dtype, with_count
 from .primitive import Precision, Static, matmul_primitive, varying_alike
-from .rule import as_stack, contraction_of, matmul, result_dtype, with_count
 
 BLOCK_ROWS = 64  # rows in a step: with fewer, codes are read more often; with more, more rows are of other groups
 
@@ -75,7 +75,7 @@ def _step(rows: jax.Array, *leaves: jax.Array, which: jax.Array, static: Static)
     """(rows, ..., n): the rows times matrix `which`."""
     matrix = static.array([lax.dynamic_slice_in_dim(leaf, which, 1, 0) for leaf in leaves])
     numbers = (((rows.ndim,), (1 + static.contracted_axis,)), ((0,), (0,)))
-    return lax.squeeze(matmul(lax.expand_dims(rows, (0,)), matrix, numbers, static.dtype, static.precision), (0,))
+    return lax.squeeze(contract(lax.expand_dims(rows, (0,)), matrix, numbers, static.dtype, static.precision), (0,))
 
 
 def _in_steps(x: jax.Array, sizes: jax.Array, *leaves: jax.Array, static: Static) -> jax.Array:

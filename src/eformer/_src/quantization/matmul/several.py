@@ -27,19 +27,19 @@ from .primitive import Operand, Static, matmul_p
 Flags: TypeAlias = tuple[bool, ...]
 
 
-class Each(NamedTuple):
+class MatmulParams(NamedTuple):
     """The parameters of one of the matmuls, whose operands are the leaves of its quantized array."""
 
     static: Static
     is_stack: Flags  # of each leaf: whether it is a stack (n * count, ...), where the matmul takes (count, ...)
 
 
-def is_indexed(each: Sequence[Each]) -> bool:
+def is_indexed(each: Sequence[MatmulParams]) -> bool:
     """Whether there is an index among the operands (x, index, *leaves)."""
     return any(any(one.is_stack) for one in each)
 
 
-def leaves_of(operands: Sequence[Any], each: Sequence[Each]) -> list[Sequence[Any]]:
+def leaves_of(operands: Sequence[Any], each: Sequence[MatmulParams]) -> list[Sequence[Any]]:
     """The leaves of each quantized array."""
     at, found = 1 + is_indexed(each), []
     for one in each:
@@ -48,7 +48,7 @@ def leaves_of(operands: Sequence[Any], each: Sequence[Each]) -> list[Sequence[An
     return found
 
 
-def _slices(leaves: Sequence[jax.Array], one: Each, index: jax.Array, count: int) -> list[jax.Array]:
+def _slices(leaves: Sequence[jax.Array], one: MatmulParams, index: jax.Array, count: int) -> list[jax.Array]:
     """The leaves that the matmul takes: of stacks the entries that belong to `index`."""
     return [
         lax.dynamic_slice_in_dim(leaf, index * count, count, 0) if is_stack else leaf
@@ -56,7 +56,7 @@ def _slices(leaves: Sequence[jax.Array], one: Each, index: jax.Array, count: int
     ]
 
 
-def one_by_one(*operands: jax.Array, each: tuple[Each, ...]) -> list[jax.Array]:
+def one_by_one(*operands: jax.Array, each: tuple[MatmulParams, ...]) -> list[jax.Array]:
     """The same as single matmuls of slices."""
     x, index = operands[:2]
     return [
@@ -65,7 +65,7 @@ def one_by_one(*operands: jax.Array, each: tuple[Each, ...]) -> list[jax.Array]:
     ]
 
 
-def _together(*operands: jax.Array, each: tuple[Each, ...]) -> list[jax.Array]:
+def _together(*operands: jax.Array, each: tuple[MatmulParams, ...]) -> list[jax.Array]:
     """One call of the core for the matrices that it can read; the others one by one."""
     x = operands[0]
     index = operands[1] if is_indexed(each) else jnp.int32(0)
@@ -83,16 +83,16 @@ def _together(*operands: jax.Array, each: tuple[Each, ...]) -> list[jax.Array]:
             calls.append(call._replace(stacks=tuple(stack_of.get(id(buffer)) for buffer in buffers)))
     outs = iter(cpu.matmuls(rows, calls, index) if calls else ())
 
-    def shaped(out: jax.Array, one: Each) -> jax.Array:
+    def shaped(out: jax.Array, one: MatmulParams) -> jax.Array:
         return lax.convert_element_type(lax.reshape(out, (*x.shape[:-1], out.shape[-1])), one.static.dtype)
 
     return [shaped(next(outs), one) if out is None else out for out, one in zip(found, each, strict=True)]
 
 
-def _abstract_eval(*operands: ShapedArray, each: tuple[Each, ...]) -> list[ShapedArray]:
+def _abstract_eval(*operands: ShapedArray, each: tuple[MatmulParams, ...]) -> list[ShapedArray]:
     x = operands[0]
 
-    def of(leaves: Sequence[ShapedArray], one: Each) -> ShapedArray:
+    def of(leaves: Sequence[ShapedArray], one: MatmulParams) -> ShapedArray:
         slices = [
             leaf.update(shape=(x.shape[0], *leaf.shape[1:])) if is_stack else leaf
             for leaf, is_stack in zip(leaves, one.is_stack, strict=True)
@@ -103,12 +103,12 @@ def _abstract_eval(*operands: ShapedArray, each: tuple[Each, ...]) -> list[Shape
     return [of(leaves, one) for leaves, one in zip(leaves_of(operands, each), each, strict=True)]
 
 
-def _run(*operands: jax.Array, each: tuple[Each, ...]) -> list[jax.Array]:
+def _run(*operands: jax.Array, each: tuple[MatmulParams, ...]) -> list[jax.Array]:
     with jax.disable_jit(False):  # a primitive has to be compiled to run at all
         return _compiled(*operands, each=each)
 
 
-def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Operand], each: tuple[Each, ...]) -> Any:
+def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Operand], each: tuple[MatmulParams, ...]) -> Any:
     varied = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
     def of_varied(*values: jax.Array) -> list[jax.Array]:
@@ -120,11 +120,11 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Operand], each: tuple[
     return jax.jvp(of_varied, [primals[i] for i in varied], [tangents[i] for i in varied])
 
 
-def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], each: tuple[Each, ...]) -> Any:
+def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], each: tuple[MatmulParams, ...]) -> Any:
     return jax.vmap(functools.partial(one_by_one, each=each), tuple(axes))(*operands), [0] * len(each)
 
 
-def _lower_on_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, each: tuple[Each, ...]) -> Any:
+def _lower_on_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, each: tuple[MatmulParams, ...]) -> Any:
     function = _together if runs_alone(ctx) else one_by_one
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, each=each)
 

@@ -67,7 +67,7 @@ class AsDense(NamedTuple):
         return self.dtype if algorithm or self.dtype not in (jnp.bfloat16, jnp.float16) else FLOAT32
 
 
-def matmul_in_tiles(
+def contract_in_tiles(
     x: jax.Array,
     q: LeafwiseArray,
     contraction: Contraction,
@@ -90,7 +90,7 @@ def matmul_in_tiles(
 def _(q: LeafwiseArray, x: jax.Array, contracted_axis: int, *, in_tiles: bool = True) -> jax.Array:
     free = tuple(range(1, x.ndim - 1))
     contraction = Contraction((x.ndim - 1,), (1 + contracted_axis,), (0,), (0,), free, (2 - contracted_axis,))
-    return matmul_in_tiles(x, q, contraction, FLOAT32, dense_because=None if in_tiles else PARTLY_MANUAL)
+    return contract_in_tiles(x, q, contraction, FLOAT32, dense_because=None if in_tiles else PARTLY_MANUAL)
 
 
 def _tiling(q: LeafwiseArray, contraction: Contraction) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""One interface to all formats: `quantize` and `straight_through`, by name."""
+"""`quantize` and `straight_through`, with the documented arguments beside `format` and its options."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import jax
 from jax.typing import ArrayLike
 
 from eformer._src.jaximus.ste import ste
-
-from .base import QuantizedArray
-from .formats.float8 import ArrayFloat8
-from .formats.grouped import ArrayGrouped
-from .formats.int8 import Array8B
-from .formats.nf4 import ArrayNF4
-from .formats.ternary import Array1B
-from .registry import Format, find_format
-from .spelling import (
+from eformer._src.quantization.base import QuantizedArray
+from eformer._src.quantization.formats.float8 import ArrayFloat8
+from eformer._src.quantization.formats.grouped import ArrayGrouped
+from eformer._src.quantization.formats.int8 import Array8B
+from eformer._src.quantization.formats.nf4 import ArrayNF4
+from eformer._src.quantization.formats.ternary import Array1B
+from eformer._src.quantization.registry import Format, find_format
+from eformer._src.quantization.spelling import (
     Float8Name,
     FormatLike,
     GroupedName,
@@ -29,7 +28,7 @@ from .spelling import (
     no_option,
     read_format,
 )
-from .validation import a_bool, an_int, int8_or_none
+from eformer._src.quantization.validation import a_bool, an_int, int8_or_none
 
 
 class _OwnBlockSize(int):
@@ -90,7 +89,7 @@ class QuantizationConfig:
         for option, is_given in given.items():
             if is_given and option not in form.options:
                 raise TypeError(no_option(form, option))
-        check = form.array_type._rules.get("block_size", an_int)
+        check = form.array_type._field_checks.get("block_size", an_int)
         if callable(check):
             check("block_size", block_size)
         a_bool("simulate", simulate)

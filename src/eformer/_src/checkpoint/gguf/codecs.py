@@ -15,14 +15,13 @@ from typing import Generic
 import jax
 import numpy as np
 
-from eformer._src.checkpoint.arrays import Entry, Item, Like, Q
+from eformer._src.checkpoint.arrays import AbstractArray, ArrayToWrite, Entry, Q
 from eformer._src.checkpoint.file import CheckpointError, MappedFile
 from eformer._src.checkpoint.gguf.encode import ENCODERS
 from eformer._src.checkpoint.gguf.types import GRIDS, GROUPED, IDS, PLAIN, TYPES
 from eformer._src.checkpoint.header import Tensor
-from eformer._src.checkpoint.placement import Index, Unread, aligned_empties, aligned_empty
+from eformer._src.checkpoint.placement import Index, LazyLeaf, aligned_empties, aligned_empty
 from eformer._src.checkpoint.serialization import FORMAT_ERRORS
-from eformer._src.compat.rsr import RSROperatorBinary, RSROperatorTernary
 from eformer._src.quantization.base import QuantizedArray
 from eformer._src.quantization.formats.grouped import ArrayGrouped
 from eformer._src.quantization.formats.int8 import Array8B
@@ -96,7 +95,7 @@ def reader_of(kind: str) -> GgufCodec:
     return next(readers, GgufCodec(kind, QuantizedArray))
 
 
-def writer_of(item: Item, instead: str | None = None) -> GgufCodec:
+def writer_of(item: ArrayToWrite, instead: str | None = None) -> GgufCodec:
     """The codec that writes a quantized array; a ValueError if there is none, which may say what would do `instead`."""
     cls = type(item.like)
     codecs = [codec for codec in CODECS.values() if codec.array_type is cls]
@@ -110,7 +109,7 @@ def writer_of(item: Item, instead: str | None = None) -> GgufCodec:
     raise ValueError(f"{item.name!r} is a {cls.__name__}, and {why}: {instead}")
 
 
-def encoder_of(kind: str, like: Like) -> Callable[[QuantizedArray], np.ndarray] | None:
+def encoder_of(kind: str, like: AbstractArray) -> Callable[[QuantizedArray], np.ndarray] | None:
     """The function that gives the blocks of a quantized array as they are; None if it has to be dequantized."""
     codec = CODECS.get((kind, type(like))) if isinstance(like, QuantizedArray) else None
     return codec.encode if codec is not None and codec.fits(like) else None
@@ -125,7 +124,7 @@ def _has_scale_per_row(q: Array1B) -> bool:
 for _codec in (
     GgufCodec("TQ2_0", Array1B, fits=_has_scale_per_row),
     GgufCodec("Q8_0", Array1B, fits=lambda q: not _has_scale_per_row(q)),
-    *(GgufCodec("Q8_0", cls) for cls in (Array8B, ArrayNF4, RSROperatorBinary, RSROperatorTernary)),
+    *(GgufCodec("Q8_0", cls) for cls in (Array8B, ArrayNF4)),
     *(
         GgufCodec(
             name,
@@ -163,14 +162,14 @@ class GgufEntry(Entry):
         self._codec = reader_of(kind)
 
     @functools.cached_property
-    def like(self) -> Like:  # pyright: ignore[reportIncompatibleVariableOverride]  # a file may have many tensors
+    def like(self) -> AbstractArray:  # pyright: ignore[reportIncompatibleVariableOverride]  # a file may have many tensors
         (tensor,) = self.tensors
         if self._codec.like is not None:
             return self._codec.like(tensor.shape)
         return jax.ShapeDtypeStruct(tensor.shape, PLAIN.get(self.kind, np.dtype(np.float32)))
 
     def host(self) -> np.ndarray | QuantizedArray:
-        return jax.tree.map(lambda leaf: leaf.read(leaf.whole) if isinstance(leaf, Unread) else leaf, self.unread())
+        return jax.tree.map(lambda leaf: leaf.read(leaf.whole) if isinstance(leaf, LazyLeaf) else leaf, self.unread())
 
     def unread(self) -> np.ndarray | QuantizedArray:
         (tensor,), codec, like = self.tensors, self._codec, self.like
@@ -188,7 +187,7 @@ class GgufEntry(Entry):
         leaves = {}
         for name, leaf in vars(like).items():
             if isinstance(leaf, jax.ShapeDtypeStruct):
-                leaves[name] = BlockLeaf(tensor, codec, name, leaf)
+                leaves[name] = LazyBlockLeaf(tensor, codec, name, leaf)
         return array_from_fields(type(like), {**vars(like), **leaves})
 
     def _decoded(self, blocks: np.ndarray) -> np.ndarray:
@@ -216,7 +215,7 @@ class GgufEntry(Entry):
         return self.wrong(f"its type {self.kind} is decoded by the package gguf: pip install gguf")
 
 
-class BlockLeaf(Unread):
+class LazyBlockLeaf(LazyLeaf):
     """A leaf of a quantized array whose entries are spread over the blocks of a tensor, as many in each block."""
 
     def __init__(self, tensor: Tensor, codec: GgufCodec, name: str, like: jax.ShapeDtypeStruct) -> None:
@@ -237,8 +236,8 @@ class BlockLeaf(Unread):
         return whole if cut == slice(0, whole.shape[-1]) else np.ascontiguousarray(whole[..., cut])
 
     @classmethod
-    def read_whole(cls, leaves: Sequence[Unread]) -> list[np.ndarray]:
-        own = [leaf for leaf in leaves if isinstance(leaf, BlockLeaf)]
+    def read_whole(cls, leaves: Sequence[LazyLeaf]) -> list[np.ndarray]:
+        own = [leaf for leaf in leaves if isinstance(leaf, LazyBlockLeaf)]
         assert len(own) == len(leaves)  # of one array; they differ in their names and entries only
         found = aligned_empties(((*leaf._blocks.shape[:-1], leaf._per_block), leaf.dtype) for leaf in own)
         own[0]._fill(own[0]._blocks, {leaf._name: out for leaf, out in zip(own, found, strict=True)})

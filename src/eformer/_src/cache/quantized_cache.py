@@ -17,7 +17,7 @@ from eformer._src.quantization.elementwise_layout import LeafwiseArray
 from eformer._src.quantization.formats.float8 import ArrayFloat8
 from eformer._src.quantization.formats.grouped import ArrayGrouped
 from eformer._src.quantization.formats.int8 import Array8B
-from eformer._src.quantization.validation import Rules, a_bool, check_fields
+from eformer._src.quantization.validation import FieldChecks, a_bool, check_fields
 
 
 def _a_quantized(name: str, value: object) -> None:
@@ -37,13 +37,13 @@ class QuantizedCache(QuantizedArray):
     and H H = 1, q . k is (H q) . (H k).
     """
 
-    _rules: ClassVar[Rules] = {"stored": _a_quantized, "rotated": a_bool}
+    _field_checks: ClassVar[FieldChecks] = {"stored": _a_quantized, "rotated": a_bool}
 
     stored: LeafwiseArray
     rotated: bool = aux_field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_fields(self, self._rules)
+        check_fields(self, self._field_checks)
         if self.dtype is None:
             vars(self)["dtype"] = self.stored.dtype
 
@@ -81,6 +81,9 @@ class QuantizedCache(QuantizedArray):
         return self.stored.is_stacked()
 
     def leaf_specs(self, spec: PartitionSpec) -> Self | None:
+        along = [spec[axis] for axis in (each + self.ndim for each in self.channels) if axis < len(spec)]
+        if self.rotated and any(entry is not None for entry in along):
+            return None  # no device would have a whole run of channels
         stored = self.stored.leaf_specs(spec)
         return None if stored is None else _with_leaves(self, stored)
 
@@ -106,11 +109,11 @@ class QuantizedCache(QuantizedArray):
         deferred = self.stored._deferred()
         if not isinstance(deferred, Deferred):
             return self
-        return Deferred(dataclasses.replace(self, stored=deferred.array), _Around(deferred.make))
+        return Deferred(dataclasses.replace(self, stored=deferred.array), _WithStored(deferred.make))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Around:
+class _WithStored:
     make: Callable[[Any], Any]
 
     def __call__(self, cache: Any) -> QuantizedCache:

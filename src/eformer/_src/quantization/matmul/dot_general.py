@@ -16,15 +16,15 @@ from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
 from eformer._src.jaximus.array import materialize
-from eformer._src.jaximus.instrumentation import note_materialized, note_remark, unobserved
+from eformer._src.jaximus.instrumentation import mode, note_materialized, note_remark, unobserved
 from eformer._src.jaximus.rules import register
 from eformer._src.kernels import cpu
 from eformer._src.quantization.base import MatmulOperand
 from eformer._src.quantization.elementwise_layout import LeafwiseArray, reshaped
 from eformer._src.quantization.sharding import asked_of, typed_as
 
-from .primitive import Precision, matmul_stacks, note_partly_manual
-from .tiles import AsDense, Axes, Contraction, Numbers, map_tiles, matmul_in_tiles
+from .primitive import Precision, bind_matmul, note_partly_manual
+from .tiles import AsDense, Axes, Contraction, Numbers, contract_in_tiles, map_tiles
 
 Either: TypeAlias = jax.Array | LeafwiseArray
 Stack = TypeVar("Stack", bound=MatmulOperand)
@@ -37,9 +37,6 @@ def use_kernels(value: bool) -> AbstractContextManager[None]:
     if not isinstance(value, bool):
         raise TypeError(f"use_kernels takes True or False, got {value!r}")
     return _use_kernels(value)
-
-
-nf4_use_kernel = use_kernels  # the documented name, of a time when only NF4 had kernels
 
 
 def is_kernel_available() -> bool:
@@ -62,7 +59,7 @@ def dot_general(
     **params: Any,  # those of other versions of JAX too
 ) -> Any:
     dtype = jnp.dtype(preferred_element_type or result_dtype(lhs.dtype, rhs.dtype, precision))
-    run = functools.partial(matmul, numbers=dimension_numbers, dtype=dtype, precision=precision)
+    run = functools.partial(contract, numbers=dimension_numbers, dtype=dtype, precision=precision)
     asked = asked_of(params) if any(value is not None for value in params.values()) else set()
     if asked - {"out_sharding"}:
         return NotImplemented
@@ -86,18 +83,18 @@ def result_dtype(lhs: np.dtype, rhs: np.dtype, precision: Precision = None) -> n
     return jax.eval_shape(lambda x, y: lax.dot_general(x, y, (((), ()), ((), ())), precision), *structs).dtype
 
 
-def matmul(lhs: Either, rhs: Either, numbers: Numbers, dtype: np.dtype, precision: Precision) -> jax.Array:
+def contract(lhs: Either, rhs: Either, numbers: Numbers, dtype: np.dtype, precision: Precision) -> jax.Array:
     """`lax.dot_general` with one quantized operand or two, as `dtype`: by a kernel, or else in XLA's operations."""
     (l_summed, r_summed), (l_batch, r_batch) = numbers
     if isinstance(rhs, LeafwiseArray):
         if isinstance(lhs, LeafwiseArray):
-            return _matmul_of_two(lhs, rhs, numbers, dtype, precision)
-        return _matmul(lhs, rhs, contraction_of(numbers, lhs.ndim, rhs.ndim), dtype, precision)
+            return _contract_two(lhs, rhs, numbers, dtype, precision)
+        return _kernel_or_xla(lhs, rhs, contraction_of(numbers, lhs.ndim, rhs.ndim), dtype, precision)
     assert isinstance(lhs, LeafwiseArray)
     contraction = contraction_of(((r_summed, l_summed), (r_batch, l_batch)), rhs.ndim, lhs.ndim)
     if isinstance(precision, tuple) and not isinstance(precision, lax.DotAlgorithm):
         precision = (precision[1], precision[0])
-    out = _matmul(rhs, lhs, contraction, dtype, precision)
+    out = _kernel_or_xla(rhs, lhs, contraction, dtype, precision)
     batch, free = len(r_batch), len(contraction.x_free)
     return jnp.moveaxis(out, range(batch, batch + free), range(out.ndim - free, out.ndim))
 
@@ -110,7 +107,7 @@ def contraction_of(numbers: Numbers, x_ndim: int, q_ndim: int) -> Contraction:
     return Contraction(x_summed, q_summed, tuple(x_batch), tuple(q_batch), x_free, q_free)
 
 
-def _matmul_of_two(
+def _contract_two(
     lhs: LeafwiseArray, rhs: LeafwiseArray, numbers: Numbers, dtype: np.dtype, precision: Precision
 ) -> jax.Array:
     """The matmul of two quantized arrays: tiles of `lhs` are decoded, and `rhs` stays quantized."""
@@ -119,39 +116,40 @@ def _matmul_of_two(
     axis = next((axis for axis in free if lhs.shape[axis] > lhs._alignment(axis)), None)
     if axis is None or not (lhs.use_kernel and lhs.size):
         note_materialized(lhs, "it has no axis that can be cut into tiles, and the other operand is quantized too")
-        return matmul(lhs._decoded(), rhs, numbers, dtype, precision)
+        return contract(lhs._decoded(), rhs, numbers, dtype, precision)
 
     def of_tile(_: ArrayLike, tile: LeafwiseArray) -> jax.Array:
-        return matmul(tile._decoded(), rhs, numbers, dtype, precision)
+        return contract(tile._decoded(), rhs, numbers, dtype, precision)
 
     return map_tiles(of_tile, lhs, axis, len(l_batch) + free.index(axis))
 
 
-def _matmul(
+def _kernel_or_xla(
     x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: np.dtype, precision: Precision
 ) -> jax.Array:
     """x times q as `dtype`, of shape (*batch, *free axes of x, *free axes of q)."""
     if q._moved_from is not None:  # `x @ q.T` reads the codes as they are stored
         q, contraction = _before_transpose(*q._moved_from, q, x.ndim, contraction)
-    _remark_on_axis(q, contraction)
+    if mode.value.recorder is not None:
+        _remark_on_axis(q, contraction)
     off = "use_kernel=False" if not q.use_kernel else "use_kernels(False)" if not _use_kernels.value else None
     why = f"`{off}` asks for it" if off else None
     exact, as_dense = _exact_kernels(x.dtype, q.dtype, dtype, precision), AsDense(dtype, precision)
     if exact == "none":
-        return matmul_in_tiles(x, q, contraction, dtype, as_dense, why)
+        return contract_in_tiles(x, q, contraction, dtype, as_dense, why)
     x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)  # as the dense matmul does
     if off:
-        return matmul_in_tiles(x, q, contraction, dtype, None, why)
-    by_kernel = functools.partial(_by_kernel, contraction=contraction, dtype=dtype)
+        return contract_in_tiles(x, q, contraction, dtype, None, why)
+    by_kernel = functools.partial(_contract_by_kernel, contraction=contraction, dtype=dtype)
     if exact == "all":
         return by_kernel(x, q)
     why = f"the kernels of this device multiply in less than the precision asked for, {precision}"
     if jax.default_backend() != "cpu":
-        return matmul_in_tiles(x, q, contraction, dtype, as_dense, why)
+        return contract_in_tiles(x, q, contraction, dtype, as_dense, why)
 
     def elsewhere(x: jax.Array, q: LeafwiseArray) -> jax.Array:
         with unobserved():
-            return matmul_in_tiles(x, q, contraction, dtype, as_dense, why)
+            return contract_in_tiles(x, q, contraction, dtype, as_dense, why)
 
     q = q.with_activation_dtype(None) if q.activation_dtype else q
     return lax.platform_dependent(x, q, cpu=by_kernel, default=elsewhere)
@@ -197,13 +195,13 @@ def _exact_kernels(x: np.dtype, q: np.dtype, out: np.dtype, precision: Precision
     return "all" if precision in (None, _PRESETS.DEFAULT) else "cpu" if precision == _PRESETS.F32_F32_F32 else "none"
 
 
-def _by_kernel(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: np.dtype) -> jax.Array:
+def _contract_by_kernel(x: jax.Array, q: LeafwiseArray, contraction: Contraction, dtype: np.dtype) -> jax.Array:
     in_core = cpu.is_available() and q._kernel_format in cpu.formats()
     stack = as_stack(q, contraction) if in_core or jax.default_backend() != "cpu" else None
     if stack is None or not stack[0]._fits_kernels():
-        return matmul_in_tiles(x, q, contraction, dtype)
+        return contract_in_tiles(x, q, contraction, dtype)
     note_partly_manual(q)
-    out = matmul_of_stack(x, *stack, contraction, dtype)
+    out = contract_stack(x, *stack, contraction, dtype)
     return lax.reshape(out, (*out.shape[:-1], *(q.shape[a] for a in contraction.q_free)))
 
 
@@ -236,7 +234,7 @@ def with_count(q: Stack) -> Stack:
 
 # An eager call runs this as one program. In a program that is being traced it is inlined.
 @functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
-def matmul_of_stack(
+def contract_stack(
     x: jax.Array, q: MatmulOperand, contracted_axis: int, contraction: Contraction, dtype: np.dtype
 ) -> jax.Array:
     """x times q, which `as_stack` gave, by the primitive: (*batch, *free axes of x, n)."""
@@ -244,5 +242,5 @@ def matmul_of_stack(
     batch, rows = len(contraction.x_batch), len(contraction.x_free)
     free = x.shape[: batch + rows]
     x = lax.reshape(x, (math.prod(free[:batch]), *free[batch:], math.prod(x.shape[batch + rows :])))
-    out = matmul_stacks(x, with_count(q), contracted_axis, dtype)
+    out = bind_matmul(x, with_count(q), contracted_axis, dtype)
     return lax.reshape(out, (*free, out.shape[-1]))
