@@ -15,7 +15,6 @@ from jax import tree_util as jtu
 
 from eformer._src.jaximus.array import is_implicit
 from eformer._src.quantization.base import QuantizedArray
-from eformer._src.quantization.stored import check_codes, recode
 
 from .file import CheckpointError
 from .header import Json, Tensor
@@ -72,7 +71,7 @@ class Entry(abc.ABC):
         """`make()`, of NumPy arrays; a CheckpointError if that fails, or if the codes are none of its format."""
         try:
             made = make()
-            check_codes(made)
+            made._check_codes()
         except CheckpointError:
             raise
         except FORMAT_ERRORS as error:
@@ -102,7 +101,7 @@ class QuantizedEntry(Entry):
         likes, structure = jtu.tree_flatten(self.like)
         pairs = zip(self.tensors, likes, strict=True)
         leaves = [tensor.view().astype(like.dtype, copy=False) for tensor, like in pairs]
-        return recode(self.checked(lambda: jtu.tree_unflatten(structure, leaves)), self._codes)
+        return self.checked(lambda: jtu.tree_unflatten(structure, leaves))._recoded(self._codes)
 
 
 # --- to be written ---

@@ -1,7 +1,7 @@
 """Quantized arrays as JSON and tensors: the class, its static fields, and which tensor is which leaf.
 
 A description is `{"class": ..., "static": {field: value}, "leaves": {field: tensor name, or a description}}`. Classes
-are looked up among the registered ones, and nowhere else. `"codes"` is the class's `code_version`, if that is not 1:
+are looked up among the registered ones, and nowhere else. `"codes"` is the class's `_code_version`, if that is not 1:
 codes of an older version are read with the meaning they had then.
 """
 
@@ -22,7 +22,7 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 from eformer._src.jaximus.array import ImplicitArray
 from eformer._src.quantization.base import QuantizedArray
 from eformer._src.quantization.registry import array_types, format_names, formats
-from eformer._src.quantization.stored import array_from_fields, check_array, code_version, declares_leaves
+from eformer._src.quantization.stored import array_from_fields, check_array, declares_leaves
 
 from .file import CheckpointError
 from .header import BY_NUMPY_NAME, Json, checked_shape
@@ -76,7 +76,7 @@ def describe(name: str, q: ImplicitArray) -> tuple[dict[str, Json], list[str]]:
         elif value is not None:
             leaves[field.name] = tensor
             tensors.append(tensor)
-    version = code_version(array_types()[cls.__name__])
+    version = array_types()[cls.__name__]._code_version
     codes: dict[str, Json] = {} if version == 1 else {"codes": version}
     return {"class": cls.__name__, **codes, "static": static, "leaves": leaves}, tensors
 
@@ -90,7 +90,7 @@ def rebuild(described: Json, leaf: Callable[[str], jax.ShapeDtypeStruct], depth:
     cls = array_types().get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise CheckpointError(f"the class {str(kind)[:50]!r} is not one of {', '.join(array_types())}")
-    version, newest = described.get("codes", 1), code_version(cls)
+    version, newest = described.get("codes", 1), cls._code_version
     if type(version) is not int or not 1 <= version <= newest or (depth and version != newest):
         raise CheckpointError(f"its codes have version {str(version)[:20]}; this release reads {newest}")
     if not isinstance(static, dict) or not isinstance(leaves, dict):

@@ -1,4 +1,4 @@
-"""Quantized arrays as files hold them: made from their fields, checked, and read from earlier codes."""
+"""Quantized arrays as files hold them: made from their fields, and checked."""
 
 from __future__ import annotations
 
@@ -36,18 +36,3 @@ def check_array(q: QuantizedArray) -> None:
 def declares_leaves(cls: type[QuantizedArray]) -> bool:
     """Whether the class says what each of its leaves may hold, so that `check_array` needs no trial."""
     return set(cls._data_fields) <= cls._field_checks.keys()
-
-
-def check_codes(q: QuantizedArray) -> None:
-    """Raise a ValueError if leaves, which are NumPy arrays, hold codes that the format does not have."""
-    q._check_codes()
-
-
-def code_version(cls: type[QuantizedArray]) -> int:
-    """The version of what the codes of a class stand for; 1 unless they have changed."""
-    return cls._code_version
-
-
-def recode(q: Made, version: int) -> Made:
-    """The array whose codes are of this version, in codes of today's."""
-    return q._recoded(version)

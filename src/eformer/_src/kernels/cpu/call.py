@@ -60,7 +60,7 @@ def core_is_on() -> bool:
 
 def is_available() -> bool:
     """Whether the core was compiled and is not switched off. Warns once if it was not compiled."""
-    return core_is_on() and _core() is not None
+    return _use_core.value and _core() is not None
 
 
 @functools.cache

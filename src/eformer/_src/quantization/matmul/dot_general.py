@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
 from eformer._src.jaximus.array import materialize
-from eformer._src.jaximus.instrumentation import note_materialized, note_remark, unobserved
+from eformer._src.jaximus.instrumentation import mode, note_materialized, note_remark, unobserved
 from eformer._src.jaximus.rules import register
 from eformer._src.kernels import cpu
 from eformer._src.quantization.base import MatmulOperand
@@ -130,7 +130,8 @@ def _kernel_or_xla(
     """x times q as `dtype`, of shape (*batch, *free axes of x, *free axes of q)."""
     if q._moved_from is not None:  # `x @ q.T` reads the codes as they are stored
         q, contraction = _before_transpose(*q._moved_from, q, x.ndim, contraction)
-    _remark_on_axis(q, contraction)
+    if mode.value.recorder is not None:
+        _remark_on_axis(q, contraction)
     off = "use_kernel=False" if not q.use_kernel else "use_kernels(False)" if not _use_kernels.value else None
     why = f"`{off}` asks for it" if off else None
     exact, as_dense = _exact_kernels(x.dtype, q.dtype, dtype, precision), AsDense(dtype, precision)
