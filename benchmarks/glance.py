@@ -1,6 +1,8 @@
-"""Draw the picture of the README, and write its short table, from numbers that were measured before.
+"""Draw the picture of the README, and write the short table of docs/benchmarks.md.
 
-python benchmarks/glance.py    # reads results/peers.json and the MiniLM table of docs/models.md; measures nothing
+The numbers were measured before.
+
+python benchmarks/glance.py    # reads results/peers.json and the MiniLM table of docs/quality.md; measures nothing
 """
 
 from __future__ import annotations
@@ -18,11 +20,16 @@ from rings import markdown, rewrite
 from eformer._src.svg import element, scale, text
 
 HERE = Path(__file__).parent
-README, MODELS = HERE.parent / "README.md", HERE.parent / "docs" / "models.md"
+BENCHMARKS, MODELS = HERE.parent / "docs" / "benchmarks.md", HERE.parent / "docs" / "quality.md"
 RESULTS, PICTURE = HERE / "results" / "peers.json", HERE / "results" / "glance.svg"
 GROUPS = {"INT8": "8 bits", "INT4": "4 bits", "NF4": "4 bits", "ternary": "2 bits"}  # of our weights, by how they begin
 # And their rows of the MiniLM table, in all of which embeddings are INT8.
-PICTURED = {"INT8": "int8", "NF4": "nf4, embeddings int8", "ternary": "ternary, embeddings int8"}
+PICTURED = {
+    "INT8": "int8",
+    "INT4": "int4, embeddings int8",
+    "NF4": "nf4, embeddings int8",
+    "ternary": "ternary, embeddings int8",
+}
 ROWS = ("1", "8", "512")  # of x
 INSTRUCTIONS = ("AMX", "AVX-512 VNNI", "AVX-512", "AVX2")  # the best first
 LABELS, COLUMN, GAP, BAR, TOP = 130, 130, 64, 26, 62
@@ -122,7 +129,7 @@ def main() -> None:
     PICTURE.write_text(picture(measured, qualities(MODELS.read_text())))
     k, n = measured["shape"]
     intro = f"`x (M, {k}) @ W ({k}, {n})` as a multiple of the speed of JAX float32, on {machine(measured)}:\n\n"
-    rewrite(README, "glance", intro + table(measured["results"]))
+    rewrite(BENCHMARKS, "glance", intro + table(measured["results"]))
 
 
 if __name__ == "__main__":

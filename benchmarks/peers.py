@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=core_count(), help="threads of each library (all cores)")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="where table, chart and JSON go")
     parser.add_argument(
-        "--docs", "--readme", action="store_true", help="write docs/benchmarks.md and the README's picture and table"
+        "--docs", "--readme", action="store_true", help="write docs/benchmarks.md and the picture of the README"
     )
     args = parser.parse_args()
     if not 1 <= args.threads <= core_count():

@@ -301,7 +301,7 @@ def _name(bits: int) -> str:
 
 
 def default_block_size(bits: int) -> int:
-    """The best that half a bit an element of scales can do (docs/models.md); 8 bits are exact enough with more."""
+    """The best that half a bit an element of scales can do (docs/quality.md); 8 bits are exact enough with more."""
     return 64 if bits == 8 else 16 if bits < 4 else 32
 
 
