@@ -19,10 +19,8 @@ constexpr Kernels KernelsOf() {
   FormatInfo info = DescribeFormat<Format>();
   info.reorders = kReorders<Format>;
   Kernels found = {info,
-                   GemvAny<Format>,
-                   GemvAny<Format>,
-                   DotsAny<Format>,
-                   DotsAny<Format>,
+                   nullptr,
+                   nullptr,
                    Matmul<Format>,
                    kBfloatMatmul<Format>,
                    ByteOrderOf<Format>,

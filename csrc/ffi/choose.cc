@@ -1,7 +1,9 @@
 #include "ffi/choose.h"
 
+#include <algorithm>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "ffi/handlers.h"
 
@@ -26,14 +28,7 @@ bool TakesBytes(const Problem& p, int64_t parts) {
   return HasOuterScale(p) && p.kernels.byte_order(p.matrix, p.rows, parts).block != 0;
 }
 
-// Whether codes have to be unpacked to be multiplied by bytes: for few rows, floats are faster.
-bool Unpacks(const Problem& p) {
-  const FormatInfo& format = p.kernels.format;
-  if (format.planes > 1) return !IsDots(p);
-  return format.values_per_byte[0] > 1 && p.matrix.packed_axis != p.matrix.contracted_axis;
-}
-
-bool Rounds(const Problem& p) { return p.rounding.x && (p.rows >= kFewRows || !Unpacks(p)) && TakesBytes(p, 1); }
+bool Rounds(const Problem& p) { return p.rounding.x && TakesBytes(p, 1); }
 
 // Few rows of float x are split into three bytes a value, where that is faster.
 bool Splits(const Problem& p) {
@@ -47,23 +42,19 @@ bool FitsBfloatGemm(const Problem& p) {
   return p.rows > 1 && p.rounding.values && p.x_is_bfloat && p.kernels.bfloat_matmul != nullptr;
 }
 
-bool FitsAnyDots(const Problem& p) { return IsDots(p) && HasOuterScale(p); }
-
-// A vector, or each of its lanes, has one scale; or a tile of rows has one row of scales.
+// A vector, or each of its lanes, has one scale; or a tile of rows, which is whole, has one row of scales.
 bool FitsDots(const Problem& p) {
   constexpr int64_t kRun = 64, kTileColumns = 4, kLaneValues = 8;
   const Matrix& m = p.matrix;
-  if (m.contracted_axis == 0 || p.rows > kDotRows || !HasOuterScale(p)) return false;
-  if (!InBlocks(p)) return true;
-  if (m.packed_axis == 0) return m.block % kTileColumns == 0;
-  return m.block % kRun == 0 || (kRun % m.block == 0 && m.block % kLaneValues == 0);
+  if (m.contracted_axis == 0 || p.rows > kDotRows || !HasOuterScale(p) || p.kernels.dots == nullptr) return false;
+  if (m.packed_axis == 0) return m.rows % kTileColumns == 0 && (!InBlocks(p) || m.block % kTileColumns == 0);
+  return !InBlocks(p) || m.block % kRun == 0 || (kRun % m.block == 0 && m.block % kLaneValues == 0);
 }
-
-bool FitsAnyGemv(const Problem& p) { return IsGemv(p) && HasOuterScale(p); }
 
 bool FitsGemv(const Problem& p) {
   const Matrix& m = p.matrix;
-  if (!FitsAnyGemv(p) || !InBlocks(p)) return FitsAnyGemv(p);
+  if (!IsGemv(p) || !HasOuterScale(p) || p.kernels.gemv == nullptr) return false;
+  if (!InBlocks(p)) return true;
   if (m.packed_axis == 0) return m.block % p.kernels.format.max_values_per_byte == 0;
   return m.block % p.instructions.lanes == 0 || p.instructions.lanes % m.block == 0;
 }
@@ -75,19 +66,58 @@ struct Call {
   float* y;
 };
 
-template <auto kKernel>
+// Whether each row of x times any value is finite, with room for sums: else scale * sum + offset * (sum of x) could be
+// NaN where the sum of scaled values is infinite. Without offsets, all do.
+template <class RowOf>
+std::vector<char> ModerateRows(const Stack& stack, int64_t rows, const RowOf& row_of) {
+  constexpr float kLargest = 0x1p100f;
+  const Matrix& m = stack.first;
+  const FormatInfo& format = stack.kernels->format;
+  std::vector<char> fit(rows, true);
+  if (format.scales != ScaleKind::kPerBlock) return fit;
+  if (m.offsets.entries == nullptr && m.centre == format.centre) return fit;
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* x = row_of(row);
+    bool all = true;
+    for (int64_t k = 0; k < m.Depth(); ++k) all &= x[k] <= kLargest && x[k] >= -kLargest;
+    fit[row] = all;
+  }
+  return fit;
+}
+
+// `work`, and then by another plan the rows of x that do not fit it.
+Work Complete(const Call& call, Work work, const std::vector<char>& fit, Work (*plan)(const Call&)) {
+  if (std::count(fit.begin(), fit.end(), true) == static_cast<int64_t>(fit.size())) return work;
+  work.finish = [=, finish = work.finish] {
+    if (finish) finish();
+    const int64_t width = call.stack.first.Width(), rows = static_cast<int64_t>(fit.size());
+    const std::unique_ptr<float[]> sums(new float[rows * width]);
+    Work others = plan({call.pool, call.stack, call.x, sums.get()});
+    others.values = TimeInValues(call.stack, call.x.rows);
+    Run(call.pool, {others});
+    for (int64_t row = 0; row < rows; ++row) {
+      if (!fit[row]) std::memcpy(call.y + row * width, &sums[row * width], width * sizeof(float));
+    }
+  };
+  return work;
+}
+
+Work PlanGemm(const Call& call) {
+  return PanelMatmul(call.pool, call.stack, call.x.Panels(call.pool, call.stack), call.y);
+}
+
 Work PlanGemv(const Call& call) {
   const Stack& stack = call.stack;
-  const std::shared_ptr<const SingleRows> x = call.x.Single(stack);
+  const std::shared_ptr<const PaddedRows> x = call.x.Padded(call.pool, stack, false);
   const auto matmul = [x, &stack](int64_t i, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* to) {
     Matrix m = stack[i];
     m.scale = nullptr;
-    (stack.kernels->*kKernel)(m, (*x)[i], k0, k1, n0, n1, to);
+    stack.kernels->gemv(m, x->From(i, 0).values, k0, k1, n0, n1, to);
   };
-  return CutRowMatmul(stack, matmul, call.y);
+  const auto fit = ModerateRows(stack, stack.count, [&](int64_t i) { return x->From(i, 0).values; });
+  return Complete(call, CutRowMatmul(stack, matmul, call.y), fit, PlanGemm);
 }
 
-template <auto kKernel>
 Work PlanDots(const Call& call) {
   constexpr int64_t kFewest = 4, kMostBlocks = 64;  // rows of the matrix in a task, if those are few; or of a block
   const Stack& stack = call.stack;
@@ -97,23 +127,21 @@ Work PlanDots(const Call& call) {
   if (stack.kernels->format.scales == ScaleKind::kPerBlock && shape.packed_axis == 0) {
     unit = shape.block < kMostBlocks ? CeilDiv(unit, shape.block) * shape.block : kMostBlocks;
   }
-  const bool in_lanes = kKernel == &Kernels::dots && shape.packed_axis == 1 && stack.kernels->format.reorders;
-  const std::shared_ptr<const DotRows> ordered = call.x.Dots(call.pool, stack, in_lanes);
+  const bool in_lanes = shape.packed_axis == 1 && stack.kernels->format.reorders;
+  const std::shared_ptr<const PaddedRows> ordered = call.x.Padded(call.pool, stack, in_lanes);
   Work work = WorkOfRanges(stack, unit, [=, &stack, y = call.y](int64_t matrix, int64_t n0, int64_t n1) {
     Matrix m = stack[matrix];
     const OuterScale scale(stack.kernels->format, m);
     m.scale = nullptr;
     float* sums = y + matrix * rows * width;
-    (stack.kernels->*kKernel)(m, ordered->From(matrix, 0), rows, n0, n1, sums);
+    stack.kernels->dots(m, ordered->From(matrix, 0), rows, n0, n1, sums);
     for (int64_t row = 0; row < rows; ++row) scale.ScaleResult(n0, n1, sums + row * width);
   });
   work.is_fine = true;
   work.values = TimeInValues(stack, (rows + 2) / 9.0);  // seven rows take as long as one alone
-  return work;
-}
-
-Work PlanGemm(const Call& call) {
-  return PanelMatmul(call.pool, call.stack, call.x.Panels(call.pool, call.stack), call.y);
+  if (shape.packed_axis == 1) return work;
+  const auto fit = ModerateRows(stack, stack.count * rows, [&](int64_t row) { return ordered->From(0, row).values; });
+  return Complete(call, work, fit, PlanGemm);
 }
 
 Work PlanBfloatGemm(const Call& call) {
@@ -129,29 +157,19 @@ std::optional<Work> PlanBytes(const Call& call) {
   const Matrix& shape = stack.first;
   const Kernels& kernels = *stack.kernels;
   const auto bytes = call.x.Bytes(call.pool, stack, kernels.byte_order(shape, call.x.rows, kParts));
-  const int64_t width = shape.Width(), rows = stack.count * call.x.rows, fitting = bytes->Fitting();
-  if (fitting == 0 || (kParts == 1 && fitting < rows)) return std::nullopt;
+  const int64_t fitting = std::count(bytes->fit.begin(), bytes->fit.end(), true);
+  if (fitting == 0 || (kParts == 1 && fitting < stack.count * call.x.rows)) return std::nullopt;
   Work work;
   if (call.x.rows > 1 || shape.contracted_axis == 0) {
     work = PanelMatmul(call.pool, stack, bytes, call.y);
   } else {
+    const int64_t width = shape.Width();
     work = WorkOfRanges(stack, kTaskRows, [=, &stack, &kernels, y = call.y](int64_t matrix, int64_t n0, int64_t n1) {
       kernels.byte_dots(stack[matrix], bytes->Chunk(matrix, 0), n0, n1, y + matrix * width);
       OuterScale(kernels.format, stack[matrix]).ScaleResult(n0, n1, y + matrix * width);
     });
   }
-  if (fitting == rows) return work;
-  work.finish = [=, finish = work.finish] {
-    if (finish) finish();
-    const std::unique_ptr<float[]> floats(new float[rows * width]);
-    Work of_floats = PlanFloats({call.pool, call.stack, call.x, floats.get()});
-    of_floats.values = TimeInValues(call.stack, call.x.rows);
-    Run(call.pool, {of_floats});
-    for (int64_t row = 0; row < rows; ++row) {
-      if (!bytes->fit[row]) std::memcpy(call.y + row * width, &floats[row * width], width * sizeof(float));
-    }
-  };
-  return work;
+  return Complete(call, work, bytes->fit, PlanFloats);
 }
 
 template <auto kPlan>
@@ -172,10 +190,8 @@ constexpr struct {
     {"split dots", [](const Problem& p) { return IsDots(p) && Splits(p); }, PlanBytes<kXParts>},
     {"split gemv", [](const Problem& p) { return IsGemv(p) && Splits(p); }, PlanBytes<kXParts>},
     {"split gemm", Splits, PlanBytes<kXParts>},
-    {"dots", FitsDots, Always<PlanDots<&Kernels::dots>>},
-    {"any dots", FitsAnyDots, Always<PlanDots<&Kernels::dots_any>>},
-    {"gemv", FitsGemv, Always<PlanGemv<&Kernels::gemv>>},
-    {"any gemv", FitsAnyGemv, Always<PlanGemv<&Kernels::gemv_any>>},
+    {"dots", FitsDots, Always<PlanDots>},
+    {"gemv", FitsGemv, Always<PlanGemv>},
     {"gemm", [](const Problem&) { return true; }, Always<PlanGemm>},
 };
 constexpr int kFirstOfFloats = 7;
@@ -209,13 +225,8 @@ std::string LoopOf(const LoopQuery& q) {
   const Attributes attributes = {q.format,          q.instruction_set, q.rows, q.cols, q.packed_axis,
                                  q.contracted_axis, q.block_size,      0,      ""};
   if (auto error = ChooseKernels(attributes, stack); error.failure()) return error.message();
-  Matrix& m = stack.first;
-  m.rows = q.rows;
-  m.cols = q.cols;
-  m.packed_axis = static_cast<int>(q.packed_axis);
-  m.contracted_axis = static_cast<int>(q.contracted_axis);
-  m.block = std::max<int64_t>(1, q.block_size);
-  return LoopName({*stack.instructions, *stack.kernels, m, q.x_rows, false, {q.round_x, false}});
+  stack.first.block = std::max<int64_t>(1, q.block_size);
+  return LoopName({*stack.instructions, *stack.kernels, stack.first, q.x_rows, false, {q.round_x, false}});
 }
 
 Work PlanMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, const Rounding& rounding, float* y) {

@@ -18,8 +18,6 @@ class PreparedX {
 
   explicit PreparedX(ffi::AnyBuffer x) : buffer(x), rows(x.dimensions().size() == 3 ? x.dimensions()[1] : 0) {}
 
-  std::shared_ptr<const SingleRows> Single(const Stack& stack) { return Find(single_, stack, {}, stack, buffer); }
-
   std::shared_ptr<const PanelRows> Panels(ffi::ThreadPool& pool, const Stack& stack) {
     return Find(panels_, stack, {PanelRows::ChunkRows(pool, stack, rows)}, pool, stack, buffer);
   }
@@ -28,8 +26,8 @@ class PreparedX {
     return Find(tiled_, stack, {}, pool, stack, buffer);
   }
 
-  std::shared_ptr<const DotRows> Dots(ffi::ThreadPool& pool, const Stack& stack, bool in_lanes) {
-    return Find(dots_, stack, {in_lanes}, pool, stack, buffer, in_lanes);
+  std::shared_ptr<const PaddedRows> Padded(ffi::ThreadPool& pool, const Stack& stack, bool in_lanes) {
+    return Find(padded_, stack, {in_lanes}, pool, stack, buffer, in_lanes);
   }
 
   std::shared_ptr<const ByteRows> Bytes(ffi::ThreadPool& pool, const Stack& stack, const ByteOrder& order) {
@@ -58,10 +56,9 @@ class PreparedX {
     return made;
   }
 
-  All<SingleRows> single_;
   All<PanelRows> panels_;
   All<TiledRows> tiled_;
-  All<DotRows> dots_;
+  All<PaddedRows> padded_;
   All<ByteRows> bytes_;
 };
 

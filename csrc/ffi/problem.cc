@@ -337,6 +337,13 @@ ffi::Error ChooseKernels(const Attributes& a, Stack& stack) {
   for (const Kernels* each = stack.instructions->begin; each != stack.instructions->end; ++each) {
     if (a.format != each->format.name) continue;
     stack.kernels = each;
+    Matrix& m = stack.first;
+    m.rows = a.rows;
+    m.cols = a.cols;
+    m.contracted_axis = static_cast<int>(a.contracted_axis);
+    // Codes of whole bytes without blocks are packed along both axes alike.
+    const bool is_alike = each->format.max_values_per_byte == 1 && each->format.scales == ScaleKind::kBroadcast;
+    m.packed_axis = is_alike ? m.contracted_axis : static_cast<int>(a.packed_axis);
     return ffi::Error::Success();
   }
   std::string names;
@@ -360,14 +367,10 @@ ffi::Error MakeStack(const Attributes& a, const Buffers& buffers, Stack& stack) 
                                        std::to_string(a.superblock_size) + " and " + std::to_string(a.block_size));
   }
   Matrix& m = stack.first;
-  m.rows = a.rows;
-  m.cols = a.cols;
   int64_t values;  // no matrix has more codes or scales, also where the stack is empty
   if (!Product({m.rows, m.cols}, values)) {
     return ffi::Error::InvalidArgument("a matrix " + ShapeOf({m.rows, m.cols}) + " is too large for any memory");
   }
-  m.packed_axis = static_cast<int>(a.packed_axis);
-  m.contracted_axis = static_cast<int>(a.contracted_axis);
   // A block longer than its axis ends with it. It becomes a multiple of 256, for which there are faster loops.
   const int64_t length = m.packed_axis == 0 ? m.rows : m.cols;
   m.block = in_blocks ? std::min(a.block_size, (length / 256 + 1) * 256) : 1;

@@ -91,7 +91,7 @@ struct Stack {
 // What this processor can run, the best first.
 const std::vector<const InstructionSet*>& AllInstructionSets();
 
-// Takes the kernels of the format on the instruction set.
+// Takes the kernels of the format on the instruction set, and the shape.
 ffi::Error ChooseKernels(const Attributes& attributes, Stack& stack);
 
 typedef std::vector<ffi::AnyBuffer> Buffers;

@@ -17,7 +17,7 @@ struct ByteRows {
   std::unique_ptr<int8_t[]> values;
   std::unique_ptr<float[]> steps, totals;
   std::unique_ptr<int32_t[]> sums;
-  std::unique_ptr<bool[]> fit;  // whether each row could be made bytes; the others are zeros
+  std::vector<char> fit;  // whether each row could be made bytes; the others are zeros
 
   static constexpr auto kMatmul = &Kernels::byte_matmul;
   static constexpr int64_t kStep = kByteDepthStep;
@@ -39,8 +39,6 @@ struct ByteRows {
     return {&values[row * depth * order.parts], &steps[at], &sums[at * order.parts], &totals[at], depth, order};
   }
 
-  int64_t Fitting() const { return std::count(fit.get(), fit.get() + stack.count * rows, true); }
-
   ByteRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, const ByteOrder& order)
       : stack(stack),
         x(x),
@@ -53,7 +51,7 @@ struct ByteRows {
         steps(new float[stack.count * rows * blocks]),
         totals(new float[stack.count * rows * blocks]),
         sums(new int32_t[stack.count * rows * blocks * order.parts]()),
-        fit(new bool[stack.count * rows]) {
+        fit(stack.count * rows) {
     constexpr int64_t kTaskValues = 1 << 16;  // about 20 microseconds
     const int64_t tile_rows = order.rows;
     const int64_t max_groups = CeilDiv(CeilDiv(rows, chunks.count), tile_rows);

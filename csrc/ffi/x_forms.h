@@ -96,25 +96,6 @@ struct OuterScale {
 
 // `Scales(rows)`: whether this form of x already contains the outer scale when a call has `rows` rows.
 
-// One row of x for each matrix, followed by zeros.
-struct SingleRows {
-  int64_t stride;
-  std::unique_ptr<float[]> values;
-
-  static bool Scales(int64_t) { return true; }
-
-  const float* operator[](int64_t matrix) const { return values.get() + matrix * stride; }
-
-  SingleRows(const Stack& stack, const ffi::AnyBuffer& x)
-      : stride(stack.first.Depth() + kXPadding), values(new float[stack.count * stride]()) {
-    const int64_t depth = stack.first.Depth();
-    for (int64_t matrix = 0; matrix < stack.count; ++matrix) {
-      ReadFloats(x, matrix * depth, depth, &values[matrix * stride]);
-      OuterScale(stack.kernels->format, stack[matrix]).ScaleInput(0, depth, &values[matrix * stride]);
-    }
-  }
-};
-
 // x as floats, a batch for each matrix: times its outer scale if `scales`, padded with zeros up to `stride`, and in the
 // order of InstructionSet::put_in_lanes if `in_lanes`. Not copied if x is float32 and none of this changes it.
 struct FloatRows {
@@ -194,11 +175,11 @@ struct PanelRows : FloatRows {
         chunks(rows, ChunkRows(pool, stack, rows)) {}
 };
 
-// As Kernels::dots takes them.
-struct DotRows : FloatRows {
+// As Kernels::dots and Kernels::gemv take them.
+struct PaddedRows : FloatRows {
   static bool Scales(int64_t) { return true; }
 
-  DotRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, bool in_lanes)
+  PaddedRows(ffi::ThreadPool& pool, const Stack& stack, const ffi::AnyBuffer& x, bool in_lanes)
       : FloatRows(pool, stack, x, CeilDiv(stack.first.Depth(), kXPadding) * kXPadding, true, in_lanes) {}
 };
 

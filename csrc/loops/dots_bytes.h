@@ -1,8 +1,7 @@
 // One row of x as bytes times the transpose of a matrix: a dot product for each row of the matrix.
 //
 // Fields of a plane are multiplied where they lie, and x has the order of ByteOrder for it. A lane sums the products of
-// four bytes, all of one block; the sums of the lanes are scaled and added as floats. Codes are unpacked first where
-// they are packed along the other axis, or where four bytes of a plane reach beyond a block.
+// four bytes, all of one block; the sums of the lanes are scaled and added as floats.
 #pragma once
 
 #include "loops/gemm_bytes.h"
@@ -17,21 +16,21 @@ constexpr int64_t kSpanLanes = kSpan / 4;
 // The sum of each lane's four bytes.
 EFORMER_INLINE Ints SumOfFours(Ints x) { return (x << 24 >> 24) + (x << 16 >> 24) + (x << 8 >> 24) + (x >> 24); }
 
-template <class Format, bool kPacked, int kParts>
+template <class Format, int kParts>
 struct DotsOfRows {
   static constexpr bool kInBlocks = Format::kScales == ScaleKind::kPerBlock;
-  static constexpr int kFields = kPacked ? kPlanes<Format> : 1;  // of a row: its planes, or its unpacked codes
+  static constexpr int kFields = kPlanes<Format>;  // of a row
   static_assert(kFields == 1 || Int8Codes<Format>::FlippedBits() == 0, "bytes must be sums of fields");
 
   // Rows that share what is loaded of x. For whole bytes that is less than what a single stream gains.
 #if defined(EFORMER_BYTE_DOTS)
-  static constexpr int kSideBySide = kPacked && Format::kPlaneBits[0] == 8 ? 1 : 4;
+  static constexpr int kSideBySide = Format::kPlaneBits[0] == 8 ? 1 : 4;
 #else
   static constexpr int kSideBySide = 4;
 #endif
 
   template <int kField>
-  static constexpr int kPlaces = kPacked ? 8 / Format::kPlaneBits[kField] : 1;
+  static constexpr int kPlaces = 8 / Format::kPlaneBits[kField];
 
   template <int kField>
   using Dots = std::conditional_t<kFields == 1, DotsOf<Format>, FieldDots<8 / kPlaces<kField>>>;
@@ -81,7 +80,7 @@ struct DotsOfRows {
   void AddFields(int8_t* values, float* of_lanes) {
     constexpr int kEach = kPlaces<kField>;
     FieldX& field = fields[kField];
-    field.row_bytes = kPacked ? CeilDiv(m.cols, kEach) : m.cols;
+    field.row_bytes = CeilDiv(m.cols, kEach);
     field.spans = CeilDiv(field.row_bytes, kSpan);
     field.span_blocks = kSpan * kEach / x.order.block;
     field.values = x.values;
@@ -230,15 +229,8 @@ struct DotsOfRows {
   template <int kField>
   const uint8_t* CopySpan(int64_t row, int64_t span, uint8_t (&copy)[kSpan]) const {
     const int64_t row_bytes = fields[kField].row_bytes;
-    if constexpr (kPacked) {
-      std::memset(copy, 0, kSpan);
-      std::memcpy(copy, m.planes[kField] + row * row_bytes + span * kSpan, row_bytes - span * kSpan);
-    } else {
-      Bytes codes[2] = {};
-      AddPlanes<Format>(m, row, span * kSpan, m.cols - span * kSpan, codes);
-      StoreVector(copy, codes[0]);
-      StoreVector(copy + kStripSize, codes[1]);
-    }
+    std::memset(copy, 0, kSpan);
+    std::memcpy(copy, m.planes[kField] + row * row_bytes + span * kSpan, row_bytes - span * kSpan);
     return copy;
   }
 
@@ -254,7 +246,7 @@ struct DotsOfRows {
   EFORMER_NOINLINE Found<kRows> LastSpan(int64_t n, const float* factor) const {
     const FieldX& field = fields[kField];
     const int64_t row_bytes = field.row_bytes, last = field.spans - 1;
-    const bool is_readable = kPacked && (n + kRows - 1) * row_bytes + field.spans * kSpan <= m.rows * row_bytes;
+    const bool is_readable = (n + kRows - 1) * row_bytes + field.spans * kSpan <= m.rows * row_bytes;
     const uint8_t* codes[kRows];
     alignas(64) uint8_t copies[kRows][kSpan];
     for (int r = 0; r < kRows; ++r) {
@@ -271,20 +263,18 @@ struct DotsOfRows {
   template <int kRows, int kField = 0>
   EFORMER_INLINE void AddRows(int64_t n, const float* factor, Reals (&sums)[kRows], IntBytes (&nan)[kRows]) const {
     const FieldX& field = fields[kField];
-    const int64_t row_bytes = field.row_bytes, whole = kPacked ? row_bytes / kSpan : field.spans - 1;
+    const int64_t row_bytes = field.row_bytes, whole = row_bytes / kSpan;
     const uint8_t* codes[kRows];
-    alignas(64) uint8_t copies[kRows][kSpan];
-    for (int r = 0; r < kRows && kPacked; ++r) codes[r] = m.planes[kField] + (n + r) * row_bytes;
+    for (int r = 0; r < kRows; ++r) codes[r] = m.planes[kField] + (n + r) * row_bytes;
     const int64_t distance = Max(kRows * row_bytes, kDotBytesAhead);
     const uint8_t* ahead = m.planes[kField] + n * row_bytes + distance;
     for (int64_t t = 0; t < whole; ++t, ahead += kRows * kSpan) {
-      for (int r = 0; r < kRows && kPacked; ++r) {
+      for (int r = 0; r < kRows; ++r) {
         distance <= kDotMostAhead ? __builtin_prefetch(ahead + r * kSpan, 0, 0)
                                   : __builtin_prefetch(ahead + r * kSpan, 0, 2);
       }
-      for (int r = 0; r < kRows && !kPacked; ++r) codes[r] = CopySpan<kField>(n + r, t, copies[r]);
       AddSpan<kField, kRows, false>(t, codes, factor + t * field.span_blocks, sums, nan);
-      for (int r = 0; r < kRows && kPacked; ++r) codes[r] += kSpan;
+      for (int r = 0; r < kRows; ++r) codes[r] += kSpan;
     }
     if (whole < field.spans) {
       const Found<kRows> last = LastSpan<kField, kRows>(n, factor);
@@ -335,21 +325,10 @@ struct DotsOfRows {
 };
 
 // As Kernels::byte_dots says.
-template <class Format, int kParts>
-static void ByteDotsOf(const Matrix& m, const ByteX& x, int64_t n0, int64_t n1, float* y) {
-  if constexpr (kPlanes<Format> == 1) {
-    WithPacking<Format>(m, [&](auto packed) { DotsOfRows<Format, packed, kParts>(m, x).RunAll(n0, n1, y); });
-  } else if (x.order.block >= 4 * DescribeFormat<Format>().max_values_per_byte) {
-    DotsOfRows<Format, true, kParts>(m, x).RunAll(n0, n1, y);
-  } else {
-    DotsOfRows<Format, false, kParts>(m, x).RunAll(n0, n1, y);
-  }
-}
-
 template <class Format>
 static void ByteDotsOf(const Matrix& m, const ByteX& x, int64_t n0, int64_t n1, float* y) {
   WithParts<Format>(x, [&](auto parts) {
-    if constexpr (parts == 1 || kSplitsRows) ByteDotsOf<Format, parts>(m, x, n0, n1, y);
+    if constexpr (parts == 1 || kSplitsRows) DotsOfRows<Format, parts>(m, x).RunAll(n0, n1, y);
   });
 }
 

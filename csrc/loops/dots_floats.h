@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "loops/fallback.h"
+#include "matrix/decode_rows.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -128,6 +128,8 @@ class Dots {
     float* sums;
   };
 
+  typedef void (*TileFunction)(const Decoder<Format>&, const Part&, int64_t);
+
   static constexpr int Columns(int64_t rows) { return 4 * rows <= kTileSums ? 4 : 2; }
 
   // Multiplies x by the scales of a row of blocks, which are of single columns.
@@ -219,8 +221,9 @@ class Dots {
           part.offsets[c] = has_offsets ? offsets.values + row * blocks : nullptr;
           part.tail[c] = is_last && whole < m.cols ? tails.values + row * kRunValues : nullptr;
         }
-        TileOf(kind, padded_rows)(decoder, part, size);
-        if (!along && is_last && whole < m.cols) AddTail(n + i, Min(columns, end - n - i), from, size, part);
+        const TileFunction tile = TileOf(kind, padded_rows);
+        tile(decoder, part, size);
+        if (!along && is_last && whole < m.cols) AddTail(n + i, tile, part, from, size);
         ahead += columns * runs * kRunValues / kValuesPerByte<Format>;
       }
     }
@@ -234,20 +237,16 @@ class Dots {
     for (int c = 0; c < 4; ++c) PlacesAlong<Format>(m, Min(row + c, end - 1), k, part.codes[c]);
   }
 
-  // Adds the dot products of columns behind the last whole run, for codes packed across.
-  EFORMER_NOINLINE void AddTail(int64_t n, int64_t columns, const float* from, int64_t size, const Part& part) const {
-    for (int64_t c = 0; c < columns; ++c) {
-      float values[kRunValues];
-      Bytes codes[2] = {};
-      Strip found[2];
-      AddPlanes<Format>(m, n + c, whole, m.cols - whole, codes);
-      decoder.OfBytes(reinterpret_cast<const uint8_t*>(codes), found);
-      for (int half = 0; half < 2; ++half) StoreStrip(values + half * kStripSize, found[half]);
-      for (int64_t r = 0; r < size; ++r) {
-        float& sum = part.sums[r * Columns(PaddedRows(size)) + c];
-        for (int64_t i = whole; i < m.cols; ++i) sum += values[i - whole] * from[r * x.stride + i];
-      }
-    }
+  // Adds the dot products of columns behind the last whole run, for codes packed across: a run of copies.
+  EFORMER_NOINLINE void AddTail(int64_t row, TileFunction tile, Part part, const float* from, int64_t size) const {
+    CopiedCodes<Format> copied;
+    copied.CopyAcross(m, row / kUnit * kUnit, Max(kUnit, 4), whole, m.cols - whole);
+    std::memcpy(part.codes[0], copied.places, sizeof copied.places);
+    part.stride = copied.kStride;
+    part.x = from + whole;
+    part.runs = 1;
+    part.starts = false;
+    tile(decoder, part, size);
   }
 
   static constexpr int64_t PaddedRows(int64_t size) { return size == 1 ? 1 : size == 2 ? 2 : size <= 4 ? 4 : 8; }
@@ -397,8 +396,6 @@ class Dots {
     }
   }
 
-  typedef void (*TileFunction)(const Decoder<Format>&, const Part&, int64_t);
-
   template <Kind kKind, bool kAlong>
   static TileFunction TileOf(int64_t rows) {
     if (rows <= 2) return rows == 1 ? Tile<1, kKind, kAlong> : Tile<2, kKind, kAlong>;
@@ -418,14 +415,7 @@ class Dots {
 // As Kernels::dots says.
 template <class Format>
 static void FloatDots(const Matrix& m, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y) {
-  // Across, a tile reads the codes of four rows.
-  const int64_t whole = m.packed_axis == 1 ? n1 : Max(n0, Min(n1, m.rows / 4 * 4));
-  if (n0 < whole) Dots<Format>(m, x, count, y).Run(n0, whole);
-  if (whole < n1) DotsAny<Format>(m, x, count, whole, n1, y);
-  for (int64_t r = 0; r < count && m.packed_axis == 0 && HasOffsets<Format>(m); ++r) {
-    const PlainX row = {x.values + r * x.stride, x.stride};
-    if (!AreModerate(row.values, m.cols)) DotsAny<Format>(m, row, 1, n0, whole, y + r * m.Width());
-  }
+  Dots<Format>(m, x, count, y).Run(n0, n1);
 }
 
 }  // namespace eformer::EFORMER_ISA

@@ -94,9 +94,8 @@ struct ByteGemm {
 
   // For few rows of x: one row of blocks at a time, panel by panel, while the next row is prefetched.
   void ByBlocks() {
-    struct Ahead {
-      RowsAhead<false> rows;
-      EFORMER_INLINE void Prefetch(const uint8_t*, int64_t) { rows.Prefetch(); }
+    struct Ahead : LinesAhead {
+      EFORMER_INLINE void Prefetch(const uint8_t*, int64_t) { LinesAhead::Prefetch<1, kIntBytes, false>(); }
     };
     constexpr int kPlaces = BytePanels<Format, kPacked>::kPlaces;
     const int64_t depth = kInBlocks ? ScaledTogether(m, length) : Max(length, 32 * kPlaces);
@@ -113,7 +112,7 @@ struct ByteGemm {
           scales_ahead = ScalesAhead(m, (k + depth) / m.block, start, stop - start);
         }
         part.has_offsets = row.has_offsets;
-        Ahead ahead = {RowsAhead<false>(m.planes[0] + (k + depth) / kPlaces * m.cols + start, m.cols, stop - start)};
+        Ahead ahead = {{m.planes[0] + (k + depth) / kPlaces * m.cols + start, m.cols, stop - start}};
         for (int64_t n = start; n < stop; n += kPanelColumns) {
           if constexpr (kInBlocks) {
             for (int i = 0; i < 2; ++i) scales_ahead.Prefetch();
@@ -146,7 +145,6 @@ struct ByteGemm {
 
   // For more: panels as deep as may be.
   void ByRows() {
-    const int64_t next_rows = kBytePanelDepth / panels.kPlaces * m.cols - columns;
     BytePanelScales<Format> scales(m, kInBlocks ? kMaxPanelBlocks + 1 : 0);
     for (int64_t k = k0; k < k1; k += kBytePanelDepth) {
       const int64_t end = Min(k + kBytePanelDepth, k1);
@@ -156,7 +154,7 @@ struct ByteGemm {
           scales.Take(first, CeilDiv(end, m.block) - first, n);
           TakeScales(scales, k, end, first);
         }
-        Add(k, end, n, PanelsAhead(n, n1, next_rows), TotalsOf(n));
+        Add(k, end, n, PrefetchDistances(m, panels.kPlaces, kBytePanelDepth, n, n0, n1), TotalsOf(n));
       }
     }
     for (int64_t n = n0; n < n1; n += kPanelColumns) Write(n, TotalsOf(n));
@@ -172,18 +170,12 @@ struct ByteGemm {
       for (int64_t k = k0; k < k1; k += kBytePanelDepth) {
         const int64_t end = Min(k + kBytePanelDepth, k1);
         if constexpr (kInBlocks) TakeScales(scales, k, end, first);
-        Add(k, end, n, PanelsAhead(n, n1, 0), totals.values);
+        Add(k, end, n, PrefetchDistances(), totals.values);
       }
       Write(n, totals.values);
     }
   }
 };
-
-// Whether `rows` rows of x are few enough to multiply without packing panels.
-template <int kParts>
-EFORMER_INLINE bool ByStripes(const Matrix& m, int64_t rows) {
-  return m.contracted_axis == 0 && rows <= kMostStripeRows<kParts>;
-}
 
 // As Kernels::byte_matmul says.
 template <class Format>
@@ -191,8 +183,8 @@ static void ByteMatmul(const Matrix& m, const ByteX& x, int64_t count, int64_t k
                        float* y) {
   WithPacking<Format>(m, [&](auto packed) {
     WithParts<Format>(x, [&](auto parts) {
-      if constexpr (parts == 1 || kSplitsRows) {
-        if (ByStripes<parts>(m, count)) return Stripes<Format, packed, parts>(m, x, count, k0, k1, n0, n1, y);
+      if constexpr (packed && (parts == 1 || kSplitsRows)) {
+        if (m.contracted_axis == 0 && count == 1) return ByteGemv<Format, parts>(m, x, k0, k1, n0, n1, y);
       }
       ByteGemm<Format, packed, parts>(m, x, count, k0, k1, n0, n1, y).Run();
     });
@@ -221,10 +213,12 @@ static ByteOrder ByteOrderOf(const Matrix& m, int64_t rows, int64_t parts) {
   if (parts > 1 && !(SplitsX<Format>() && SplitIsFaster(m, rows))) return {};
   int64_t block = parts > 1 ? kSplitBlock : kRoundedBlock;
   while (kInBlocks && m.block % block != 0) block /= 2;
-  const int64_t places = IsPackedAlongDepth<Format>(m) ? kValuesPerByte<Format> : 1;
-  if (rows == 1 && m.contracted_axis == 1) return {parts, 1, block, places, 64, block};
+  const bool is_dots = rows == 1 && m.contracted_axis == 1, is_packed = IsPackedAlongDepth<Format>(m);
+  const int64_t places = is_packed ? kValuesPerByte<Format> : 1;
+  if (is_dots && (is_packed || ArePlanesInPlace<Format>(block))) return {parts, 1, block, places, 64, block};
+  if (!is_packed && rows < kFewRows) return {};  // codes have to be unpacked: for few rows, floats are faster
   if (parts > 1) return {parts, kByteTileRows<kXParts>, block, places, 4, block};
-  if (ByStripes<1>(m, rows)) return {parts, kStripeRows, block, places, 4, block};
+  if (rows == 1) return {parts, 1, block, places, 4, block};
   return {parts, kAdjacentRows, block, places, 4, kHoldsTotals && kInBlocks ? ScaledTogether(m, block) : block};
 }
 

@@ -1,5 +1,5 @@
-// A few rows of x as bytes times a matrix, contracted along its rows: some rows of codes are read side by side, from
-// left to right over a stripe of columns, while the sums of a block wait in L1.
+// One row of x as bytes times a matrix, contracted along its rows: some rows of codes are read side by side, from left
+// to right over a stripe of columns, while the sums of a block wait in L1. Codes are multiplied where they lie.
 #pragma once
 
 #include "matrix/pack_bytes.h"
@@ -14,43 +14,22 @@ constexpr int64_t kLineRows = 8;
 constexpr int64_t kLineRows = 16;
 #endif
 
-// Rows of x that share what is read; more are multiplied by panels.
-constexpr int kStripeRows = 1;
-
-// Prefetches the next rows one after the other, each from end to end. Memory is slower where several rows are fetched
-// side by side.
-template <bool kIntoL1>
-struct RowsAhead {
-  const uint8_t *at, *end;  // what is next, and where its row ends
-  int64_t stride, width;    // of rows
-
-  RowsAhead(const uint8_t* first, int64_t stride, int64_t width)
-      : at(first), end(first + width), stride(stride), width(width) {}
-
-  EFORMER_INLINE void Prefetch() {
-    kIntoL1 ? __builtin_prefetch(at, 0, 0) : __builtin_prefetch(at, 0, 2);
-    at += kIntBytes;
-    if (at >= end) end += stride, at = end - width;
-  }
-};
-
-// kRows rows of x times a stripe of columns.
-template <class Format, bool kPacked, int kParts, int kRows>
+// A row of x times a stripe of columns.
+template <class Format, int kParts>
 struct Stripe {
-  static constexpr int kPlaces = kPacked ? kValuesPerByte<Format> : 1;
+  static constexpr int kPlaces = kValuesPerByte<Format>;
   static constexpr bool kInBlocks = Format::kScales == ScaleKind::kPerBlock;
   static constexpr bool kHasNaN = Int8Codes<Format>::kHasNaN;
-  static constexpr int kLines = kRows * kParts;
+  static constexpr bool kIntoL1 = kLineRows * kStripeColumns <= 32768;  // where codes are prefetched
   typedef DotsOf<Format> Dots;
-  typedef RowsAhead<(kLineRows * kStripeColumns <= 32768)> CodesAhead;
 
   const Matrix m;
   const ByteX& x;
   const int64_t n, width;  // the first column, and the number of columns
   const int64_t padded = CeilDiv(width, kPanelColumns) * kPanelColumns;
-  // Columns are in the order of panels, and kLineColumns of a row of x follow those of the row before it.
-  const Zeros<int32_t> sums{padded * kRows};  // of a block, or floats where x is in parts
-  const Floats totals{padded * kRows};
+  // Columns are in the order of panels.
+  const Zeros<int32_t> sums{padded};  // of a block, or floats where x is in parts
+  const Floats totals{padded};
   const Zeros<int32_t> nan{kHasNaN ? padded : 0};  // bits of columns
   ScaleBuffers buffers;
   RowOfScales scales;  // of a block
@@ -64,10 +43,10 @@ struct Stripe {
     for (int64_t r = 0; r < rows; r += kLineRows) {
       const int64_t count = Min(kLineRows, rows - r);
       const Lines lines = {first + r, count, k / x.order.block, k + r * kPlaces, r == 0, r + kLineRows >= rows};
-      const int64_t whole = count % 4 == 0 && kPacked ? width / kPanelColumns * kPanelColumns : 0;
+      const int64_t whole = count % 4 == 0 ? width / kPanelColumns * kPanelColumns : 0;
       const uint8_t* codes = m.planes[0] + lines.row * m.cols + n;
-      CodesAhead ahead(codes + count * m.cols, m.cols, width);
-      AddColumns(lines, codes, m.cols, 0, whole, [&]() EFORMER_INLINED { ahead.Prefetch(); });
+      LinesAhead ahead(codes + count * m.cols, m.cols, width);
+      AddColumns(lines, codes, m.cols, 0, whole, [&]() EFORMER_INLINED { ahead.Prefetch<1, kIntBytes, kIntoL1>(); });
       for (int64_t c = whole; c < width; c += kPanelColumns) {
         alignas(64) uint8_t copy[kLineRows][kPanelColumns] = {};
         CopyRows(lines, c, copy);
@@ -83,20 +62,18 @@ struct Stripe {
   }
 
   void Write(float* y) const {
-    for (int64_t row = 0; row < kRows; ++row, y += m.Width()) {
-      for (int64_t c = 0; c < width; c += kLineColumns) {
-        float* from = totals.values + c * kRows + row * kLineColumns;
-        for (int64_t i = 0; i < kLineColumns && kHasNaN; ++i) {
-          if (nan.values[c + i] != 0) from[i] = __builtin_nanf("");
-        }
-        Reals line[4];
-        for (int i = 0; i < 4; ++i) line[i] = LoadVector<Reals>(from + i * kIntLanes);
-        ToColumnOrder(line);
-        if (c + kLineColumns <= width) {
-          std::memcpy(y + c, line, sizeof line);
-        } else {
-          std::memcpy(y + c, line, (width - c) * sizeof(float));
-        }
+    for (int64_t c = 0; c < width; c += kLineColumns) {
+      float* from = totals.values + c;
+      for (int64_t i = 0; i < kLineColumns && kHasNaN; ++i) {
+        if (nan.values[c + i] != 0) from[i] = __builtin_nanf("");
+      }
+      Reals line[4];
+      for (int i = 0; i < 4; ++i) line[i] = LoadVector<Reals>(from + i * kIntLanes);
+      ToColumnOrder(line);
+      if (c + kLineColumns <= width) {
+        std::memcpy(y + c, line, sizeof line);
+      } else {
+        std::memcpy(y + c, line, (width - c) * sizeof(float));
       }
     }
   }
@@ -109,16 +86,10 @@ struct Stripe {
     bool starts, ends;   // the block
   };
 
-  // Copies columns `c` and following, or their codes, with zeros behind the last row and column.
+  // Copies columns `c` and following, with zeros behind the last row and column.
   void CopyRows(const Lines& lines, int64_t c, uint8_t (&copy)[kLineRows][kPanelColumns]) const {
     for (int64_t j = 0; j < lines.count; ++j) {
-      if constexpr (kPacked) {
-        std::memcpy(copy[j], m.planes[0] + (lines.row + j) * m.cols + n + c, Min(kPanelColumns, width - c));
-      } else {
-        Bytes codes[2] = {};
-        AddPlanes<Format>(m, lines.row + j, n + c, width - c, codes);
-        std::memcpy(copy[j], codes, sizeof codes);
-      }
+      std::memcpy(copy[j], m.planes[0] + (lines.row + j) * m.cols + n + c, Min(kPanelColumns, width - c));
     }
   }
 
@@ -126,45 +97,38 @@ struct Stripe {
   template <class Prefetch>
   EFORMER_INLINE void AddColumns(const Lines& lines, const uint8_t* from, int64_t stride, int64_t c0, int64_t c1,
                                  const Prefetch& prefetch) {
-    const int64_t at = lines.block * kRows;
-    int32_t starts[kLines];
-    for (int line = 0; line < kLines; ++line) starts[line] = -BiasOf<Format>(m) * x.sums[at * kParts + line];
-    float steps[kRows];
-    for (int r = 0; r < kRows; ++r) steps[r] = x.steps[at + r] / Format::kInt8Steps;
+    int32_t starts[kParts];
+    for (int part = 0; part < kParts; ++part) starts[part] = -BiasOf<Format>(m) * x.sums[lines.block * kParts + part];
+    const float step = x.steps[lines.block] / Format::kInt8Steps;
     const RowOfScales row_scales = scales;
     ScalesAhead of_scales = scales_ahead;
     for (int64_t c = c0; c < c1; c += kLineColumns, from += kLineColumns) {
-      int32_t* stored = sums.values + c * kRows;
-      float* to = totals.values + c * kRows;
+      int32_t* stored = sums.values + c;
       of_scales.Prefetch();
-      Ints dots[kLines][4];
+      Ints dots[kParts][4];
 #pragma GCC unroll 6
-      for (int line = 0; line < kLines; ++line) {
+      for (int part = 0; part < kParts; ++part) {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-          dots[line][i] = lines.starts  ? starts[line] - Ints{}
-                          : kParts == 1 ? LoadVector<Ints>(stored + line * kLineColumns + i * kIntLanes)
+          dots[part][i] = lines.starts  ? starts[part] - Ints{}
+                          : kParts == 1 ? LoadVector<Ints>(stored + i * kIntLanes)
                                         : Ints{};
         }
       }
-      AddLines(from, stride, lines.count, x.values + lines.k * kLines, c, dots, prefetch);
-      Reals found[kRows][4];
+      AddLines(from, stride, lines.count, x.values + lines.k * kParts, c, dots, prefetch);
+      Reals found[4];
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-          int32_t* of_row = stored + r * kLineColumns + i * kIntLanes;
-          if constexpr (kParts == 1) {
-            if (!lines.ends) StoreVector(of_row, dots[r][i]);
-            found[r][i] = ToReals(dots[r][i]);
-          } else {
-            found[r][i] = Joined<kParts>([&](int part) EFORMER_INLINED { return dots[r * kParts + part][i]; });
-            if (!lines.starts) found[r][i] += LoadVector<Reals>(of_row);
-            if (!lines.ends) StoreVector(of_row, found[r][i]);
-          }
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kParts == 1) {
+          if (!lines.ends) StoreVector(stored + i * kIntLanes, dots[0][i]);
+          found[i] = ToReals(dots[0][i]);
+        } else {
+          found[i] = Joined<kParts>([&](int part) EFORMER_INLINED { return dots[part][i]; });
+          if (!lines.starts) found[i] += LoadVector<Reals>(stored + i * kIntLanes);
+          if (!lines.ends) StoreVector(stored + i * kIntLanes, found[i]);
         }
       }
-      if (lines.ends) AddScaled(row_scales, c, steps, x.totals + at, found, to);
+      if (lines.ends) AddScaled(row_scales, c, step, x.totals[lines.block], found, totals.values + c);
     }
     scales_ahead = of_scales;
   }
@@ -172,8 +136,8 @@ struct Stripe {
   // Adds rows of bytes times x, and calls prefetch() for each row.
   template <class Prefetch>
   EFORMER_INLINE void AddLines(const uint8_t* from, int64_t stride, int64_t count, const int8_t* xs, int64_t c,
-                               Ints (&dots)[kLines][4], const Prefetch& prefetch) const {
-    for (int64_t r = 0; r < count; r += 4, xs += 4 * kPlaces * kLines) {
+                               Ints (&dots)[kParts][4], const Prefetch& prefetch) const {
+    for (int64_t r = 0; r < count; r += 4, xs += 4 * kPlaces * kParts) {
       IntBytes rows[4], quads[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j, from += stride) {
@@ -188,25 +152,25 @@ struct Stripe {
           int32_t* to = nan.values + c + i * kIntLanes;
           StoreVector(to, LoadVector<IntBytes>(to) | FindNaN(flipped));
         }
-        typename Dots::Sum sum[kLines];
+        typename Dots::Sum sum[kParts];
 #pragma GCC unroll 6
-        for (int line = 0; line < kLines; ++line) sum[line] = Dots::Start(dots[line][i]);
+        for (int part = 0; part < kParts; ++part) sum[part] = Dots::Start(dots[part][i]);
         ForEachPlace<kPlaces>([&](auto place) EFORMER_INLINED {
           const auto codes = Dots::Prepare(BytesAt<Format, kPlaces, place>(flipped));
 #pragma GCC unroll 6
-          for (int line = 0; line < kLines; ++line) {
-            sum[line] = Dots::Add(sum[line], codes, SpreadFour(xs + 4 * (place * kLines + line)));
+          for (int part = 0; part < kParts; ++part) {
+            sum[part] = Dots::Add(sum[part], codes, SpreadFour(xs + 4 * (place * kParts + part)));
           }
         });
 #pragma GCC unroll 6
-        for (int line = 0; line < kLines; ++line) dots[line][i] = Dots::Finish(sum[line], dots[line][i]);
+        for (int part = 0; part < kParts; ++part) dots[part][i] = Dots::Finish(sum[part], dots[part][i]);
       }
     }
   }
 
   // Adds the sums of a block, scaled, to the totals.
-  EFORMER_INLINE static void AddScaled(const RowOfScales& row, int64_t c, const float (&steps)[kRows],
-                                       const float* x_sums, const Reals (&found)[kRows][4], float* totals) {
+  EFORMER_INLINE static void AddScaled(const RowOfScales& row, int64_t c, float step, float x_sum,
+                                       const Reals (&found)[4], float* totals) {
     Reals scale[4], offset[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4 && kInBlocks; ++i) {
@@ -216,22 +180,20 @@ struct Stripe {
     if (kInBlocks) ToPanelOrder(scale);
     if (kInBlocks && row.has_offsets) ToPanelOrder(offset);
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        float* to = totals + r * kLineColumns + i * kIntLanes;
-        Reals total = LoadVector<Reals>(to) + found[r][i] * (kInBlocks ? scale[i] * steps[r] : steps[r] - Reals{});
-        if (kInBlocks && row.has_offsets) total += offset[i] * x_sums[r];
-        StoreVector(to, total);
-      }
+    for (int i = 0; i < 4; ++i) {
+      float* to = totals + i * kIntLanes;
+      Reals total = LoadVector<Reals>(to) + found[i] * (kInBlocks ? scale[i] * step : step - Reals{});
+      if (kInBlocks && row.has_offsets) total += offset[i] * x_sum;
+      StoreVector(to, total);
     }
   }
 };
 
-template <class Format, bool kPacked, int kParts, int kRows>
-static void StripesOf(const Matrix& m, const ByteX& x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
+// As Kernels::byte_matmul says, for contracted_axis 0 and one row.
+template <class Format, int kParts>
+static void ByteGemv(const Matrix& m, const ByteX& x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
   for (int64_t n = n0; n < n1; n += kStripeColumns) {
-    Stripe<Format, kPacked, kParts, kRows> stripe(m, x, n, Min(kStripeColumns, n1 - n));
+    Stripe<Format, kParts> stripe(m, x, n, Min(kStripeColumns, n1 - n));
     for (int64_t k = k0; k < k1; k += x.order.block) {
       if constexpr (Format::kScales == ScaleKind::kPerBlock) {
         if (k == k0 || k % m.block == 0) stripe.TakeScales(k / m.block);
@@ -240,22 +202,6 @@ static void StripesOf(const Matrix& m, const ByteX& x, int64_t k0, int64_t k1, i
     }
     stripe.Write(y + n);
   }
-}
-
-// Up to this many rows of x.
-template <int kParts>
-constexpr int64_t kMostStripeRows = kParts == 1 ? kStripeRows : 1;
-
-// As Kernels::byte_matmul says, for contracted_axis 0 and so few rows.
-template <class Format, bool kPacked, int kParts>
-static void Stripes(const Matrix& m, const ByteX& x, int64_t count, int64_t k0, int64_t k1, int64_t n0, int64_t n1,
-                    float* y) {
-  if constexpr (kMostStripeRows<kParts> > 1) {
-    if (count == 2) return StripesOf<Format, kPacked, kParts, 2>(m, x, k0, k1, n0, n1, y);
-    if (count == 3) return StripesOf<Format, kPacked, kParts, 3>(m, x, k0, k1, n0, n1, y);
-    if (count == 4) return StripesOf<Format, kPacked, kParts, 4>(m, x, k0, k1, n0, n1, y);
-  }
-  StripesOf<Format, kPacked, kParts, 1>(m, x, k0, k1, n0, n1, y);
 }
 
 }  // namespace eformer::EFORMER_ISA

@@ -2,7 +2,7 @@
 // wait in L1. Where blocks run along the sum, their values are summed before they are scaled.
 #pragma once
 
-#include "loops/fallback.h"
+#include "matrix/decode_rows.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -346,7 +346,6 @@ struct GemvAlong {
 // As Kernels::gemv says.
 template <class Format>
 static void Gemv(const Matrix& m, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y) {
-  if (HasOffsets<Format>(m) && !AreModerate(x + k0, k1 - k0)) return GemvAny<Format>(m, x, k0, k1, n0, n1, y);
   alignas(64) float sums[kSliceColumns + kRunValues] = {};
   constexpr bool kIsAlike = Format::kScales == ScaleKind::kBroadcast && UnitRows<Format>() == 1;  // along both axes
   if (kIsAlike || m.packed_axis == 0) {

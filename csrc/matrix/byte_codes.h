@@ -138,7 +138,13 @@ EFORMER_INLINE bool IsPackedAlongDepth(const Matrix& m) {
   return kPlanes<Format> == 1 && (kValuesPerByte<Format> == 1 || m.packed_axis == m.contracted_axis);
 }
 
-// Calls use(std::bool_constant) with that answer, and compiles only what can happen.
+// The same of several planes, for dot products along rows: four bytes of each plane are in one block of x.
+template <class Format>
+constexpr bool ArePlanesInPlace(int64_t block) {
+  return kPlanes<Format> > 1 && block >= 4 * DescribeFormat<Format>().max_values_per_byte;
+}
+
+// Calls use(std::bool_constant) with the answer of IsPackedAlongDepth, and compiles only what can happen.
 template <class Format, class Use>
 EFORMER_INLINE void WithPacking(const Matrix& m, const Use& use) {
   constexpr bool kAlways = kValuesPerByte<Format> == 1 || Format::kScales == ScaleKind::kPerBlock;

@@ -167,16 +167,13 @@ struct ByteX {
 struct Kernels {
   FormatInfo format;
 
-  // y[0 : n1 - n0] = x[k0:k1] @ matrix[k0:k1, n0:n1], for contracted_axis 0; n0 is a multiple of kSliceColumns. `gemv`
-  // is for the blocks that FitsGemv lets it have, and `gemv_any` for all.
+  // y[0 : n1 - n0] = x[k0:k1] @ matrix[k0:k1, n0:n1], for contracted_axis 0; n0 is a multiple of kSliceColumns. For the
+  // blocks that FitsGemv lets it have; nullptr where codes can't be looked up by an instruction.
   void (*gemv)(const Matrix& matrix, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y);
-  void (*gemv_any)(const Matrix& matrix, const float* x, int64_t k0, int64_t k1, int64_t n0, int64_t n1, float* y);
 
   // y[:, n0:n1] = x @ matrix[n0:n1].T for up to kDotRows rows of x, followed by zeros up to a multiple of kXPadding,
-  // for contracted_axis 1; n0 is a multiple of 4. `dots` is for the blocks that FitsGemv admits; `dots_any` takes all,
-  // and x in its own order.
+  // for contracted_axis 1; n0 is a multiple of 4. For the blocks that FitsDots lets it have; nullptr as `gemv` is.
   void (*dots)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y);
-  void (*dots_any)(const Matrix& matrix, const PlainX& x, int64_t count, int64_t n0, int64_t n1, float* y);
 
   // y[:, n0:n1] for up to kChunkRows rows of x, from depth k0 to k1; n0 starts a panel, and k0 is a multiple of
   // kDepthStep. Rows of y are Width() apart.

@@ -29,32 +29,10 @@ constexpr int kPanelFours[16] = {0, 16, 4, 20, 8, 24, 12, 28, 32, 48, 36, 52, 40
 
 // quads[i] has the quads of some columns, from four rows of bytes.
 EFORMER_INLINE void QuadsOfRows(const IntBytes (&rows)[4], IntBytes (&quads)[4]) {
-#if defined(EFORMER_BYTE_DOTS)
-  const __m512i r0 = (__m512i)rows[0], r1 = (__m512i)rows[1], r2 = (__m512i)rows[2], r3 = (__m512i)rows[3];
-  const __m512i low01 = _mm512_unpacklo_epi8(r0, r1), high01 = _mm512_unpackhi_epi8(r0, r1);
-  const __m512i low23 = _mm512_unpacklo_epi8(r2, r3), high23 = _mm512_unpackhi_epi8(r2, r3);
-  quads[0] = (IntBytes)_mm512_unpacklo_epi16(low01, low23);
-  quads[1] = (IntBytes)_mm512_unpackhi_epi16(low01, low23);
-  quads[2] = (IntBytes)_mm512_unpacklo_epi16(high01, high23);
-  quads[3] = (IntBytes)_mm512_unpackhi_epi16(high01, high23);
-#elif defined(__AVX2__)
-  const __m256i r0 = (__m256i)rows[0], r1 = (__m256i)rows[1], r2 = (__m256i)rows[2], r3 = (__m256i)rows[3];
-  const __m256i low01 = _mm256_unpacklo_epi8(r0, r1), high01 = _mm256_unpackhi_epi8(r0, r1);
-  const __m256i low23 = _mm256_unpacklo_epi8(r2, r3), high23 = _mm256_unpackhi_epi8(r2, r3);
-  quads[0] = (Bytes)_mm256_unpacklo_epi16(low01, low23);
-  quads[1] = (Bytes)_mm256_unpackhi_epi16(low01, low23);
-  quads[2] = (Bytes)_mm256_unpacklo_epi16(high01, high23);
-  quads[3] = (Bytes)_mm256_unpackhi_epi16(high01, high23);
-#elif defined(EFORMER_NEON)
-  uint8x16_t four[4], words[4];
-  for (int j = 0; j < 4; ++j) four[j] = (uint8x16_t)rows[j];
-  InterleaveFour(four, words);
-  for (int i = 0; i < 4; ++i) quads[i] = (IntBytes)words[i];
-#else
-  for (int i = 0; i < kStripSize; ++i) {
-    for (int j = 0; j < 4; ++j) quads[i / 8][4 * (i % 8) + j] = rows[j][kPanelFours[i / 4] + i % 4];
-  }
-#endif
+  IntBytes even[2], odd[2];  // the lower and upper columns of rows 0 and 2, and of rows 1 and 3
+  InterleaveLanes(rows[0], rows[2], even[0], even[1]);
+  InterleaveLanes(rows[1], rows[3], odd[0], odd[1]);
+  for (int i = 0; i < 2; ++i) InterleaveLanes(even[i], odd[i], quads[2 * i], quads[2 * i + 1]);
 }
 
 // Brings a number for each column of a row of bytes, in the order of QuadsOfRows, into that of columns.
@@ -117,25 +95,6 @@ EFORMER_INLINE void QuadsOfColumns(const Bytes (&columns)[8], Bytes (&quads)[8])
   }
 #endif
 }
-
-// Byte distances to prefetch while rows of codes are read panel by panel: panels further on in the same rows, or at the
-// start of the next rows. Neighbouring rows use different ones, as PrefetchDistances says.
-struct PanelsAhead {
-  static constexpr int kCount = 8, kLeast = 2;
-  int64_t bytes[kCount];
-
-  // `wrap` is from the end of the columns to their start in the next rows.
-  PanelsAhead(int64_t n, int64_t n1, int64_t wrap) {
-    for (int i = 0; i < kCount; ++i) {
-      const int64_t distance = (kLeast + i) * kPanelColumns;
-      bytes[i] = n + distance < n1 ? distance : distance + wrap;
-    }
-  }
-
-  EFORMER_INLINE void Prefetch(const uint8_t* codes, int64_t row) const {
-    __builtin_prefetch(codes + bytes[row % kCount], 0, 2);  // into L2: rows may share a set of L1
-  }
-};
 
 // Panels of a format, with the bytes in memory taken as they are (kPacked, as IsPackedAlongDepth says) or after
 // unpacking their codes.
@@ -294,39 +253,34 @@ struct BytePanelScales {
     }
   }
 
-  // Eight columns, and up to kAtOnce blocks, at a time.
+  // Up to kAtOnce blocks of all columns at a time.
   void TakeColumns(int64_t first, int64_t count, int64_t n) {
     constexpr int64_t kAtOnce = 64;
-    float of_scales[8][kAtOnce], of_offsets[8][kAtOnce];
+    const int64_t present = Min(kPanelColumns, m.rows - n);
+    float of_scales[kPanelColumns * kAtOnce], of_offsets[kPanelColumns * kAtOnce];
     for (int64_t b = 0; b < count; b += kAtOnce) {
       const int64_t some = Min(kAtOnce, count - b);
-      for (int part = 0; part < 8; ++part) {
-        for (int i = 0; i < 8; ++i) {
-          const int64_t row = n + kPanelFours[2 * part + i / 4] + i % 4;
-          if (row >= m.rows) {
-            std::memset(of_scales[i], 0, sizeof of_scales[i]);
-            std::memset(of_offsets[i], 0, sizeof of_offsets[i]);
-            continue;
-          }
-          const float* scale = ScalesAt(m, row, first + b, some, of_scales[i]);
-          const float* offset = OffsetsAt(m, row, first + b, some, centre, scale, of_offsets[i]);
-          if (scale != of_scales[i]) std::memcpy(of_scales[i], scale, some * sizeof(float));
-          has_offsets = offset != nullptr;
-          if (has_offsets && offset != of_offsets[i]) std::memcpy(of_offsets[i], offset, some * sizeof(float));
-        }
-        PutColumns(of_scales[0], some, kUnit, scales.values + b * kPanelColumns + 8 * part);
-        if (has_offsets) PutColumns(of_offsets[0], some, 1, offsets.values + b * kPanelColumns + 8 * part);
+      for (int64_t i = 0; i < present; ++i) {
+        const float* scale = ScalesAt(m, n + i, first + b, some, of_scales + i * kAtOnce);
+        const float* offset = OffsetsAt(m, n + i, first + b, some, centre, scale, of_offsets + i * kAtOnce);
+        if (scale != of_scales + i * kAtOnce) std::memcpy(of_scales + i * kAtOnce, scale, some * sizeof(float));
+        has_offsets = offset != nullptr;
+        if (!has_offsets || offset == of_offsets + i * kAtOnce) continue;
+        std::memcpy(of_offsets + i * kAtOnce, offset, some * sizeof(float));
       }
+      PutColumns(of_scales, some, present, kUnit, scales.values + b * kPanelColumns);
+      if (has_offsets) PutColumns(of_offsets, some, present, 1, offsets.values + b * kPanelColumns);
     }
   }
 
-  static void PutColumns(const float* from, int64_t count, float unit, float* to) {
+  static void PutColumns(const float* from, int64_t count, int64_t present, float unit, float* to) {
     constexpr int64_t kStride = 64;
-    float transposed[8][8];
+    float transposed[8 * kPanelColumns];
     for (int64_t b = 0; b < count; b += 8) {
-      Transpose8(from + b, kStride, transposed[0], 8);
+      for (int64_t i = 0; i < present; i += 8)
+        Transpose8(from + i * kStride + b, kStride, transposed + i, kPanelColumns);
       for (int64_t i = 0; i < Min(8, count - b); ++i) {
-        for (int j = 0; j < 8; ++j) to[(b + i) * kPanelColumns + j] = transposed[i][j] * unit;
+        PutRow(transposed + i * kPanelColumns, present, unit, to + (b + i) * kPanelColumns);
       }
     }
   }

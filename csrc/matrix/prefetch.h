@@ -41,18 +41,18 @@ struct LinesAhead {
   LinesAhead(const uint8_t* first, int64_t stride, int64_t width)
       : at(first), end(first + width), stride(stride), width(width) {}
 
-  // The next kCount cache lines.
-  template <int kCount>
+  // The next kCount pieces of kBytes, into L1 or L2.
+  template <int kCount, int kBytes = 64, bool kIntoL1 = true>
   EFORMER_INLINE void Prefetch() {
-    if (end - at >= 64 * kCount) {
-      for (int i = 0; i < kCount; ++i) __builtin_prefetch(at + 64 * i, 0, 0);
-      at += 64 * kCount;
+    if (end - at >= kBytes * kCount) {
+      for (int i = 0; i < kCount; ++i) __builtin_prefetch(at + kBytes * i, 0, kIntoL1 ? 0 : 2);
+      at += kBytes * kCount;
       return;
     }
     for (int i = 0; i < kCount; ++i) {
       if (at >= end) end += stride, at = end - width;
-      __builtin_prefetch(at, 0, 0);
-      at += 64;
+      __builtin_prefetch(at, 0, kIntoL1 ? 0 : 2);
+      at += kBytes;
     }
   }
 };

@@ -144,6 +144,12 @@ EFORMER_NOINLINE static const float* OffsetsAt(const Matrix& m, int64_t row, int
   return buffer;
 }
 
+// Whether something is to be added to scale * (value - kCentre).
+template <class Format>
+EFORMER_INLINE bool HasOffsets(const Matrix& m) {
+  return Format::kScales == ScaleKind::kPerBlock && (m.offsets.entries != nullptr || Format::kCentre != m.centre);
+}
+
 // Numbers of neighbouring blocks: where they are stored, as float32 or bfloat16, or in a buffer of floats.
 struct RowOfNumbers {
   const void* entries = nullptr;

@@ -7,57 +7,29 @@
 
 namespace eformer::EFORMER_ISA {
 
-// Vectors with sixteen bytes in each lane. LoadLanes loads those from p, p + stride, ... on, and InterleaveLanes
-// interleaves the bytes of each lane.
+// Loads sixteen bytes into each lane, those from p, p + stride, ... on.
+EFORMER_INLINE void LoadLanes(const uint8_t* p, int64_t /*stride*/, Sixteen& lane) { std::memcpy(&lane, p, 16); }
+
 #if defined(__AVX2__)
 typedef Bytes TwoLanes;
+
+EFORMER_INLINE __m128i LoadLane(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+
+EFORMER_INLINE void LoadLanes(const uint8_t* p, int64_t stride, Bytes& lanes) {
+  lanes = (Bytes)_mm256_inserti128_si256(_mm256_castsi128_si256(LoadLane(p)), LoadLane(p + stride), 1);
+}
 #else
 typedef Sixteen TwoLanes;  // there is only one
 #endif
 
 #if defined(__AVX512F__)
-typedef uint8_t WidestBytes __attribute__((vector_size(64)));
-
 EFORMER_INLINE void LoadLanes(const uint8_t* p, int64_t stride, WidestBytes& lanes) {
-  const auto lane = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * stride)); };
-  __m512i all = _mm512_castsi128_si512(lane(0));
-  all = _mm512_mask_broadcast_i32x4(all, 0x00F0, lane(1));  // a masked load takes no shuffle
-  all = _mm512_mask_broadcast_i32x4(all, 0x0F00, lane(2));
-  lanes = (WidestBytes)_mm512_mask_broadcast_i32x4(all, 0xF000, lane(3));
-}
-
-EFORMER_INLINE void InterleaveLanes(WidestBytes even, WidestBytes odd, WidestBytes& first, WidestBytes& second) {
-  first = (WidestBytes)_mm512_unpacklo_epi8((__m512i)even, (__m512i)odd);
-  second = (WidestBytes)_mm512_unpackhi_epi8((__m512i)even, (__m512i)odd);
-}
-#else
-typedef TwoLanes WidestBytes;
-#endif
-
-#if defined(__AVX2__)
-EFORMER_INLINE void LoadLanes(const uint8_t* p, int64_t stride, Bytes& lanes) {
-  const auto lane = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * stride)); };
-  lanes = (Bytes)_mm256_inserti128_si256(_mm256_castsi128_si256(lane(0)), lane(1), 1);
-}
-
-EFORMER_INLINE void InterleaveLanes(Bytes even, Bytes odd, Bytes& first, Bytes& second) {
-  first = (Bytes)_mm256_unpacklo_epi8((__m256i)even, (__m256i)odd);
-  second = (Bytes)_mm256_unpackhi_epi8((__m256i)even, (__m256i)odd);
+  __m512i all = _mm512_castsi128_si512(LoadLane(p));
+  all = _mm512_mask_broadcast_i32x4(all, 0x00F0, LoadLane(p + stride));  // a masked load takes no shuffle
+  all = _mm512_mask_broadcast_i32x4(all, 0x0F00, LoadLane(p + 2 * stride));
+  lanes = (WidestBytes)_mm512_mask_broadcast_i32x4(all, 0xF000, LoadLane(p + 3 * stride));
 }
 #endif
-
-EFORMER_INLINE void LoadLanes(const uint8_t* p, int64_t /*stride*/, Sixteen& lane) { std::memcpy(&lane, p, 16); }
-
-EFORMER_INLINE void InterleaveLanes(Sixteen even, Sixteen odd, Sixteen& first, Sixteen& second) {
-#if defined(__AVX2__) || defined(EFORMER_NEON)
-  Interleave(even, odd, first, second);
-#else
-  for (int i = 0; i < 8; ++i) {
-    first[2 * i] = even[i], first[2 * i + 1] = odd[i];
-    second[2 * i] = even[i + 8], second[2 * i + 1] = odd[i + 8];
-  }
-#endif
-}
 
 // to[b * to_stride + r] = from[r * stride + b] for b < 16 and each byte r of a Vector.
 template <class Vector>

@@ -8,34 +8,63 @@ namespace eformer::EFORMER_ISA {
 
 constexpr int64_t kRunValues = 2 * kStripSize;  // decoded at a time: a whole number of bytes in every plane
 
-#if defined(__AVX2__) || defined(EFORMER_NEON)
-EFORMER_INLINE void Interleave(Sixteen even, Sixteen odd, Sixteen& first, Sixteen& second) {
+// Interleaves the bytes of each sixteen: `first` gets those of the lower eight.
+EFORMER_INLINE void InterleaveLanes(Sixteen even, Sixteen odd, Sixteen& first, Sixteen& second) {
 #if defined(__AVX2__)
   first = (Sixteen)_mm_unpacklo_epi8((__m128i)even, (__m128i)odd);
   second = (Sixteen)_mm_unpackhi_epi8((__m128i)even, (__m128i)odd);
-#else
+#elif defined(EFORMER_NEON)
   first = (Sixteen)vzip1q_u8((uint8x16_t)even, (uint8x16_t)odd);
   second = (Sixteen)vzip2q_u8((uint8x16_t)even, (uint8x16_t)odd);
+#else
+  for (int i = 0; i < 8; ++i) {
+    first[2 * i] = even[i], first[2 * i + 1] = odd[i];
+    second[2 * i] = even[i + 8], second[2 * i + 1] = odd[i + 8];
+  }
 #endif
 }
+
+EFORMER_INLINE void InterleaveLanes(Bytes even, Bytes odd, Bytes& first, Bytes& second) {
+#if defined(__AVX2__)
+  first = (Bytes)_mm256_unpacklo_epi8((__m256i)even, (__m256i)odd);
+  second = (Bytes)_mm256_unpackhi_epi8((__m256i)even, (__m256i)odd);
+#else
+  Sixteen in[2][2], out[2][2];
+  std::memcpy(in[0], &even, sizeof even);
+  std::memcpy(in[1], &odd, sizeof odd);
+  for (int i = 0; i < 2; ++i) InterleaveLanes(in[0][i], in[1][i], out[0][i], out[1][i]);
+  std::memcpy(&first, out[0], sizeof first);
+  std::memcpy(&second, out[1], sizeof second);
+#endif
+}
+
+#if defined(__AVX512F__)
+typedef uint8_t WidestBytes __attribute__((vector_size(64)));
+
+EFORMER_INLINE void InterleaveLanes(WidestBytes even, WidestBytes odd, WidestBytes& first, WidestBytes& second) {
+  first = (WidestBytes)_mm512_unpacklo_epi8((__m512i)even, (__m512i)odd);
+  second = (WidestBytes)_mm512_unpackhi_epi8((__m512i)even, (__m512i)odd);
+}
+#elif defined(__AVX2__)
+typedef Bytes WidestBytes;
+#else
+typedef Sixteen WidestBytes;
 #endif
 
 // Merges the 32 codes of even places and the 32 of odd places, in order.
 EFORMER_INLINE void Interleave(Bytes even, Bytes odd, Bytes& first, Bytes& second) {
+  Bytes low, high;
+  InterleaveLanes(even, odd, low, high);
 #if defined(__AVX2__)
-  const __m256i low = _mm256_unpacklo_epi8((__m256i)even, (__m256i)odd);
-  const __m256i high = _mm256_unpackhi_epi8((__m256i)even, (__m256i)odd);
-  first = (Bytes)_mm256_permute2x128_si256(low, high, 0x20);
-  second = (Bytes)_mm256_permute2x128_si256(low, high, 0x31);
-#elif defined(EFORMER_NEON)
-  const uint8x16x2_t evens = HalvesOf(even), odds = HalvesOf(odd);
-  first = Joined(vzipq_u8(evens.val[0], odds.val[0]));
-  second = Joined(vzipq_u8(evens.val[1], odds.val[1]));
+  first = (Bytes)_mm256_permute2x128_si256((__m256i)low, (__m256i)high, 0x20);
+  second = (Bytes)_mm256_permute2x128_si256((__m256i)low, (__m256i)high, 0x31);
 #else
-  for (int i = 0; i < kStripSize; ++i) {
-    Bytes& half = i < kStripSize / 2 ? first : second;
-    half[2 * i % kStripSize] = even[i];
-    half[2 * i % kStripSize + 1] = odd[i];
+  Sixteen lanes[2][2];
+  std::memcpy(lanes[0], &low, sizeof low);
+  std::memcpy(lanes[1], &high, sizeof high);
+  for (int i = 0; i < 2; ++i) {
+    const Sixteen both[2] = {lanes[0][i], lanes[1][i]};
+    std::memcpy(i == 0 ? &first : &second, both, sizeof both);
   }
 #endif
 }

@@ -150,9 +150,10 @@ EFORMER_INLINE Bytes LookUpBytes(const ByteTable& table, Bytes codes) {
 #if defined(__AVX2__)
   return (Bytes)_mm256_shuffle_epi8(_mm256_load_si256(reinterpret_cast<const __m256i*>(table.bytes)), (__m256i)codes);
 #elif defined(EFORMER_NEON)
-  uint8x16x2_t halves = HalvesOf(codes);
-  for (uint8x16_t& half : halves.val) half = vqtbl1q_u8(vld1q_u8(table.bytes), half);
-  return Joined(halves);
+  IntBytes halves[2];
+  std::memcpy(halves, &codes, sizeof codes);
+  for (IntBytes& half : halves) half = LookUpBytes(table, half);
+  return LoadVector<Bytes>(halves);
 #else
   for (int i = 0; i < kStripSize; ++i) codes[i] = table.bytes[codes[i] & 15];
   return codes;

@@ -347,28 +347,4 @@ EFORMER_INLINE void ForEach(const Use& use) {
   ForEachOf(std::make_integer_sequence<int, kCount>(), use);
 }
 
-#if defined(EFORMER_NEON)
-EFORMER_INLINE uint8x16x2_t HalvesOf(Bytes bytes) {
-  uint8x16x2_t halves;
-  std::memcpy(&halves, &bytes, sizeof halves);
-  return halves;
-}
-
-EFORMER_INLINE Bytes Joined(uint8x16x2_t halves) {
-  Bytes bytes;
-  std::memcpy(&bytes, &halves, sizeof bytes);
-  return bytes;
-}
-
-// words[i] has bytes 4 i to 4 i + 3 of each: first those of four[0] to four[3] at place 4 i, and so on.
-EFORMER_INLINE void InterleaveFour(const uint8x16_t (&four)[4], uint8x16_t (&words)[4]) {
-  const uint8x16x2_t low = vzipq_u8(four[0], four[1]), high = vzipq_u8(four[2], four[3]);
-  for (int i = 0; i < 2; ++i) {
-    const uint16x8x2_t zipped = vzipq_u16((uint16x8_t)low.val[i], (uint16x8_t)high.val[i]);
-    words[2 * i] = (uint8x16_t)zipped.val[0];
-    words[2 * i + 1] = (uint8x16_t)zipped.val[1];
-  }
-}
-#endif
-
 }  // namespace eformer::EFORMER_ISA
