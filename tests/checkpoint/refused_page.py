@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from eformer._src.checkpoint.adapter_config import NOTHING, OPTIONS
 from eformer._src.checkpoint.prequantized.foreign import KINDS
 from eformer._src.checkpoint.prequantized.methods import METHODS, Method
 
@@ -38,11 +40,18 @@ def of_files() -> str:
     return "\n".join(["| file | what works |", "|---|---|", *(f"| {name} | {what} |" for name, what in kinds.items())])
 
 
+def of_options() -> str:
+    read = {option: code(json.dumps(value) for value in NOTHING.get(option, ())) or "-" for option in OPTIONS}
+    rows = [f"| `{option}` | {what} | {read[option]} |" for option, what in OPTIONS.items()]
+    return "\n".join(["| option | what it does | values that are read |", "|---|---|---|", *rows])
+
+
 def tables() -> dict[str, str]:
     return {
         "methods": of_methods(method for method in METHODS if not method.reads),
         "parts": of_parts(method for method in METHODS if method.reads),
         "files": of_files(),
+        "options": of_options(),
     }
 
 

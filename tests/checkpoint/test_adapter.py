@@ -193,7 +193,12 @@ def changed(folder: Path, **config: Any) -> Path:
     ("config", "words"),
     [
         ({"peft_type": "IA3"}, "its `peft_type` is 'IA3', not 'LORA'"),
-        ({"use_dora": True}, "`use_dora` changes more than updates of low rank do"),
+        ({"use_dora": True}, "`use_dora` is 'True': it scales each row"),
+        ({"bias": "lora_only"}, "`bias` is 'lora_only': it adds trained biases"),
+        ({"init_lora_weights": "pissa_niter_4"}, "it takes the first update off the base weights"),
+        ({"sparsity": 0.5}, "`sparsity` is '0.5': it is an option that is not known here"),
+        ({"use_rslora": "false"}, "`use_rslora` is 'false', and must be a bool"),
+        ({"rank_pattern": [4]}, "and must be a dict"),
         ({"r": 5}, "its matrices have rank 4, and the configuration says 5"),
         ({"lora_alpha": None}, "has lora_alpha = 'None', which is no number"),
         ({"rank_pattern": {"(a+)+b": 3}}, "a regular expression; only names of modules are read"),
@@ -202,6 +207,46 @@ def changed(folder: Path, **config: Any) -> Path:
 def test_a_configuration_that_is_wrong(tmp_path: Path, config: dict[str, Any], words: str):
     with pytest.raises(CheckpointError, match=words.replace("(", r"\(")):
         load_adapter(changed(as_theirs(save_adapter(tmp_path, adapted())), **config), model())
+
+
+# All of PEFT 0.21, with a value that means something.
+PEFT_OPTIONS = {
+    "read": ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out", "peft_type"),
+    "passed over": (
+        *("target_modules", "exclude_modules", "lora_dropout", "layers_to_transform", "layers_pattern", "task_type"),
+        *("megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("velora_config", "qalora_group_size", "runtime_config", "auto_mapping", "peft_version", "inference_mode"),
+        *("base_model_name_or_path", "revision"),
+    ),
+    "refused": (
+        *("bias", "modules_to_save", "init_lora_weights", "trainable_token_indices", "use_dora", "use_qalora"),
+        *("alora_invocation_tokens", "monteclora_config", "layer_replication", "lora_bias", "target_parameters"),
+        *("use_bdlora", "arrow_config", "kasa_config", "ensure_weight_tying"),
+    ),
+}
+
+
+def test_every_option_of_peft_is_known(tmp_path: Path):
+    folder = as_theirs(save_adapter(tmp_path, adapted()))
+    for option in PEFT_OPTIONS["passed over"]:
+        load_adapter(changed(folder, **{option: ["x"]}), model())
+    load_adapter(changed(folder, bias="none", init_lora_weights="gaussian", use_dora=False, loftq_config={}), model())
+    for option in PEFT_OPTIONS["refused"]:
+        with pytest.raises(CheckpointError, match=rf"`{option}` is .*: it .*, and is not read") as error:
+            load_adapter(changed(folder, **{option: ["x"]}), model())
+        assert "not known" not in str(error.value)
+        changed(folder, **{option: None})
+
+
+def test_weights_with_the_inputs_first(tmp_path: Path):
+    """As GPT-2 has them; of a square matrix the shape does not tell."""
+    a, b = normal(4, 64), normal(64, 4, seed=1)
+    tensors: Any = {A: a, B: b}
+    folder = adapter_of(tmp_path, **tensors)
+    for fan_in_fan_out, expected in ((False, b @ a), (True, a.T @ b.T)):
+        changed(folder, fan_in_fan_out=fan_in_fan_out)
+        found: Any = load_adapter(folder, {"one": {"weight": jnp.zeros((64, 64))}})
+        np.testing.assert_allclose(found["one"]["weight"].update(), 2 * expected, rtol=1e-4, atol=1e-4)
 
 
 def as_theirs(folder: Path) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._src.atomic_files import Target
+from eformer._src.checkpoint.adapter_config import CONFIG, READ, ModuleError, config_of, factor_of, read_config
 from eformer._src.checkpoint.arrays import CheckpointToWrite, arrays_to_write, tensors_to_write
 from eformer._src.checkpoint.file import CheckpointError, StrPath
 from eformer._src.checkpoint.header import Json
 from eformer._src.checkpoint.open import ATTEMPTS, Checkpoint, open_checkpoint
 from eformer._src.checkpoint.paths import state_of
-from eformer._src.checkpoint.prequantized.quantization_config import ADAPTER_CONFIG as CONFIG
-from eformer._src.checkpoint.prequantized.quantization_config import read_json
 from eformer._src.checkpoint.saving.save import write_safetensors
 from eformer._src.checkpoint.tree import flattened
 from eformer._src.model.defaults import contracted_axis
@@ -85,7 +83,7 @@ def save_adapter(path: StrPath, tree: object, *, base_model: str | None = None, 
     texts = {CONFIG: json.dumps(config, indent=2).encode()}
     target = Target(Path(path) / WEIGHTS, overwrite, texts=texts, config=CONFIG)
     named, structure = flattened(tensors)
-    own = {CONFIG: {key: config[key] for key in DECISIVE}}
+    own = {CONFIG: {key: config[key] for key in READ}}
     written = CheckpointToWrite([tensors_to_write(item) for item in arrays_to_write(named)], own, {"format": "pt"})
     return write_safetensors(target, written, structure, None, None).parent
 
@@ -172,7 +170,7 @@ def _read(
     if missing is not None:
         raise wrong(f"{missing!r} is missing")
     first, second = (checkpoint.read(part) for part in parts)
-    inputs_first = names.inputs_first or contracted_axis(name, shape) != -1
+    inputs_first = names.inputs_first or contracted_axis(name, shape) != -1 or bool(config.get("fan_in_fan_out"))
     a, b = (first.T, second.T) if inputs_first else (second, first)
     rank = first.shape[0] if first.ndim == 2 else 0
     if first.ndim != 2 or second.ndim != 2 or (a.shape, b.shape) != ((*shape[:1], rank), (rank, *shape[1:])):
@@ -197,40 +195,6 @@ def _adapted(base: Any, updates: Mapping[Index, _Update]) -> LoraArray:
     return LoraArray(base, *map(jnp.asarray, (a, b, scaling)))
 
 
-# What says, with the matrices, which update is meant; the weights' file has it too.
-DECISIVE = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out")
-
-
-@dataclass(frozen=True)
-class ModuleError:
-    """Makes the error about a module of a file."""
-
-    file: str
-    module: str
-
-    def __call__(self, what: str) -> CheckpointError:
-        return CheckpointError(what, file=self.file, tensor=self.module)
-
-
-def read_config(folder: Path, weights: Checkpoint) -> Mapping[str, Json]:
-    """The configuration of an adapter; a CheckpointError if there is none, or if it is no plain LoRA.
-
-    What the weights' file itself says goes before the file beside it, which a save may be replacing.
-    """
-    file = str(folder / CONFIG)
-    config, own = read_json(folder / CONFIG), weights._own.get(CONFIG, {})
-    if own and (config is None or isinstance(config, dict)):
-        config = {**(config or {}), **own}
-    if not isinstance(config, dict):
-        raise CheckpointError("there is no configuration of an adapter", file=file)
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"its `peft_type` is {str(config.get('peft_type'))[:50]!r}, not 'LORA'", file=file)
-    for option in ("use_dora", "use_qalora", "lora_bias", "modules_to_save", "layer_replication"):
-        if config.get(option):
-            raise CheckpointError(f"`{option}` changes more than updates of low rank do, and is not read", file=file)
-    return config
-
-
 def adapter_facts(checkpoint: Checkpoint) -> dict[str, str]:
     """What the configuration of an adapter says, in a few words; nothing for any other checkpoint."""
     path = checkpoint.path
@@ -246,62 +210,6 @@ def adapter_facts(checkpoint: Checkpoint) -> dict[str, str]:
         "base model": f"{config.get('base_model_name_or_path')}",
     }
     return {name: value for name, value in facts.items() if value != "None"}
-
-
-def config_of(ranks: Mapping[str, int], alphas: Mapping[str, float], base_model: str | None) -> dict[str, Json]:
-    """The configuration for modules of these ranks, whose updates are scaled by alpha / rank."""
-    rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
-    return {
-        "peft_type": "LORA",
-        "base_model_name_or_path": base_model,
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": list(ranks),
-        "rank_pattern": {module: r for module, r in ranks.items() if r != rank},
-        "alpha_pattern": {module: a for module, a in alphas.items() if a != alpha},
-        "use_rslora": False,
-        "fan_in_fan_out": False,
-        "bias": "none",
-        "lora_dropout": 0.0,
-        "inference_mode": True,
-        "task_type": None,
-    }
-
-
-def factor_of(config: Mapping[str, Json], rank: int, wrong: ModuleError) -> float:
-    """What the update of the module, of this rank, is multiplied by; an error if the configuration has another rank."""
-    expected = _number(_of_module(config, "rank_pattern", wrong), config.get("r"), "r", wrong)
-    if expected != rank:
-        raise wrong(f"its matrices have rank {rank}, and the configuration says {expected:g}")
-    if rank < 1:
-        raise wrong("its matrices have rank 0, and an update has at least 1")
-    alpha = _number(_of_module(config, "alpha_pattern", wrong), config.get("lora_alpha"), "lora_alpha", wrong)
-    factor = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    if abs(factor) > float(np.finfo(np.float32).max):
-        raise wrong(f"the configuration has lora_alpha = {alpha:g}, and float32 can't hold {factor:g}")
-    return factor
-
-
-def _of_module(config: Mapping[str, Json], key: str, wrong: ModuleError) -> Json:
-    """The entry for this module: PEFT matches keys against the end of its name.
-
-    A key may be a regular expression there. It is a stranger's, and may take forever, so only plain names are read.
-    """
-    patterns = config.get(key)
-    entries = patterns.items() if isinstance(patterns, dict) else ()
-    for pattern, value in entries:
-        if not re.fullmatch(r"[\w.-]+", pattern):
-            raise wrong(f"`{key}` has {pattern[:50]!r}, a regular expression; only names of modules are read")
-        if f".{wrong.module}".endswith(f".{pattern}"):
-            return value
-    return None
-
-
-def _number(own: Json, general: Json, what: str, wrong: ModuleError) -> float:
-    value = general if own is None else own
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
-        raise wrong(f"the configuration has {what} = {str(value)[:50]!r}, which is no number")
-    return float(value)
 
 
 ENDS = (".weight", ".kernel", ".embedding", "")  # of the leaf that holds the weight of a module
