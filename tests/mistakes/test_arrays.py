@@ -344,7 +344,7 @@ CACHES: Mistakes = {
     "the format as dtype": (
         lambda: cache.empty((1, 2, 8, 64), "int8"),
         TypeError,
-        "floating point | got int8 | `format`",
+        "floating point; got int8 | `format` says",
     ),
     "an axis that is not there": (lambda: cache.empty((1, 2, 8, 64), axis=4), ValueError, "`axis=4` | 4 axes"),
 }

@@ -1,4 +1,4 @@
-"""What type checkers say of a user's programs: nothing of `user.py` and `packages.py`, and each marked line of `mistakes.py`.
+"""What type checkers say of a user's programs: nothing but each marked line of `mistakes.py`.
 
 `make lint` runs it; elsewhere it is skipped where the checkers are not installed.
 """

@@ -95,6 +95,6 @@ def empty(
 def _check_floating(dtype: DTypeLike) -> None:
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"a cache stands for floating point numbers, and its dtype is theirs, got {dtype}; `format` says how they are "
-            f"stored"
+            f"the dtype of a cache is that of the numbers it stands for, floating point; got {dtype}: `format` says "
+            f"how they are stored"
         )
