@@ -216,7 +216,7 @@ def _warn_nonfinite(path: str, array: Any) -> None:
 
 
 def warn_nonfinite(path: str, nan: int, infinite: int) -> None:
-    """Say that an array with so many elements that are not finite was quantized, if there are any."""
+    """Warn that a quantized array had NaN or infinite elements, given how many."""
     if nan or infinite:
         what = f"{path!r} holds {nan:,} NaN and {infinite:,} infinite elements"
         warn(f"{what}: quantized, the whole slice or block of each becomes NaN", NonfiniteWarning)

@@ -1,7 +1,7 @@
 """Runs a program, and sums up what the arrays that are followed through it are multiplied by.
 
-The arrays are followed as `find` follows them. Control flow is entered: sums of a scan over layers have a row for each
-layer, those of a loop or of the branch that was taken are added up.
+The arrays are followed as `find` follows them. Control flow is entered: the sums of a scan over layers have a row for each
+layer. The sums of a loop, or of the branch that was taken, are added up.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def _scan(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[ProgramArray]) ->
 
 
 def _of_stack(sums: Sums) -> Sums:
-    """The sums of each layer as those of the stack: a second moment is of the same matrix."""
+    """The sums of all layers of a scan as the sums of the stack: a layer's second moment belongs to its matrix."""
     if sums.moment is None:
         return sums
     return sums._replace(moment=jnp.expand_dims(sums.moment, 1 + (sums.moment.ndim - 1) // 2))
