@@ -1,7 +1,7 @@
 """Runs a program, and sums up what the arrays that are followed through it are multiplied by.
 
-The arrays are followed as `find` follows them. Control flow is entered: the sums of a scan over layers have a row for each
-layer. The sums of a loop, or of the branch that was taken, are added up.
+The arrays are followed as `find` follows them. Control flow is entered: the sums of a scan over layers have a row for
+each layer. The sums of a loop, or of the branch that was taken, are added up.
 """
 
 from __future__ import annotations
