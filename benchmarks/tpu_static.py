@@ -2,7 +2,7 @@
 
 Nothing runs: libtpu compiles without a chip. The cycles of a kernel are the bundles of its schedule times the steps of
 its grid, plus XLA's estimates for the operations around it. The cycles of XLA's program are the sum of its estimates.
-Neither counts waiting for memory. `--write` puts the numbers into the table by which `eformer.kernels.pallas` chooses.
+Neither counts waiting for memory. `--write` puts the numbers into the table from which `pallas/choice.py` chooses.
 XLA's programs for packed formats are compiled with few rows only: with many they take at least as long.
 
 `make test-accelerators` makes an environment with libtpu; run this with its Python. It takes an hour on two cores.

@@ -52,8 +52,9 @@ from eformer.examples.stories import (  # pyright: ignore[reportMissingImports]
 )
 
 from eformer import combine, implicit, partition, quantize_model
+from eformer._src.atomic_files import atomic_file
 from eformer._src.kernels import reference
-from eformer.checkpoint import atomic_file, load, save
+from eformer.checkpoint import load, save
 from eformer.jaximus import materialize, ste
 from eformer.model import Rule, add_lora, fake_quantize, finalize
 from eformer.ops.quantization import FormatSpec

@@ -24,7 +24,7 @@ import optax
 from jax import lax
 
 from eformer import implicit, quantize_model
-from eformer.checkpoint import atomic_file
+from eformer._src.atomic_files import atomic_file
 from eformer.model import Rule, default_rules, fake_quantize, finalize, stored_bytes
 from eformer.ops.quantization import FormatSpec
 

@@ -17,6 +17,7 @@ import pytest
 from eformer.checkpoint import load
 from eformer.jaximus import explain, implicit, materialization_error, materialize
 from eformer.model import quantize_model
+from eformer.ops.quantization import quantize
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -294,3 +295,24 @@ def test_classifier_runs(monkeypatch, capsys):
     assert int(rows[1][1].replace(",", "")) < int(rows[0][1].replace(",", ""))
     rounded, trained = (float(each.rstrip("%")) for each in rows[1][2:])
     assert trained > max(rounded, 100 / 3)
+
+
+@pytest.mark.parametrize(
+    "form", ["int8", "int4", "int4,symmetric=true", "int4,block_size=16,double_quantization=false"]
+)
+def test_onnx_runtime_multiplies_by_the_same_values(form: str, tmp_path: Path):
+    """Bits of sums differ, and nothing else: float32 sums of 64 in another order."""
+    runtime = pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed: pip install onnx onnxruntime")
+    pytest.importorskip("onnx")
+    example = runpy.run_path(str(EXAMPLES / "onnx_export.py"))
+    random = np.random.default_rng(0)
+    weights = [random.normal(size=shape).astype(np.float32) for shape in ((64, 96), (96, 32))]
+    layers = [(quantize(w, form), random.normal(size=w.shape[1]).astype(np.float32)) for w in weights]
+    example["save_mlp"](tmp_path / "m.onnx", layers)
+    x = random.normal(size=(3, 64)).astype(np.float32)
+    (found,) = runtime.InferenceSession(tmp_path / "m.onnx").run(None, {"x": x})
+    (up, up_bias), (down, down_bias) = ((np.asarray(q.materialize()), bias) for q, bias in layers)
+    expected = np.maximum(x @ up + up_bias, 0) @ down + down_bias
+    np.testing.assert_allclose(found, expected, rtol=0, atol=96 * 2.0**-23 * np.ptp(expected))
+    with pytest.raises(ValueError, match="along the rows fits"):
+        example["parts"](quantize(weights[0], "int4", axis=-1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eformer.examples.llm import Sampling, engine, load_model
+from eformer.examples.llm import Sampling, engine, forward, load_model, score
 from eformer.examples.llm.engine import Engine
 from eformer.examples.llm.generation import generate
 from eformer.examples.llm.sampling import choose
@@ -19,7 +20,7 @@ from eformer.examples.llm.streaming import TextStream
 from eformer.examples.llm.writer import load, with_adapter
 from small_llm import write_folder, write_gguf
 
-from eformer import cli
+from eformer import cli, implicit
 from eformer.checkpoint import save_adapter
 from eformer.model import add_lora
 
@@ -239,3 +240,36 @@ def test_a_chat_forgets_the_oldest_when_there_is_no_room(command, path: Path):
     code, out, err = command("chat", path, "--max-tokens", 4, "--context", 96, "--json", lines=talk)
     assert (code, "[forgot 2 messages" in err) == (0, True)
     assert len(json.loads(out)["messages"]) < 8
+
+
+def test_two_models_on_a_text(command, path: Path, tmp_path: Path):
+    """By the definitions, with NumPy; a model and itself are not apart."""
+    params, config, tokenizer = load_model(path)
+    other = write_gguf(tmp_path / "other.gguf", "llama", "Q4_0", layers=1)
+    text, window = tmp_path / "text.txt", 20
+    text.write_text("he the " * 20)
+    tokens = np.array(tokenizer().encode(text.read_text()))
+    windows = tokens[: len(tokens) // window * window].reshape(-1, window)
+
+    def predicted(path: Path) -> np.ndarray:
+        found = jax.jit(implicit(functools.partial(forward, config=config)))(load_model(path).params, windows[:, :-1])
+        return np.float64(jax.nn.log_softmax(found))
+
+    before, after = predicted(path), predicted(other)
+    losses = [-np.take_along_axis(each, windows[:, 1:, None], -1).mean() for each in (before, after)]
+    code, out, _ = command("compare", path, other, "--text", text, "--window", window, "--json")
+    said = json.loads(out)
+    assert (code, said["tokens"]) == (0, windows[:, 1:].size)
+    np.testing.assert_allclose(said["perplexity"], np.exp(losses), rtol=1e-4)
+    np.testing.assert_allclose(said["divergence"], (np.exp(before) * (before - after)).sum(-1).mean(), rtol=1e-3)
+    assert said["same_top"] == pytest.approx((before.argmax(-1) == after.argmax(-1)).mean())
+    assert said["divergence"] > 1e-4
+    code, out, _ = command("compare", path, path, "--text", text, "--window", window)
+    assert "same top token   100.00%" in out
+    code, _, err = command("compare", path, path, "--text", text, "--sort", "error")
+    assert (code, "give one of them" in err) == (1, True)
+
+    context, following = tokens[:7].tolist(), tokens[7:12].tolist()
+    value, likeliest = score.log_likelihood(params, config, context, following)
+    assert value == pytest.approx(before[0][np.arange(6, 11), following].sum(), rel=1e-4)
+    assert likeliest == bool((before[0][6:11].argmax(-1) == following).all())

@@ -86,6 +86,28 @@ def test_openais_client_gets_answers_whole_and_as_streams(served: Served):
     assert "".join(piece.choices[0].text for piece in pieces) == text
 
 
+def test_an_answer_is_json_by_a_schema(served: Served):
+    """One beside another that has no schema: each is what it would be alone."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": ["he", "the"]}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    client, found = served.client(), {}
+
+    def plain() -> None:
+        found["plain"] = client.completions.create(model="m", prompt="he the", max_tokens=12).choices[0].text
+
+    other = threading.Thread(target=plain)
+    other.start()
+    options = {"model": "m", "messages": MESSAGES, "response_format": form, "max_tokens": 60, "temperature": 1.0}
+    answer = client.chat.completions.create(**options)
+    other.join(60)
+    assert json.loads(answer.choices[0].message.content) in ({"a": "he"}, {"a": "the"})
+    assert answer.choices[0].finish_reason == "stop"
+    assert found["plain"] == served.model.generate("he the", count=12)
+    assert json.loads(served.model.generate("he", count=60, schema=schema))["a"] in ("he", "the")
+
+
 REFUSED = {
     "no key": (401, {"headers": {"Authorization": "none"}, "json": {"prompt": "a"}}),
     "no JSON": (400, {"content": "{", "headers": {"Content-Type": "application/json"}}),
@@ -97,7 +119,11 @@ REFUSED = {
     "several answers": (400, {"json": {"prompt": "a", "n": 2}}),
     "a temperature below 0": (400, {"json": {"prompt": "a", "temperature": -1}}),
     "a count that is text": (400, {"json": {"prompt": "a", "max_tokens": "9"}}),
-    "JSON as the answer": (400, {"json": {"prompt": "a", "response_format": {"type": "json_object"}}}),
+    "another form of answers": (400, {"json": {"prompt": "a", "response_format": {"type": "xml"}}}),
+    "a schema that is none": (
+        400,
+        {"json": {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}}},
+    ),
     "another name of the host": (400, {"json": {"prompt": "a"}, "headers": {"Host": "stranger.example"}}),
 }
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from eformer import fuse, implicit
 
+from .guide import Guide
 from .model import Cache, Config, Params, empty_cache, hidden, logits
 from .sampling import GREEDY, Sampling, choose
 
@@ -51,8 +52,15 @@ def _read(
 
 
 @jax.jit
-def _first(scores: jax.Array, sampling: Sampling, seen: jax.Array, key: jax.Array) -> jax.Array:
-    return choose(scores, sampling, key, seen)
+def _first(
+    scores: jax.Array, sampling: Sampling, seen: jax.Array, allowed: jax.Array | None, key: jax.Array
+) -> jax.Array:
+    return choose(_masked(scores, allowed), sampling, key, seen)
+
+
+def _masked(scores: jax.Array, allowed: jax.Array | None) -> jax.Array:
+    """Scores that no other token reaches; without a mask as they are."""
+    return scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "ends"), donate_argnames="written")
@@ -64,11 +72,15 @@ def _write(
     padding: jax.Array,
     sampling: Sampling,
     count: jax.Array,
+    allowed: jax.Array | None,
     *,
     config: Config,
     ends: tuple[int, ...],
 ) -> tuple[Written, jax.Array]:
-    """What is there after `count` tokens more of each text, at most STEPS, and these (rows, STEPS)."""
+    """What is there after `count` tokens more of each text, at most STEPS, and these (rows, STEPS).
+
+    `allowed` (rows, vocabulary) are the tokens that may come next: there is one token more then.
+    """
 
     def more(carry: tuple[jax.Array, Written, jax.Array]) -> jax.Array:
         step, written, _ = carry
@@ -78,7 +90,7 @@ def _write(
         step, (cache, start, token, done, seen, key), found = carry
         key, own = jax.random.split(key)
         x, cache = hidden(params, token[:, None], start, cache, config, padding)
-        new = choose(logits(params, x[:, -1]), sampling, own, seen)
+        new = choose(_masked(logits(params, x[:, -1]), allowed), sampling, own, seen)
         token = jnp.where(done, token, new)
         found = found.at[:, step].set(jnp.where(done, NONE, token))
         done = done | jnp.isin(token, jnp.asarray(ends, jnp.int32))
@@ -127,6 +139,7 @@ class Engine:
         self._sampling = [GREEDY] * rows
         self._seen = np.zeros((rows, self._vocabulary), bool)
         self._live = np.zeros(rows, bool)
+        self._guides: dict[int, Guide] = {}
         self._cache, self._start = empty_cache(config, rows, LEAST), 0
         self._key = jax.random.key(seed % 2**32)
 
@@ -134,10 +147,12 @@ class Engine:
         """The rows in which no text is written."""
         return np.flatnonzero(~self._live).tolist()
 
-    def begin(self, row: int, tokens: Sequence[int], sampling: Sampling = GREEDY) -> tuple[int, int]:
+    def begin(
+        self, row: int, tokens: Sequence[int], sampling: Sampling = GREEDY, guide: Guide | None = None
+    ) -> tuple[int, int]:
         """Read a text into a row. The result is the next token, and how many tokens were read.
 
-        If the row is the only one, tokens that it has already are not read again.
+        A guide says which tokens may follow. If the row is the only one, tokens that it has already are not read again.
         """
         if not 0 < len(tokens) < self.longest:
             raise ValueError(
@@ -155,10 +170,14 @@ class Engine:
         seen = np.zeros(self._vocabulary, bool)
         seen[list(tokens)] = True
         self._key, own = jax.random.split(self._key)
-        token = int(_first(scores, _batched([sampling]), seen[None], own)[0])
+        allowed = None if guide is None else guide.allowed()[None]
+        token = int(_first(scores, _batched([sampling]), seen[None], allowed, own)[0])
         seen[token] = True
         self._texts[row], self._held[row], self._seen[row] = [*tokens, token], len(tokens), seen
         self._sampling[row], self._live[row] = sampling, token not in self._ends
+        if guide is not None and self._live[row]:
+            guide.take(token)
+            self._guides[row] = guide
         return token, len(tokens) - kept
 
     def write(self, count: int = 1) -> dict[int, list[int]]:
@@ -167,12 +186,14 @@ class Engine:
         if not rows:
             return {}
         longest = max(len(self._texts[row]) for row in rows)
-        count = max(1, min(count, STEPS, self.longest - longest))
+        count = 1 if self._guides else max(1, min(count, STEPS, self.longest - longest))
         self._make_room(count)
         token = np.array([text[-1] if text else 0 for text in self._texts], np.int32)
         state = Written(self._cache, jnp.int32(self._start), token, ~self._live, self._seen, self._key)  # pyright: ignore[reportArgumentType]  # NumPy's
         options = {"config": self._config, "ends": self._ends}
-        state, found = _write(self._params, state, self._padding, _batched(self._sampling), np.int32(count), **options)
+        state, found = _write(
+            self._params, state, self._padding, _batched(self._sampling), np.int32(count), self._allowed(), **options
+        )
         self._cache, self._key, self._seen = state.cache, state.key, np.array(state.seen)
         self._start = int(state.start)
         new = {
@@ -181,6 +202,8 @@ class Engine:
         for row in rows:
             self._held[row] = len(self._texts[row]) + max(0, len(new[row]) - 1)
             self._texts[row] += new[row]
+            if row in self._guides and new[row][-1] not in self._ends:
+                self._guides[row].take(new[row][-1])
             if new[row][-1] in self._ends or len(self._texts[row]) >= self.longest:
                 self.end(row)
         return {row: new[row] for row in rows}
@@ -188,6 +211,20 @@ class Engine:
     def end(self, row: int) -> None:
         """Write no more of the text in this row."""
         self._live[row] = False
+        self._guides.pop(row, None)
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    def _allowed(self) -> np.ndarray | None:
+        """The tokens that may come next in each row; None where no text has a guide."""
+        if not self._guides:
+            return None
+        found = np.ones((self._rows, self._vocabulary), bool)
+        for row, guide in self._guides.items():
+            found[row] = guide.allowed()
+        return found
 
     def is_written(self, row: int) -> bool:
         return bool(self._live[row])

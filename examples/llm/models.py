@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from eformer.checkpoint import atomic_file
+from eformer._src.atomic_files import atomic_file
 
 
 class Known(NamedTuple):

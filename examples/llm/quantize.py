@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from eformer import QuantizedArray, materialize
-from eformer.model import apply_rule, default_rules, find_rule
+from eformer._src.model.rules import apply_rule, find_rule
+from eformer.model import default_rules
 from eformer.ops.quantization import FormatSpec
 
 AS_IN_FILE, DENSE = "file", "float32"

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from .guide import ANY_JSON, Grammars, Guide
 from .sampling import Sampling
 from .service import Busy, Job, Service
 from .tokenizer import Tokenizer
@@ -35,7 +36,6 @@ NOT_SERVED = {
     "functions": None,
     "echo": False,
 }
-ONLY_TEXT = {None, "text"}  # kinds of `response_format`
 READERS = 2  # prompts that are cut into tokens at the same time
 
 
@@ -62,6 +62,7 @@ class Server:
     ) -> None:
         self._service, self._tokenizer, self._name = service, tokenizer, name
         self._longest, self._body, self._key = longest, body, key
+        self._grammars = Grammars(tokenizer, service.vocabulary)
         self._readers = asyncio.Semaphore(READERS)
         self._since = int(time.time())
 
@@ -114,8 +115,6 @@ class Server:
         for name, only in NOT_SERVED.items():
             if body.get(name, only) not in (only, None, [], False):
                 raise Refused(400, f"`{name}` is not served here: leave it out")
-        if _get(body, "response_format", dict, {}).get("type") not in ONLY_TEXT:
-            raise Refused(400, "`response_format` can only be text here")
         tokens = await self._tokens(body, chat)
         room = self._longest - len(tokens)
         if room < 1:
@@ -129,7 +128,8 @@ class Server:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(pieces.put_nowait, (piece, reason))
 
-        job = Job(tokens, min(count, room), say, _sampling(body), _stops(body))
+        guide = await self._guide(_get(body, "response_format", dict, {}))
+        job = Job(tokens, min(count, room), say, _sampling(body), _stops(body), guide)
         answer = _Answer(chat, self._name, job, pieces)
         try:
             self._service.submit(job)
@@ -139,6 +139,24 @@ class Server:
             usage = bool(_get(body, "stream_options", dict, {}).get("include_usage"))
             return StreamingResponse(answer.events(usage=usage), media_type="text/event-stream")
         return JSONResponse(await answer.whole(request))
+
+    async def _guide(self, form: Mapping[str, Any]) -> Guide | None:
+        """What keeps the answer to the form that a client asks for: text, JSON, or JSON by a schema."""
+        kind = form.get("type", "text")
+        if kind == "text":
+            return None
+        if kind not in ("json_object", "json_schema"):
+            raise Refused(400, f"`response_format` has the type {kind!r}; there are text, json_object and json_schema")
+        schema = ANY_JSON
+        if kind == "json_schema":
+            schema = _get(_get(form, "json_schema", dict, {}), "schema", dict, None)
+            if schema is None:
+                raise Refused(400, "`response_format` needs `json_schema` with a `schema`")
+        async with self._readers:
+            try:
+                return await run_in_threadpool(self._grammars.json, schema)
+            except (ValueError, ImportError) as error:
+                raise Refused(400, str(error)) from None
 
     async def _json(self, request: Request) -> Mapping[str, Any]:
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":

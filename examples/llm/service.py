@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .engine import Engine
+from .guide import Guide
 from .sampling import GREEDY, Sampling
 from .streaming import TextStream
 from .tokenizer import Tokenizer
@@ -28,6 +29,7 @@ class Job:
     say: Callable[[str, str | None], object]
     sampling: Sampling = GREEDY
     stops: Sequence[str] = ()
+    guide: Guide | None = None  # which tokens may come
     made: int = 0
     is_cancelled: bool = field(default=False)  # set by whoever does not want it any more
 
@@ -45,6 +47,10 @@ class Service:
         self._changed, self._closing = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="eformer-serve", daemon=True)
         self._thread.start()
+
+    @property
+    def vocabulary(self) -> int:
+        return self._engine.vocabulary
 
     def submit(self, job: Job) -> None:
         """Let a job wait for its turn; raises `Busy`."""
@@ -82,7 +88,7 @@ class Service:
             if job.is_cancelled:
                 continue
             try:
-                token, _ = self._engine.begin(free[0], job.tokens, job.sampling)
+                token, _ = self._engine.begin(free[0], job.tokens, job.sampling, job.guide)
             except ValueError as error:
                 job.say("", f"error: {error}")
                 continue

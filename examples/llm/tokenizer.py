@@ -40,7 +40,10 @@ class Tokenizer:
         template: str | None,
         ends: Iterable[int | None],
         beginning: int | None = None,
+        source: str | None = None,
+        pieces: Callable[[], tuple[list[bytes], list[int]]] | None = None,
     ) -> None:
+        self.source, self._pieces = source, pieces  # the path of tokenizer.json; or what tokens stand for
         self._encode, self._decode, self._template, self._beginning = encode, decode, template, beginning
         self.ends = tuple(sorted({end for end in ends if end is not None}))
 
@@ -65,7 +68,8 @@ class Tokenizer:
         beginning = (
             metadata.get("tokenizer.ggml.bos_token_id") if metadata.get("tokenizer.ggml.add_bos_token") else None
         )
-        return cls(made.encode, made.decode, metadata.get("tokenizer.chat_template"), ends, beginning)
+        template = metadata.get("tokenizer.chat_template")
+        return cls(made.encode, made.decode, template, ends, beginning, pieces=made.pieces)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -80,7 +84,8 @@ class Tokenizer:
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         ends = generation.get("eos_token_id", [])
         ends = [ends] if isinstance(ends, int) else ends
-        return cls(lambda text: made.encode(text).ids, made.decode, template, [*ends, *map(made.token_to_id, ENDS)])
+        ends, source = [*ends, *map(made.token_to_id, ENDS)], str(folder / "tokenizer.json")
+        return cls(lambda text: made.encode(text).ids, made.decode, template, ends, source=source)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`; the names of special tokens in it become these."""
@@ -89,6 +94,12 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without the special ones."""
         return self._decode(list(tokens))
+
+    def pieces(self) -> tuple[list[bytes], list[int]]:
+        """The bytes that each token stands for, and the special tokens, which stand for none."""
+        if self._pieces is None:
+            raise ValueError("this tokenizer does not tell the bytes of its tokens")
+        return self._pieces()
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt after which the model answers the last of `messages`, each a role and its content."""
@@ -130,6 +141,19 @@ class BytePairs:
         special = set(self._special.values())
         known = (i for i in tokens if 0 <= i < len(self._tokens) and i not in special)
         return self._decoder.decode([self._tokens[i] for i in known])
+
+    def pieces(self) -> tuple[list[bytes], list[int]]:
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
+        letters = {chr(byte): byte for byte in printable}
+        others = [byte for byte in range(256) if byte not in set(printable)]
+        letters |= {chr(256 + i): byte for i, byte in enumerate(others)}
+        special = sorted(self._special.values())
+        names = set(self._special)
+        found = [
+            token.encode() if token in names else bytes(letters[letter] for letter in token if letter in letters)
+            for token in self._tokens
+        ]
+        return found, special
 
     def _plain(self, text: str) -> list[int]:
         words = [word for word, _ in self._cut.pre_tokenize_str(text)] if text else []
@@ -185,6 +209,12 @@ class Scored:
             for i in tokens
             if 0 <= i < len(self._tokens) and i not in self._silent
         ).decode(errors="replace")
+
+    def pieces(self) -> tuple[list[bytes], list[int]]:
+        found = [token.replace(SPACE, " ").encode() for token in self._tokens]
+        for i, byte in self._bytes.items():
+            found[i] = bytes([byte])
+        return found, sorted(self._silent)
 
     def _plain(self, text: str) -> list[int]:
         if not text:

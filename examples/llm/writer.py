@@ -16,6 +16,7 @@ from eformer.model import LoraArray
 
 from .engine import Engine
 from .files import LAYER, REST, Change, Model, Progress, load_model
+from .guide import Grammars
 from .models import cache_folder, find
 from .quantize import AS_IN_FILE, quantizing
 from .sampling import GREEDY, Sampling
@@ -50,6 +51,7 @@ class LanguageModel:
         self.params, self.config = model.params, model.config
         self.tokenizer: Tokenizer = model.tokenizer()
         self.engine = Engine(model.params, model.config, self.tokenizer.ends, rows=rows, longest=longest, seed=seed)
+        self.grammars = Grammars(self.tokenizer, self.engine.vocabulary)
         self.last: Result | None = None
         self._per_token = TURN
 
@@ -64,15 +66,19 @@ class LanguageModel:
         count: int | None = None,
         sampling: Sampling = GREEDY,
         stops: Sequence[str] = (),
+        schema: str | Mapping[str, Any] | None = None,
     ) -> Generator[str]:
         """The text that follows, in pieces: up to `count` tokens, or as many as there is room for.
+
+        With a JSON schema, the text is JSON that fits it.
 
         Afterwards, or when the iterator is closed early, `last` says how it went.
         """
         engine, tokens = self.engine, self.encode(prompt)
         most = engine.longest - len(tokens) if count is None else min(count, engine.longest - len(tokens))
         started = time.perf_counter()
-        new, read = engine.begin(0, tokens, sampling.checked())
+        guide = None if schema is None else self.grammars.json(schema)
+        new, read = engine.begin(0, tokens, sampling.checked(), guide)
         begun = first = time.perf_counter()
         untimed = 1
         text, made, ended, reason = TextStream(self.tokenizer, stops), 1, new in self.tokenizer.ends, "closed"

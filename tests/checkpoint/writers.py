@@ -15,9 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from eformer._src.atomic_files import atomic_file
 from eformer.checkpoint import (
     Checkpoint,
-    atomic_file,
     convert,
     load_adapter,
     open_checkpoint,

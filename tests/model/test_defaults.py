@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from eformer._src.model.defaults import contracted_axis
-from eformer.model import default_rules, find_rule
+from eformer._src.model.rules import find_rule
+from eformer.model import default_rules
 from eformer.ops.quantization import formats
 
 # path, shape, axis of the blocks; None: kept.

@@ -23,6 +23,7 @@ PACKAGES = {
     "with_nnx": "flax",
     "with_equinox": "equinox",
     "with_haiku": "haiku",
+    "with_keras": "keras",
 }
 # Of a 256-wide float32 product or softmax; a kernel may add in another order than the dense product.
 TOLERANCE = 256 * 2.0**-23 * 4
@@ -47,7 +48,8 @@ def test_every_example_is_tested():
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_example(name, capsys):
+def test_example(name, capsys, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
     needed(PACKAGES[name])
     with materialization_error():  # no quantized weight is made dense for want of a rule
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

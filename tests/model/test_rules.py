@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eformer.model import Rule, apply_rule, find_rule, parse_rule
+from eformer._src.model.rules import apply_rule, find_rule
+from eformer.model import Rule, parse_rule
 from eformer.ops.quantization import Array8B, ArrayNF4
 
 LEAF = jax.ShapeDtypeStruct((64, 64), jnp.float32)

@@ -1,6 +1,5 @@
 """Checkpoints of dense and quantized arrays: safetensors, also as bitsandbytes writes it, and GGUF."""
 
-from eformer._src.atomic_files import atomic_file as atomic_file
 from eformer._src.checkpoint.adapter import load_adapter as load_adapter
 from eformer._src.checkpoint.adapter import save_adapter as save_adapter
 from eformer._src.checkpoint.arrays import ArrayInfo as ArrayInfo

@@ -23,8 +23,6 @@ from eformer._src.model.report.report import Report as Report
 from eformer._src.model.rules import NonfiniteWarning as NonfiniteWarning
 from eformer._src.model.rules import Rule as Rule
 from eformer._src.model.rules import UnusedRuleWarning as UnusedRuleWarning
-from eformer._src.model.rules import apply_rule as apply_rule
-from eformer._src.model.rules import find_rule as find_rule
 from eformer._src.model.rules import parse_rule as parse_rule
 from eformer._src.model.training.fake_quantize import fake_quantize as fake_quantize
 from eformer._src.model.training.fake_quantize import finalize as finalize

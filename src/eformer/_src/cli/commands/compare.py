@@ -1,17 +1,23 @@
-"""`eformer compare`: the errors between two checkpoints, array by array, with one pair in memory at a time."""
+"""`eformer compare`: the errors between two checkpoints, array by array, with one pair in memory at a time.
+
+With a text, what two language models predict on it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from eformer._src.checkpoint.file import CheckpointError
 from eformer._src.checkpoint.open import Checkpoint, open_checkpoint
 from eformer._src.cli.answer import Answer
+from eformer._src.cli.arguments import positive
 from eformer._src.cli.output import check_page, page_path, write_page
 from eformer._src.cli.progress import showing
 from eformer._src.model.report.compare_models import report
@@ -19,10 +25,12 @@ from eformer._src.model.report.report import Leaf, Report
 from eformer._src.model.report.table import SORTS
 from eformer._src.progress import Meter, Progress
 
+LANGUAGE_MODELS = "eformer.examples.llm"  # the folder `examples`, as a wheel holds it
 EXAMPLE = """\
 examples:
   eformer compare model.safetensors small.safetensors
   eformer compare ./model ./small --sort error --report small.html
+  eformer compare model.gguf small.safetensors --text text.txt
 """
 
 
@@ -32,9 +40,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sort", choices=SORTS, help="largest first")
     parser.add_argument("--report", type=page_path, metavar="PAGE.html", help="write a page with plots too")
     parser.add_argument("--force", action="store_true", help="replace an existing page")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="of language models: how they differ on this text")
+    parser.add_argument("--tokens", type=positive, default=4096, metavar="N", help="of the text, at most (4096)")
+    parser.add_argument(
+        "--window", type=least_two, default=512, metavar="N", help="tokens that are read together (512)"
+    )
+
+
+def least_two(text: str) -> int:
+    number = positive(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError("a window needs two tokens: one to read, and one to predict")
+    return number
 
 
 def run(args: argparse.Namespace) -> Answer:
+    if args.text is not None:
+        return _on_a_text(args)
     check_page(args.report, force=args.force)
     with showing("comparing", sys.stderr) as progress:
         found, only_before, only_after = compare_checkpoints(args.before, args.after, progress)
@@ -46,6 +68,32 @@ def run(args: argparse.Namespace) -> Answer:
         page = write_page(found, args.report, title=Path(args.after).name, force=args.force)
         text, data["report"] = [*text, f"report: {page}"], str(page)
     return Answer(text, data)
+
+
+def _on_a_text(args: argparse.Namespace) -> Answer:
+    """Perplexities, the divergence, and how often both have the same likeliest token."""
+    for option in ("sort", "report"):
+        if getattr(args, option) is not None:
+            raise ValueError(f"--{option} is about arrays, and --text about what models predict: give one of them")
+    text = args.text.read_text(encoding="utf-8")
+    models: Any = importlib.import_module(LANGUAGE_MODELS)
+    score: Any = importlib.import_module(f"{LANGUAGE_MODELS}.score")
+    before, after = (models.load_model(path) for path in (args.before, args.after))
+    tokens = before.tokenizer().encode(text)[: args.tokens]
+    if after.tokenizer().encode(text)[: args.tokens] != tokens:
+        raise ValueError("the two models cut this text into other tokens, so their predictions can't be compared")
+    found = score.apart(before.params, after.params, (before.config, after.config), tokens, args.window)
+    first, second = found.perplexities
+    lines = [
+        f"{found.tokens} tokens of {args.text}, in windows of {args.window}",
+        f"perplexity       {first:.3f} -> {second:.3f} ({second / first - 1:+.2%})",
+        f"KL divergence    {found.divergence:.5f} nats a token",
+        f"same top token   {found.same:.2%}",
+    ]
+    return Answer(
+        lines,
+        {"perplexity": [first, second], "divergence": found.divergence, "same_top": found.same, "tokens": found.tokens},
+    )
 
 
 def compare_checkpoints(

@@ -52,6 +52,7 @@ def configure_answers(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help="of these, the fewest with this probability (1: all)")
     add("--min-p", type=float, default=0.0, metavar="P", help="of these, those with this part of the likeliest's (0)")
     add("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1, tokens of the text lose (1)")
+    add("--schema", type=Path, metavar="FILE", help="a JSON schema: answers are JSON that fits it")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be given several times")
 
 
@@ -83,7 +84,8 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     """How the model answers, for `LanguageModel.stream`."""
     sampling = importlib.import_module(f"{EXAMPLE}.sampling").Sampling
     chosen = sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty).checked()
-    return {"count": args.max_tokens, "sampling": chosen, "stops": args.stop}
+    schema = None if args.schema is None else args.schema.read_text(encoding="utf-8")
+    return {"count": args.max_tokens, "sampling": chosen, "stops": args.stop, "schema": schema}
 
 
 def shown(pieces: Iterator[str], *, show: bool) -> str:
