@@ -30,6 +30,15 @@ bool TakesBytes(const Problem& p, int64_t parts) {
 
 bool Rounds(const Problem& p) { return p.rounding.x && TakesBytes(p, 1); }
 
+// Why x can't be rounded for this matrix, or why that would be slower, as byte_order knows.
+const char* WhyNotBytes(const Problem& p) {
+  constexpr int64_t kLeastBlock = 16;
+  if (p.kernels.byte_matmul == nullptr) return "its values are no integers of 8 bits times a step";
+  if (InBlocks(p) && p.matrix.packed_axis != p.matrix.contracted_axis) return "its blocks run along the other axis";
+  if (InBlocks(p) && p.matrix.block % kLeastBlock != 0) return "its blocks are no multiple of 16";
+  return "its codes would have to be unpacked first, which is faster from 16 rows on";
+}
+
 // Few rows of float x are split into three bytes a value, where that is faster.
 bool Splits(const Problem& p) {
   const bool beats_dots = p.matrix.contracted_axis == 1 && p.rows <= kDotSplitRows;
@@ -226,7 +235,9 @@ std::string LoopOf(const LoopQuery& q) {
                                  q.contracted_axis, q.block_size,      0,      ""};
   if (auto error = ChooseKernels(attributes, stack); error.failure()) return error.message();
   stack.first.block = std::max<int64_t>(1, q.block_size);
-  return LoopName({*stack.instructions, *stack.kernels, stack.first, q.x_rows, false, {q.round_x, false}});
+  const Problem problem = {*stack.instructions, *stack.kernels, stack.first, q.x_rows, false, {q.round_x, false}};
+  const std::string why = q.round_x && !Rounds(problem) ? std::string("\n") + WhyNotBytes(problem) : "";
+  return LoopName(problem) + why;
 }
 
 Work PlanMatmul(ffi::ThreadPool& pool, const Stack& stack, PreparedX& x, const Rounding& rounding, float* y) {

@@ -13,7 +13,8 @@ XLA_FFI_Handler* MatmulsHandler();   // x, index, buffers of matrices... -> x @ 
 XLA_FFI_Handler* SegmentsHandler();  // x, codes... -> x @ matrix of bits in float32
 XLA_FFI_Handler* DecodeHandler();    // planes of codes..., scales... -> the matrix in float32
 
-// The name of the loop that runs this matmul, or what is wrong with the query. `contracted_axis` is 0 or 1.
+// The name of the loop that runs this matmul, or what is wrong with the query. If x may be rounded and is not, a line
+// with the reason follows. `contracted_axis` is 0 or 1.
 struct LoopQuery {
   const char *format, *instruction_set;  // "" is the best there is
   int64_t x_rows, rows, cols, packed_axis, contracted_axis, block_size;

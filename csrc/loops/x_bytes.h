@@ -3,10 +3,6 @@
 
 #include "simd/vec.h"
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 namespace eformer::EFORMER_ISA {
 
 // Rounds kLanes floats to the nearest integers, halves to the even one.
@@ -15,8 +11,6 @@ static inline Places Round(Vec v) {
   return (Places)_mm512_cvtps_epi32((__m512)v);
 #elif defined(__AVX2__) && !defined(EFORMER_AVX512)
   return (Places)_mm256_cvtps_epi32((__m256)v);
-#elif defined(__SSE2__) && !defined(EFORMER_AVX512)
-  return (Places)_mm_cvtps_epi32((__m128)v);
 #elif defined(EFORMER_NEON)
   return (Places)vcvtnq_s32_f32((float32x4_t)v);
 #else

@@ -87,7 +87,8 @@ EFORMER_NOINLINE static void DecodeRun(const Matrix& m, const Decoder<Format>& d
   }
 }
 
-// Numbers of blocks along the columns, read once for several rows. kLanes more can be read of each row.
+// Numbers of blocks along the columns, read once for several rows: where they are stored, if that is as float32 and not
+// at the end, or copied. kLanes more can be read of each row.
 class RowsOfNumbers {
  public:
   // For the blocks of the columns n0 to n1.
@@ -100,12 +101,19 @@ class RowsOfNumbers {
         buffer_(max_rows * blocks_ + kLanes) {}
 
   EFORMER_NOINLINE void Take(int64_t row0, int64_t count) {
-    if (exist_ && row0 != first_row_) CopyNumbers(m_, all_, row0, count, first_, blocks_, buffer_.values);
+    if (!exist_ || row0 == first_row_) return;
     first_row_ = row0;
+    stride_ = m_.BlockScaleStride();
+    const int64_t from = row0 * stride_ + first_;
+    rows_ = static_cast<const float*>(all_.entries) + from;
+    if (all_.IsPlain() && from + count * stride_ + kLanes <= m_.rows * stride_ + all_.behind) return;
+    CopyNumbers(m_, all_, row0, count, first_, blocks_, buffer_.values);
+    rows_ = buffer_.values;
+    stride_ = blocks_;
   }
 
   // Those of row `k` of the taken ones, from the block of the first column on.
-  EFORMER_INLINE const float* Row(int64_t k) const { return buffer_.values + k * blocks_; }
+  EFORMER_INLINE const float* Row(int64_t k) const { return rows_ + k * stride_; }
 
  private:
   const Matrix& m_;
@@ -113,7 +121,8 @@ class RowsOfNumbers {
   const bool exist_;
   const int64_t first_, blocks_;
   const Floats buffer_;
-  int64_t first_row_ = -1;
+  int64_t first_row_ = -1, stride_ = 0;
+  const float* rows_ = nullptr;
 };
 
 // The blocks of a run of 64 columns from `n` on, counted from that of column n0.

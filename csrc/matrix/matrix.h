@@ -64,6 +64,9 @@ struct BlockNumbers {
   // Entries may be codes: map[entry] * factors[its place in the matrix / kMappedBlock] + *mean. Else map is nullptr.
   const float* map;
   const float* mean;
+  int64_t behind;  // entries that can be read behind the last
+
+  EFORMER_INLINE bool IsPlain() const { return type == Number::kFloat32 && factors == nullptr; }
 };
 
 constexpr int64_t kMappedBlock = 256;

@@ -69,31 +69,9 @@ EFORMER_INLINE void ToPanelOrder(Reals (&v)[4]) {
 #endif
 }
 
-// quads[u] has quad u of eight columns, from 32 bytes of each.
+// quads[u] has quad u of eight columns, from 32 bytes of each: a transpose of words.
 EFORMER_INLINE void QuadsOfColumns(const Bytes (&columns)[8], Bytes (&quads)[8]) {
-#if defined(__AVX2__)
-  __m256i a[8], b[8];
-  for (int i = 0; i < 8; i += 2) {
-    a[i] = _mm256_unpacklo_epi32((__m256i)columns[i], (__m256i)columns[i + 1]);
-    a[i + 1] = _mm256_unpackhi_epi32((__m256i)columns[i], (__m256i)columns[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
-    b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
-    b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
-    b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    quads[i] = (Bytes)_mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
-    quads[i + 4] = (Bytes)_mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
-  }
-#elif defined(EFORMER_NEON)
   Transpose8(reinterpret_cast<const float*>(columns), 8, reinterpret_cast<float*>(quads), 8);
-#else
-  for (int u = 0; u < 8; ++u) {
-    for (int i = 0; i < kStripSize; ++i) quads[u][i] = columns[i / 4][4 * u + i % 4];
-  }
-#endif
 }
 
 // Panels of a format, with the bytes in memory taken as they are (kPacked, as IsPackedAlongDepth says) or after
@@ -134,26 +112,15 @@ struct BytePanels {
   template <bool kWhole, class Ahead>
   void UnpackRows(int64_t k, int64_t depth, int64_t n, Ahead& ahead, uint8_t (&nan)[kQuadRowBytes]) {
     const int64_t first = k / kPlaces, count = depth / kPlaces, all = CeilDiv(m.rows, kPlaces);
-    const int64_t present = kWhole ? kPanelColumns : m.cols - n;
-    const uint8_t* from = m.planes[0] + first * m.cols + n;
     for (int64_t r = 0; r < count; r += 4) {
       constexpr int kLines = kPanelColumns / kLineColumns;
       IntBytes rows[kLines][4] = {};
       for (int j = 0; j < 4; ++j) {
         if (!kWhole && first + r + j >= all) break;
-        if constexpr (kPacked) {
-          const uint8_t* row = from + (r + j) * m.cols;
-          alignas(64) uint8_t copy[kPanelColumns];
-          ahead.Prefetch(row, r + j);
-          if constexpr (!kWhole) row = CopySome(row, present, copy);
-          for (int s = 0; s < kLines; ++s) rows[s][j] = LoadVector<IntBytes>(row + s * kLineColumns);
-        } else {
-          Bytes codes[2] = {};
-          AddPlanes<Format>(m, first + r + j, n, present, codes);
-          for (int s = 0; s < kLines; ++s) {
-            rows[s][j] = LoadVector<IntBytes>(reinterpret_cast<const char*>(codes) + s * kLineColumns);
-          }
-        }
+        alignas(64) uint8_t copy[kPanelColumns];
+        const uint8_t* row = RowAt<kWhole>(first + r + j, n, copy);
+        if constexpr (kPacked) ahead.Prefetch(row, r + j);
+        for (int s = 0; s < kLines; ++s) rows[s][j] = LoadVector<IntBytes>(row + s * kLineColumns);
       }
       for (int s = 0; s < kLines; ++s) {
         IntBytes quads[4];
@@ -163,11 +130,19 @@ struct BytePanels {
     }
   }
 
-  EFORMER_INLINE static const uint8_t* CopySome(const uint8_t* from, int64_t present, uint8_t (&copy)[kPanelColumns]) {
-    if (present >= kPanelColumns) return from;
-    std::memset(copy, 0, sizeof copy);
-    std::memcpy(copy, from, present);
-    return copy;
+  // The bytes, or unpacked codes, of columns `n` and following: where they are, or in `copy` with zeros behind them.
+  template <bool kWhole>
+  EFORMER_INLINE const uint8_t* RowAt(int64_t row, int64_t n, uint8_t (&copy)[kPanelColumns]) const {
+    const int64_t present = kWhole ? kPanelColumns : m.cols - n;
+    const uint8_t* from = m.planes[0] + row * m.cols + n;
+    if (kPacked && present >= kPanelColumns) return from;
+    Bytes found[2] = {};
+    if constexpr (kPacked) {
+      std::memcpy(found, from, Min(present, kPanelColumns));
+    } else {
+      AddPlanes<Format>(m, row, n, present, found);
+    }
+    return static_cast<const uint8_t*>(std::memcpy(copy, found, sizeof found));
   }
 
   template <bool kWhole>

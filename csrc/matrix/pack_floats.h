@@ -55,7 +55,7 @@ static inline void Transpose8(const float* from, int64_t from_stride, float* to,
   }
 #else
   for (int i = 0; i < 8; ++i) {
-    for (int k = 0; k < 8; ++k) to[k * to_stride + i] = from[i * from_stride + k];
+    for (int k = 0; k < 8; ++k) std::memcpy(to + k * to_stride + i, from + i * from_stride + k, sizeof(float));
   }
 #endif
 }

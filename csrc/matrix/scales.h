@@ -87,7 +87,7 @@ EFORMER_NOINLINE static void CopyNumbers(const Matrix& m, const BlockNumbers& al
 // else in `buffer`.
 static inline const float* NumbersAt(const Matrix& m, const BlockNumbers& all, int64_t row, int64_t col, int64_t count,
                                      float* buffer) {
-  if (all.type == Number::kFloat32 && all.factors == nullptr) {
+  if (all.IsPlain()) {
     return static_cast<const float*>(all.entries) + row * m.BlockScaleStride() + col;
   }
   CopyNumbers(m, all, row, 1, col, count, buffer);

@@ -91,8 +91,8 @@ struct TransposedCodes {
 
  private:
   alignas(64) uint8_t codes[CodeBits<Format>() * kMaxDepth / 8 * 2 * kPanelColumns];
-  alignas(64) float scales[kMaxDepth / kMinBlock * 2 * kPanelColumns];
-  alignas(64) float offsets[kMaxDepth / kMinBlock * 2 * kPanelColumns];
+  alignas(64) float scales[kMaxDepth / kMinBlock * 2 * kPanelColumns + kLanes];
+  alignas(64) float offsets[kMaxDepth / kMinBlock * 2 * kPanelColumns + kLanes];
 
   static void Transpose(const Matrix& m, int plane, int per_byte, int64_t k0, int64_t depth, int64_t n, int64_t width,
                         int64_t to_stride, uint8_t* to) {
@@ -138,7 +138,7 @@ struct TransposedCodes {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t i = 0; i < count; ++i) to[i * all_rows + r] = found[r * count + i];
     }
-    return {to, Number::kFloat32, Number::kFloat32, nullptr, 0, 0, 1, nullptr, nullptr};
+    return {to, Number::kFloat32, Number::kFloat32, nullptr, 0, 0, 1, nullptr, nullptr, kLanes};
   }
 };
 

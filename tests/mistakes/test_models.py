@@ -167,6 +167,11 @@ MODELS: Mistakes = {
         "no option 'groupsize' | Did you mean 'block_size'?",
     ),
     "a rule that keeps, with options": (lambda: Rule("w", None, axis=0), TypeError, "has no options | 'axis'"),
+    "a rule the other way round": (
+        lambda: Rule("int4", "kernel"),
+        ValueError,
+        "first which leaves, then which format | Rule('kernel', 'int4')",
+    ),
     "an option that is an array": (
         lambda: Rule("w", "int4", axis=np.ones(1)),
         TypeError,
@@ -179,6 +184,13 @@ MODELS: Mistakes = {
         TypeError,
         "takes a function first | got dict",
     ),
+    "a report of files": (
+        lambda: eformer.report("a.safetensors", "b.safetensors"),
+        TypeError,
+        "a tree of arrays, got 'a.safetensors' | `load` reads",
+    ),
+    "the bytes of a file": (lambda: eformer.stored_bytes("a.gguf"), TypeError, "a tree of arrays | `load` reads"),
+    "a file made dense": (lambda: eformer.dequantize("a.gguf"), TypeError, "a tree of arrays | `load` reads"),
     "a report of other trees": (lambda: eformer.report(PARAMS, {"v": W}), ValueError, "the same leaves | 'v'"),
     "a report of other shapes": (
         lambda: eformer.report(PARAMS, {"w": W.T, "b": PARAMS["b"]}),

@@ -270,6 +270,8 @@ def _asked(
     asked = {how: name for how, name in names.items() if name is not None}
     if asked.keys() == {"`format`", "`dtype`"}:
         raise TypeError(f"`dtype` and `format` mean the same: give one of them, not {dtype!r} and {format!r}")
+    if isinstance(dtype, int):
+        raise TypeError(f"`dtype` is the name of a format, got {dtype!r}: for blocks write `block_size={dtype}`")
     if len(asked) > 1:
         raise TypeError(
             f"the format is given twice: {' and '.join(f'{how} is {name!r}' for how, name in asked.items())}"

@@ -18,18 +18,20 @@ from .trace import implicit
 
 
 class Explanation(tuple[tuple[ServedPrimitive, int, int], ...]):
-    """Rows of (primitive, classes and rule; how often; dense bytes); prints as a table, with `remarks` below it."""
+    """Rows of (primitive, classes, rule, kernel; how often; dense bytes); prints as a table, `remarks` below it."""
 
     remarks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         if not self:
             return "no primitive met an implicit array"
-        header = ("primitive", "arrays", "rule", "times", "dense bytes")
+        kernel = ["kernel"] * any(met.kernel for met, *_ in self)  # a column where there are any
+        header = ("primitive", "arrays", "rule", *kernel, "times", "dense bytes")
         rows = [
-            (met.primitive, ", ".join(met.classes), met.rule, f"{count:,}", f"{dense:,}") for met, count, dense in self
+            (met.primitive, ", ".join(met.classes), met.rule, *[met.kernel for _ in kernel], f"{count:,}", f"{dense:,}")
+            for met, count, dense in self
         ]
-        return "\n".join([*table(header, rows, words=3), *self.remarks])
+        return "\n".join([*table(header, rows, words=3 + len(kernel)), *self.remarks])
 
     @property
     def dense_bytes(self) -> int:

@@ -35,6 +35,7 @@ class ServedPrimitive:
     primitive: str
     classes: tuple[str, ...]
     rule: str
+    kernel: str = ""  # that the rule calls
 
 
 @dataclasses.dataclass(eq=False)
@@ -129,6 +130,12 @@ def note_served(out: object = None) -> None:
     recorder, met = mode.value.recorder, _running.met
     if recorder is not None and met is not None and out is not NotImplemented:
         recorder.counts[met] += recorder.repeats
+
+
+def note_kernel(name: str) -> None:
+    """The kernel that the rule calls: a column of `explain`."""
+    if mode.value.recorder is not None and _running.met is not None:
+        _running.met = dataclasses.replace(_running.met, kernel=name)
 
 
 def note_remark(text: str) -> None:

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from eformer._src.quantization.gptq import gptq
-from eformer._src.quantization.registry import find_format
+from eformer._src.quantization.registry import find_format, is_format_name
 from eformer._src.quantization.spelling import FormatLike, read_format
 from eformer._src.user_warnings import warn
 
@@ -106,6 +106,8 @@ class Rule:
                 raise ValueError(f"the pattern {pattern!r} is no regular expression: {error}") from None
         elif not callable(pattern):
             raise TypeError(f"`pattern` must be a str or a function of path and leaf, got {pattern!r}")
+        if isinstance(format, str) and is_format_name(pattern) and not is_format_name(format):
+            raise ValueError(f"a rule says first which leaves, then which format: `Rule({format!r}, {pattern!r})`")
         name, given = None, dict(options or {})
         if given.keys() & more.keys():
             raise TypeError(f"`{min(given.keys() & more.keys())}` is given twice, in `options` and as an argument")

@@ -16,3 +16,4 @@ from .call import matmuls as matmuls
 from .call import segment_matmul as segment_matmul
 from .call import supports as supports
 from .call import use_core as use_core
+from .call import why_not_rounded as why_not_rounded

@@ -172,11 +172,21 @@ def loop_name(matrix: Matrix, contracted_axis: int, x_rows: int, *, round_x: boo
 
     `docs/cpu-kernels.md` lists them. Only the format and the shape decide, and the instruction set.
     """
+    return _loop(matrix, contracted_axis, x_rows, round_x)[0]
+
+
+def why_not_rounded(matrix: Matrix, contracted_axis: int, x_rows: int) -> str:
+    """Why `x_rows` rows of finite x are not rounded for this matrix where they may be; "" if they are."""
+    return _loop(matrix, contracted_axis, x_rows, True)[1]
+
+
+def _loop(matrix: Matrix, contracted_axis: int, x_rows: int, round_x: bool) -> tuple[str, str]:
     core = _core()
     if core is None:
         raise ValueError("eformer was installed without its native core, so no loop of it multiplies")
     sizes = (x_rows, matrix.rows, matrix.cols, matrix.packed_axis, contracted_axis, matrix.block_size)
-    return core.loop(matrix.format, _instruction_set.value, sizes, round_x)
+    name, _, why = core.loop(matrix.format, _instruction_set.value, sizes, round_x).partition("\n")
+    return name, why
 
 
 def decode(matrix: Matrix) -> jax.Array:

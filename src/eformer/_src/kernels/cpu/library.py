@@ -59,7 +59,7 @@ class Library:
         return {name: self._calls.eformer_handler(name.encode()) for name in self.names("handlers")}
 
     def loop(self, format: str, instruction_set: str, sizes: Sequence[int], round_x: bool) -> str:
-        """The name of the loop that multiplies; `sizes` are the integers of `LoopQuery`."""
+        """The loop that multiplies, and on a second line why x is not rounded; `sizes` are integers of `LoopQuery`."""
         query = LoopQuery(format.encode(), instruction_set.encode(), *sizes, round_x)
         return self._calls.eformer_loop(query).decode()
 

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
 from eformer._src.jaximus.array import materialize
-from eformer._src.jaximus.instrumentation import mode, note_materialized, note_remark, unobserved
+from eformer._src.jaximus.instrumentation import mode, note_kernel, note_materialized, note_remark, unobserved
 from eformer._src.jaximus.rules import register
 from eformer._src.kernels import cpu
 from eformer._src.quantization.base import MatmulOperand
@@ -201,8 +201,19 @@ def _contract_by_kernel(x: jax.Array, q: LeafwiseArray, contraction: Contraction
     if stack is None or not stack[0]._fits_kernels():
         return contract_in_tiles(x, q, contraction, dtype)
     note_partly_manual(q)
+    if mode.value.recorder is not None and in_core:
+        _note_kernel(stack[0], stack[1], math.prod(x.shape[a] for a in contraction.x_free))
     out = contract_stack(x, *stack, contraction, dtype)
     return lax.reshape(out, (*out.shape[:-1], *(q.shape[a] for a in contraction.q_free)))
+
+
+def _note_kernel(q: LeafwiseArray, contracted_axis: int, rows: int) -> None:
+    """Tell `explain` which loop of the native core multiplies, and why it does not round activations that it may."""
+    matrix = with_count(q)._stored_matrix()
+    rounds = q.activation_dtype == "int8"
+    note_kernel(cpu.loop_name(matrix, contracted_axis, rows, round_x=rounds))
+    if rounds and (why := cpu.why_not_rounded(matrix, contracted_axis, rows)):
+        note_remark(f"{type(q).__name__}{list(q.shape[-2:])} does not round {rows} rows of activations: {why}")
 
 
 def as_stack(q: LeafwiseArray, contraction: Contraction) -> tuple[LeafwiseArray, int] | None:
