@@ -128,7 +128,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+# What some tests need and no package of the extra `test` brings: the word in their reasons, and how to get it.
+MISSING = {
+    "torch": "pip install torch (PyTorch; tests compare files with what it reads)",
+    "Chromium": "apt-get install chromium (a browser; tests open our pages in it)",
+    "native core": "a C++ compiler, apt-get install g++, and install again",
+    "simde": "apt-get install libsimde-dev (the AVX-512 code is compiled without such a processor)",
+    "aarch64": "apt-get install g++-aarch64-linux-gnu (the ARM64 code is compiled)",
+}
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    for word, how in MISSING.items():
+        if count := sum(word.lower() in reason.lower() for reason in reasons):
+            terminalreporter.write_line(f"{count} skipped for want of {word}. To run them: {how}")
     worker, most = max(_peaks.items(), key=lambda each: each[1], default=("this process", peak()))
     line = f"{worker} took the most memory: {most / 1e9:.2f} GB; it should take {MOST / 1e9:g} GB at most"
     terminalreporter.write_line(line, red=most > MOST)

@@ -19,11 +19,20 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from eformer._src.checkpoint.prequantized.layout import E8M0, FLOATS, Config, Group, Layout, block_of, register_layout
+from eformer._src.checkpoint.prequantized.layout import (
+    E8M0,
+    FLOATS,
+    Config,
+    Group,
+    Layout,
+    block_of,
+    check_said,
+    register_layout,
+)
 from eformer._src.quantization.formats.float8 import ArrayFloat8
 from eformer._src.quantization.stored import array_from_fields
 
-from .compressed_tensors import weights_said
+from .compressed_tensors import agrees_with, weights_said
 from .microscaling import BFLOAT16, POWERS, powers
 
 CODES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
@@ -44,7 +53,9 @@ def _block_shape(group: Group, shape: tuple[int, ...], scale: tuple[int, ...]) -
     """The lengths of blocks along the last two axes, without a leading 1."""
     lengths, stated = [], group.config().get("weight_block_size")
     sizes = [size for size in stated if type(size) is int and size > 0] if isinstance(stated, list) else []
-    if len(sizes) == 2:
+    if stated is not None and len(sizes) != 2:
+        raise group.wrong(f"`weight_block_size` must be two lengths, and the configuration says {str(stated)[:50]}")
+    if sizes:
         wanted = tuple(-(-length // size) for length, size in zip(shape[-2:], sizes, strict=True))
         if scale[-2:] != wanted:
             what = f"scales {list(scale[-2:])} of a weight {list(shape[-2:])}"
@@ -87,7 +98,13 @@ def _float8(kind: str, name: str, codes: str, scale: str, scales: tuple[np.dtype
         found = factor.view() if factor.dtype in FLOATS else powers(factor)
         return {"weight": group[codes].view(), "scale": found.reshape(like.scale.shape)}
 
-    return Layout(kind, name, (scale, codes), fits, like, read, array=array)
+    def agrees(group: Group, like: ArrayFloat8) -> None:
+        if kind == "compressed-tensors":
+            agrees_with("float", (8,), name)(group, like)
+        mine = np.dtype(like.weight.dtype).name.removeprefix("float8_").removesuffix("fn")
+        check_said(group, name, [group.config()], {"fmt": lambda said: said == mine})
+
+    return Layout(kind, name, (scale, codes), fits, like, read, array=array, agrees=agrees)
 
 
 for _layout in (
