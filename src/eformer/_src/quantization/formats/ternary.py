@@ -30,7 +30,7 @@ class Array1B(PackedArray):
 
     The axis is the first of a matrix or vector unless another is asked for; axes before it stack matrices. The last
     byte is filled up (`padding`). `Array1B(array)` of a dense array alone quantizes it: integers must be in {-1, 0, 1},
-    and floating point is rounded as by `quantize(array, dtype="ternary")`.
+    and floating point is rounded as by `quantize(array, "ternary")`.
     """
 
     _values_per_byte: ClassVar = {"weight": 4}
@@ -119,7 +119,7 @@ def _check_values(x: jax.Array) -> None:
     wrong = values[(values != -1) & (values != 0) & (values != 1)]
     if wrong.size:
         raise ValueError(
-            f"Array1B packs values in {{-1, 0, 1}}, got {wrong[0]}; `quantize(array, dtype='ternary')` or "
+            f"Array1B packs values in {{-1, 0, 1}}, got {wrong[0]}; `quantize(array, 'ternary')` or "
             f"`dtype='binary'` makes such values of any array"
         )
 
