@@ -129,7 +129,7 @@ _packed = jax.jit(reference.pack_ternary, static_argnums=1)
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 4))
 def _rounded(
-    rule: Callable[[jax.Array], jax.Array],
+    rounding: Callable[[jax.Array], jax.Array],
     scale: str | None,
     fit: bool,
     x: jax.Array,
@@ -141,7 +141,7 @@ def _rounded(
     if scale == ABSMEAN:
         values, found = reference.absmean_ternary(x, range(x.ndim)[-2:])
         return {"weight": reference.pack_ternary(values, axis), "scale": found}
-    values = rule(x)
+    values = rounding(x)
     if scale is None:
         return {"weight": reference.pack_ternary(values, axis)}
     axes = range(x.ndim) if scale == "tensor" else [axis % x.ndim] if x.ndim > 1 else []
@@ -153,7 +153,7 @@ def _rounded(
 
 def _quantize(
     name: str,
-    rule: Callable[[jax.Array], jax.Array],
+    rounding: Callable[[jax.Array], jax.Array],
     array: jax.Array,
     scale: str | None,
     axis: int | None,
@@ -161,7 +161,7 @@ def _quantize(
     use_kernel: bool,
     importance: jax.Array | None = None,
 ) -> Array1B:
-    known = (*SCALES, ABSMEAN) if rule is reference.ternary else SCALES
+    known = (*SCALES, ABSMEAN) if rounding is reference.ternary else SCALES
     if scale not in known:
         raise ValueError(f"`scale={scale!r}` must be one of {', '.join(map(repr, known))}")
     a_bool("fit", fit)
@@ -169,8 +169,8 @@ def _quantize(
     if fit and scale == ABSMEAN:
         raise ValueError("`fit=True` fits a scale, and that of `scale='absmean'` is given; use `scale='channel'`")
     scale = "tensor" if fit and scale is None else scale
-    fit = fit and rule is reference.ternary  # of signs, the mean magnitude is the best scale already
-    encode = functools.partial(_rounded, rule, scale, fit, importance=importance)
+    fit = fit and rounding is reference.ternary  # of signs, the mean magnitude is the best scale already
+    encode = functools.partial(_rounded, rounding, scale, fit, importance=importance)
     along = _pack_axis(getattr(array, "ndim", 0)) if axis is None else axis
     return Array1B._quantized(name, array, along, encode, use_kernel=use_kernel)
 
