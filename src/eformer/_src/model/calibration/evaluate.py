@@ -113,7 +113,7 @@ class Evaluation:
             return self.end(given, ends)
         wants = not given.brings.keys().isdisjoint(self.with_moment)
         try:
-            sums = _with_moment_if_told(lambda wants: _whole(eqn, arrays, at, wants), wants)
+            sums = _with_moment_if_possible(lambda wants: _whole(eqn, arrays, at, wants), wants)
         except CannotPull:
             return self.end(given, f"{name} in a form that is not known")
         return self.add(given, axes, sums)
@@ -166,7 +166,7 @@ _VARYING: dict[str, Callable[[list[Any], dict[str, Any]], list[Any]]] = {
 }
 
 
-def _with_moment_if_told(sums: Callable[[bool], Sums], wants: bool) -> Sums:
+def _with_moment_if_possible(sums: Callable[[bool], Sums], wants: bool) -> Sums:
     try:
         return sums(wants)
     except CannotPull:
