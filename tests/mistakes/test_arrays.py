@@ -224,7 +224,7 @@ QUANTIZE: Mistakes = {
     "values for codes": (
         lambda: Array1B.quantize(jnp.asarray([[0.5, 2.0]])),
         ValueError,
-        "{-1, 0, 1} | got 0.5 | dtype='ternary'",
+        "{-1, 0, 1} | got 0.5 | quantize(array, 'ternary')",
     ),
     "integers to train": (lambda: eformer.straight_through(np.arange(8), "int8"), TypeError, "floating point | int32"),
     "a format registered twice": (

@@ -45,7 +45,7 @@ _formats: dict[str, Format] = {}
 
 
 def register_format(name: str, array_type: type[QuantizedArray], encode: Callable[..., QuantizedArray]) -> Format:
-    """Make `quantize(w, dtype=name)` call `encode(w, **options)`; the tests of all formats then run on it too.
+    """Make `quantize(w, name)` call `encode(w, **options)`; the tests of all formats then run on it too.
 
     Every format takes the option `activation_dtype` too, which is set on what `encode` returns.
     """

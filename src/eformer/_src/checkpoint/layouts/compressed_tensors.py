@@ -60,7 +60,7 @@ def weights_said(config: Callable[[], Config]) -> list[dict[str, Json]]:
 
 
 @functools.lru_cache(maxsize=16)  # by the function, which reads its file once
-def _said(config: Callable[[], Config]) -> WeightSettings:
+def _weight_settings(config: Callable[[], Config]) -> WeightSettings:
     ints = [each for each in weights_said(config) if each.get("type", "int") == "int"]
     bits, sizes = ({n for each in ints if type(n := each.get(key)) is int} for key in ("num_bits", "group_size"))
     return WeightSettings(frozenset(bits), frozenset(sizes))
@@ -131,7 +131,7 @@ def _packing(group: Group, count: int) -> Packing:
 
     Where both ways to pack take the same number of words, it is the newer one.
     """
-    words, said = group[PACKED].shape[-1], _said(group.config).bits
+    words, said = group[PACKED].shape[-1], _weight_settings(group.config).bits
     found = [each for each in PACKINGS if each.words(count) == words]
     named = [each for each in found if each.bits in said] if said else found
     chosen = [each for each in named if each.dense] or named
@@ -168,7 +168,7 @@ def _scale_shape(group: Group, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _grouped_like(group: Group, shape: tuple[int, ...], bits: int, zero: tuple[int, ...] | None) -> ArrayGrouped:
     scale, dtype = _scale_shape(group, shape), group[SCALE].dtype
     leaves = {"scale": (scale, dtype)} if zero is None else {"scale": (scale, dtype), "zero": (zero, np.uint8)}
-    block = block_of(group, shape[-1], scale[-1], _said(group.config).sizes) if scale[-1] != 1 else shape[-1]
+    block = block_of(group, shape[-1], scale[-1], _weight_settings(group.config).sizes) if scale[-1] != 1 else shape[-1]
     return grouped_like(shape, bits, block, dtype, leaves)
 
 

@@ -40,7 +40,7 @@ USUAL = 128  # the side of square blocks, where no configuration says another on
 
 
 @functools.lru_cache(maxsize=16)
-def _said(config: Callable[[], Config]) -> list[frozenset[int]]:
+def _block_settings(config: Callable[[], Config]) -> list[frozenset[int]]:
     """The lengths of blocks along rows and columns that the configuration names."""
     named = [each.get("block_structure") for each in weights_said(config)] + [config().get("weight_block_size")]
     pairs = [each for each in named if isinstance(each, list) and len(each) == 2]
@@ -60,7 +60,7 @@ def _block_shape(group: Group, shape: tuple[int, ...], scale: tuple[int, ...]) -
         if scale[-2:] != wanted:
             what = f"scales {list(scale[-2:])} of a weight {list(shape[-2:])}"
             raise group.wrong(f"{what} are not those of blocks {sizes}, which the configuration says")
-    for length, entries, said in zip(shape[-2:], scale[-2:], _said(group.config), strict=True):
+    for length, entries, said in zip(shape[-2:], scale[-2:], _block_settings(group.config), strict=True):
         lengths.append(1 if entries in (1, length) else block_of(group, length, entries, said, USUAL))
     return tuple(lengths) if lengths[0] > 1 else tuple(lengths[1:]) if lengths[1] > 1 else ()
 

@@ -190,11 +190,13 @@ def mlx_records(items: Iterable[ArrayToWrite]) -> CheckpointToWrite:
     if not modes:
         return CheckpointToWrite(records, {}, {"format": "mlx"})
     usual = Counter(modes.values()).most_common(1)[0][0]
-    others: dict[str, Json] = {module: _said(mode) for module, mode in modes.items() if mode != usual}
-    return CheckpointToWrite(records, {CONFIG: {"quantization": {**_said(usual), **others}}}, {"format": "mlx"})
+    others: dict[str, Json] = {module: _mode_settings(mode) for module, mode in modes.items() if mode != usual}
+    return CheckpointToWrite(
+        records, {CONFIG: {"quantization": {**_mode_settings(usual), **others}}}, {"format": "mlx"}
+    )
 
 
-def _said(mode: Mode) -> dict[str, Json]:
+def _mode_settings(mode: Mode) -> dict[str, Json]:
     size, bits, name = mode
     return {"group_size": size, "bits": bits, "mode": name}
 
