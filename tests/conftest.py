@@ -35,6 +35,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--half", type=int, choices=(1, 2), help="of each test, run every other value of a parameter")
+    parser.addoption("--whole", action="append", default=[], metavar="FILE", help="with --half: all tests of this file")
     parser.addoption("--most-memory", type=float, metavar="GB", help="fail if a worker has taken more than this")
 
 
@@ -60,13 +61,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose a half of the tests, by the parameter nearest to each. What has none is in both halves."""
-    half = config.getoption("--half")
+    half, whole = config.getoption("--half"), config.getoption("--whole")
     if half is None:
         return
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
-    chosen = {item for cases in tests.values() for item in half_of(cases, half)}
+    chosen = {
+        item
+        for name, cases in tests.items()
+        for item in (cases if name.partition("::")[0] in whole else half_of(cases, half))
+    }
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 

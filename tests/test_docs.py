@@ -9,6 +9,7 @@ import pkgutil
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -54,6 +55,20 @@ def test_python_blocks_of_a_document_run(document: Path, monkeypatch: pytest.Mon
         # Empty lines go first, so that a traceback names the line of the document.
         source = "\n" * (text[: block.start()].count("\n") + 1) + textwrap.dedent(block[2])
         exec(compile(source, str(document), "exec", dont_inherit=True), namespace)
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Its cells in order, in one namespace; calibration must have made the outputs better."""
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "examples" / "tour.ipynb").read_text())["cells"]
+    namespace: dict[str, Any] = {"__name__": "tour"}
+    for i, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            assert not any(output["output_type"] == "error" for output in cell["outputs"])
+            exec(compile("".join(cell["source"]), f"tour.ipynb, cell {i}", "exec", dont_inherit=True), namespace)
+    compare, of = namespace["compare_outputs"], (namespace["model"], namespace["params"])
+    before, after = (compare(*of, namespace[name], namespace["held_out"]).divergence for name in ("small", "tuned"))
+    assert after < before / 2
 
 
 @pytest.mark.parametrize("name", MODULES)
