@@ -1,6 +1,6 @@
 """A GGUF model as it is: time and memory of loading it, and its logits beside those of llama.cpp for the same file.
 
-    pip install "eformer[gguf]" llama-cpp-python
+    pip install ".[gguf]" llama-cpp-python
     python benchmarks/gguf_model.py model.gguf
 
 llama.cpp may be in an environment of its own, which needs nothing of this package:

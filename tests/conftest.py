@@ -35,6 +35,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--half", type=int, choices=(1, 2), help="of each test, run every other value of a parameter")
+    parser.addoption("--whole", action="append", default=[], metavar="FILE", help="with --half: all tests of this file")
     parser.addoption("--most-memory", type=float, metavar="GB", help="fail if a worker has taken more than this")
 
 
@@ -60,13 +61,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose a half of the tests, by the parameter nearest to each. What has none is in both halves."""
-    half = config.getoption("--half")
+    half, whole = config.getoption("--half"), config.getoption("--whole")
     if half is None:
         return
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
-    chosen = {item for cases in tests.values() for item in half_of(cases, half)}
+    chosen = {
+        item
+        for name, cases in tests.items()
+        for item in (cases if name.partition("::")[0] in whole else half_of(cases, half))
+    }
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 
@@ -128,7 +133,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+# What some tests need and no package of the extra `test` brings: the word in their reasons, and how to get it.
+MISSING = {
+    "torch": "pip install torch (PyTorch; tests compare files with what it reads)",
+    "Chromium": "apt-get install chromium (a browser; tests open our pages in it)",
+    "native core": "a C++ compiler, apt-get install g++, and install again",
+    "simde": "apt-get install libsimde-dev (the AVX-512 code is compiled without such a processor)",
+    "aarch64": "apt-get install g++-aarch64-linux-gnu (the ARM64 code is compiled)",
+}
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    for word, how in MISSING.items():
+        if count := sum(word.lower() in reason.lower() for reason in reasons):
+            terminalreporter.write_line(f"{count} skipped for want of {word}. To run them: {how}")
     worker, most = max(_peaks.items(), key=lambda each: each[1], default=("this process", peak()))
     line = f"{worker} took the most memory: {most / 1e9:.2f} GB; it should take {MOST / 1e9:g} GB at most"
     terminalreporter.write_line(line, red=most > MOST)

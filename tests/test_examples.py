@@ -316,3 +316,16 @@ def test_onnx_runtime_multiplies_by_the_same_values(form: str, tmp_path: Path):
     np.testing.assert_allclose(found, expected, rtol=0, atol=96 * 2.0**-23 * np.ptp(expected))
     with pytest.raises(ValueError, match="along the rows fits"):
         example["parts"](quantize(weights[0], "int4", axis=-1))
+
+
+def test_a_vision_model_in_a_format(capsys, monkeypatch):
+    """Its convolution, attention and MLP are quantized: more than half of the bytes are gone."""
+    with jax.numpy_rank_promotion("allow"):
+        example = runpy.run_path(str(EXAMPLES / "vision.py"))
+        monkeypatch.setitem(example["main"].__globals__, "FORMATS", ("int8",))
+        monkeypatch.setitem(example["main"].__globals__, "SECONDS", 0)
+        with materialization_error():
+            example["main"](["--size", "32", "--width", "64", "--layers", "1", "--classes", "100"])
+    _, dense, small = capsys.readouterr().out.splitlines()
+    assert float(small.split()[1]) < float(dense.split()[1]) / 2
+    assert 0 < float(small.split()[3].rstrip("%")) < 5

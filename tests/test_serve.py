@@ -22,6 +22,7 @@ pytest.importorskip("starlette")
 from eformer.examples.llm.server import LOCAL, Server  # noqa: E402
 from eformer.examples.llm.service import Busy, Job, Service  # noqa: E402
 from eformer.examples.llm.writer import LanguageModel, load  # noqa: E402
+from model.browser import chromium, find_chromium  # noqa: E402
 from small_llm import write_gguf  # noqa: E402
 
 ROWS, LONGEST, QUEUE, BODY, KEY = 4, 120, 250, 20_000, "a key"
@@ -201,6 +202,25 @@ def test_the_page_is_there(served: Served):
     assert page.status_code == 200
     assert "/v1/chat/completions" in page.text
     assert "http" not in page.text.replace("http-equiv", "")  # nothing of other servers
+
+
+def test_a_browser_talks_on_the_page(served: Served, tmp_path: Path):
+    """It asks this server alone, shows what the model answers, and begins again."""
+    program = find_chromium()
+    if program is None:
+        pytest.skip("no Chromium is installed to look at the page with")
+    with chromium(program, tmp_path) as page:
+        page.call("Page.navigate", url=f"{served.url}/#key={KEY.replace(' ', '%20')}")
+        _until(lambda: page.value("document.getElementById('model')?.textContent") == "m")
+        page.value("document.getElementById('text').value = 'he the'; document.getElementById('send').click()")
+        _until(lambda: page.value("document.querySelectorAll('.note').length") == 1, 60)
+        expected = served.model.generate(MESSAGES)
+        assert page.value("document.querySelector('.assistant').textContent") == expected
+        assert "tokens in" in page.value("document.querySelector('.note').textContent")
+        page.value("document.getElementById('reset').click()")
+        assert page.value("document.getElementById('talk').childElementCount") == 0
+        assert page.problems == []
+        assert all(request.startswith(served.url) for request in page.requests), page.requests
 
 
 def test_the_command_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any):

@@ -41,7 +41,7 @@ class PreparedX {
   template <class Rows>
   using All = std::vector<std::pair<Order, std::shared_ptr<const Rows>>>;
 
-  // Rows that a matrix scales are its own: they are not kept.
+  // If a matrix folds its scale into x, the result fits that matrix only, so it is not cached.
   template <class Rows, class... Args>
   std::shared_ptr<const Rows> Find(All<Rows>& all, const Stack& stack, std::initializer_list<int64_t> order,
                                    Args&&... args) const {

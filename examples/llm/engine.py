@@ -133,8 +133,8 @@ class Engine:
         self._params, self._config, self._ends, self._rows = params, config, tuple(ends), rows
         out = params.get("output.weight", params["token_embd.weight"])
         self._vocabulary = out.shape[0]
-        self._texts: list[list[int]] = [[] for _ in range(rows)]  # the tokens of each row, of which the cache has ...
-        self._held = [0] * rows  # ... so many
+        self._texts: list[list[int]] = [[] for _ in range(rows)]  # the tokens of each row
+        self._held = [0] * rows  # how many of these tokens the cache has
         self._padding = np.zeros(rows, np.int32)
         self._sampling = [GREEDY] * rows
         self._seen = np.zeros((rows, self._vocabulary), bool)
@@ -238,7 +238,7 @@ class Engine:
         return min(same, len(tokens) - 1)
 
     def _scores(self, tokens: Sequence[int], kept: int, cache: Cache | None) -> tuple[jax.Array, Cache]:
-        """The logits after a text, of which the cache has the first `kept` tokens, and the cache with all of it."""
+        """The logits after a text, and the cache with all of it; `kept` tokens, the first, are in the cache before."""
         sizes = _sizes(len(tokens) - kept)
         room = kept + sum(sizes)
         now = self._grown(cache or empty_cache(self._config, 1, LEAST), room)
@@ -288,7 +288,7 @@ class Engine:
 
 
 def _sizes(length: int) -> list[int]:
-    """In which parts so many tokens are read."""
+    """The sizes of the parts in which `length` tokens are read."""
     most = PARTS[-1]
     rest = length % most
     return [most] * (length // most) + [size for size in PARTS if size >= rest][: rest > 0]

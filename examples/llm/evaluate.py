@@ -14,6 +14,7 @@ from typing import Any
 
 import lm_eval  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
+from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
 from .sampling import Sampling
 from .score import log_likelihood
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--format", default="auto")
     parser.add_argument("--include", help="a folder of tasks")
     args = parser.parse_args()
-    manager = lm_eval.tasks.TaskManager(include_path=args.include)
+    manager = TaskManager(include_path=args.include)
     model = EformerLM(load(args.model, format=args.format))
     found = lm_eval.simple_evaluate(model=model, tasks=args.tasks, limit=args.limit, task_manager=manager)
     print(json.dumps(found["results"], indent=1, default=str))

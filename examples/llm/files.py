@@ -46,7 +46,7 @@ GEMMA = {
 }
 EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-PATTERN = 6  # of so many layers of Gemma 3, the last one attends to all tokens
+PATTERN = 6  # in Gemma 3, every sixth layer attends to all tokens
 LARGEST_GEMMA = 62  # layers of the model whose queries are divided by another number
 WINDOW_BASE = 10000.0  # of RoPE in the others
 READERS = 2  # arrays that are read at the same time: most of it is memory that the system has to clear

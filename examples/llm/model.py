@@ -38,7 +38,7 @@ class Config(NamedTuple):
     query_size: float = 0.0  # queries are divided by its square root; 0: head_size
     embedding_scale: float = 1.0
     gelu: bool = False  # in place of SiLU
-    experts: int = 0  # of a mixture of experts, those that a token takes
+    experts: int = 0  # how many experts a token takes, in a mixture of experts
     shares_sum: bool = True  # the weights of these experts sum to 1
 
 

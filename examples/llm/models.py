@@ -65,7 +65,11 @@ def find(name: str, folder: Path, say: Callable[[str], object] = print) -> Path:
         if not Path(name).exists():
             raise ValueError(f"there is no file {name!r}, and no such model; known are {', '.join(KNOWN)}")
         return Path(name)
-    path = folder / f"{known.title}.gguf"
+    return fetched(known, folder / f"{known.title}.gguf", say)
+
+
+def fetched(known: Known, path: Path, say: Callable[[str], object] = print) -> Path:
+    """The path, at which the model is; it is fetched if it is not there yet."""
     if not path.exists():
         with atomic_file(path, overwrite=True) as file:
             _fetch(known, file, say)

@@ -13,7 +13,7 @@ HALVINGS = 32  # of the interval from LEAST to 0, in the search for a limit
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen: the likeliest at temperature 0, else at random among those that are left.
+    """How the next token is chosen: the likeliest at temperature 0, else at random among the tokens that are kept.
 
     `top_k` keeps the K most likely tokens (0: all), `top_p` the fewest of these with this probability together,
     and `min_p` those with at least this part of the probability of the likeliest. Before that, logits of tokens that

@@ -34,7 +34,7 @@ class Result:
 
     reason: str  # "stop": the model or a stop ended it; "length": there was no room for more; "closed": the reader did
     prompt_tokens: int
-    read_tokens: int  # of the prompt, those that the cache did not have
+    read_tokens: int  # tokens of the prompt that the cache did not have
     tokens: int
     read_seconds: float
     timed_tokens: int  # but for the first ones, which may wait for compilation

@@ -56,6 +56,11 @@ def examples() -> dict[str, Example]:
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq"}
     groups = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}}}
     ours = {"quant_method": "compressed-tensors", **groups}
+    floats = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
+    }
+    bytes = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}
     packed = {"weight_packed": (i32, (8, 8)), "weight_scale": (BFLOAT16, (8, 2))}
     shape = {"weight_shape": np.array([8, 64])}
     order = rng.permutation(64).astype(i32)
@@ -75,9 +80,9 @@ def examples() -> dict[str, Example]:
         "bitnet": make({"weight": (u8, (2, 10)), "weight_scale": (BFLOAT16, (1,))}, quant_method="bitnet"),
         "pack-quantized": make({**packed, "weight_zero_point": (i32, (1, 2))}, **ours),
         "pack-quantized, permuted": make(packed, **ours),
-        "int-quantized": make({"weight": (i8, (4, 6)), "weight_scale": (f32, (4, 1))}, **ours),
+        "int-quantized": make({"weight": (i8, (4, 6)), "weight_scale": (f32, (4, 1))}, **bytes),
         "int-quantized, asymmetric": make(
-            {"weight": (i8, (4, 6)), "weight_scale": (f32, (4, 1)), "weight_zero_point": (i8, (4, 1))}, **ours
+            {"weight": (i8, (4, 6)), "weight_scale": (f32, (4, 1)), "weight_zero_point": (i8, (4, 1))}, **bytes
         ),
         "marlin-24": make({"scale_packed": (f16, (2, 2)), "weight_packed": (i32, (2, 2)), "meta": (np.int16, (2, 2))}),
         "sparse": make({"bitmask": (u8, (2, 1)), "compressed": (f16, (3,))}),
@@ -101,8 +106,8 @@ def examples() -> dict[str, Example]:
         "mlx mxfp8": make({"weight": (u32, (4, 16)), "scales": (u8, (4, 2))}, bits=8, group_size=32, mode="mxfp8"),
         "fp8": make({"weight": (E4M3, (4, 8)), "weight_scale_inv": (f32, (2, 2))}, weight_block_size=[2, 4]),
         "fp8, its names": make({"weight": (E4M3, (4, 8)), "scale": (u8, (2, 2))}, weight_block_size=[2, 4]),
-        "float-quantized": make({"weight": (E4M3, (4, 8)), "weight_scale": (BFLOAT16, (4, 1))}, **ours),
-        "mxfp8-quantized": make({"weight": (E4M3, (4, 64)), "weight_scale": (u8, (4, 2))}, **ours),
+        "float-quantized": make({"weight": (E4M3, (4, 8)), "weight_scale": (BFLOAT16, (4, 1))}, **floats),
+        "mxfp8-quantized": make({"weight": (E4M3, (4, 64)), "weight_scale": (u8, (4, 2))}, **floats),
     }
     said = {"_type": "IntxUnpackedToInt8Tensor", "_data": {"block_size": [1, 32], "target_dtype": {"_data": "int8"}}}
     found |= {

@@ -75,7 +75,7 @@ def test_a_whole_checkpoint_is_there_at_any_line(
     )
     counts = [sum(v == {value} for v, _ in found) for value in (0.0, 1.0)]
     assert sum(counts) == len(found)
-    assert counts[0] > 40  # so many lines ran before the new one was in place
+    assert counts[0] > 40  # lines that ran before the new file was in place
     assert counts[1] > 1  # and some after
     others = set[str]().union(*(names for _, names in found))
     assert {name.rpartition(".")[2] for name in others} == {"tmp", "saving", "lock"}

@@ -51,7 +51,7 @@ def test_no_device_holds_the_whole(tmp_path: Path):
 
 @pytest.mark.parametrize(("case", "spec"), SHARDED, ids=str)
 def test_saving_from_devices_part_by_part(case: Case, spec: tuple[Any, ...], tmp_path: Path, monkeypatch: Any):
-    """The file is that of the whole array, of which no more than a part is in memory at once, and fits other meshes."""
+    """The file holds the whole array and fits other meshes; no more than a part of the array is in memory at once."""
     q = case(normal((64, 128)))
     spread = q.with_sharding(NamedSharding(mesh(), PartitionSpec(*spec)))
     parts: list[int] = []

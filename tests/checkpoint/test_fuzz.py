@@ -32,8 +32,8 @@ from .layout_examples import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore::eformer.checkpoint.DecodedWarning")
 PARTS = 4  # in which they are tried, so that processes can share them
-TRACED = 50  # every so many with all allocations traced, which is slow
-USED = 25  # of those that open, which are used
+TRACED = 50  # one file in 50 is read with all allocations traced, which is slow
+USED = 25  # one file in 25 that opens is used
 LIMIT = 1 << 26  # bytes that may be taken at once; a file has some hundred
 MORE = 1 << 18  # kilobytes by which the process may grow when it compiles and runs what decodes them
 

@@ -108,7 +108,7 @@ def test_on_the_command_line(source: tuple[Path, dict[str, Case]], tmp_path: Pat
 
 
 def lie(name: str, **changes: Any) -> Callable[[], Case]:
-    """A case with other tensors: functions of those that it has, or arrays; `config` is another configuration."""
+    """A case with other tensors: functions of its own tensors, or arrays; `config` is another configuration."""
 
     def make() -> Case:
         case = CASES[name]()

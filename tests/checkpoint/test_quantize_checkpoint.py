@@ -178,7 +178,7 @@ def test_from_gguf(tmp_path: Path):
     kinds = {"w": "Q8_0", "v": "F32"}
     save_gguf(tmp_path / "a.gguf", {"w": x, "v": x}, type=lambda name, _: kinds[name], metadata=metadata)
     target = quantize_checkpoint(tmp_path / "a.gguf", tmp_path / "b.safetensors", [Rule("[vw]", "nf4")])
-    assert_same_leaves(load(target)["v"], quantize(x, dtype="nf4"))
+    assert_same_leaves(load(target)["v"], quantize(x, "nf4"))
     assert_same_leaves(load(target)["w"], load(tmp_path / "a.gguf")["w"])
     with open_checkpoint(target) as checkpoint:
         assert checkpoint.metadata == {"general.architecture": "x", "list": [1], "general.quantization_version": 2}

@@ -26,7 +26,7 @@ from .writers import CONTENTS, WRITERS, Writer, check_beside, make_sources
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
 LAST = 80  # lines, in which the last files take their names
-MANY = 40  # kills, of which some come before the new content is in place, and some after
+MANY = 40  # kills: some come before the new content is in place, and some after
 each_writer = pytest.mark.parametrize("name", WRITERS)
 
 

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import eformer
-from eformer import Array1B, Array8B, ArrayNF4, QuantizationConfig, implicit, quantize, register_format
+from eformer import Array1B, Array8B, ArrayNF4, QuantizationConfig, cache, implicit, quantize, register_format
 from eformer.jaximus import MaterializationError
 
 from .common import PARAMS, Mistakes, W, X, check, model, q
+
+KEYS = jnp.ones((1, 2, 8, 64))
 
 
 class LowRank(eformer.ImplicitArray):
@@ -171,6 +173,32 @@ QUANTIZE: Mistakes = {
         TypeError,
         "`symmetric` must be True or False | got 1",
     ),
+    "a path as importance": (
+        lambda: quantize(W, "int4", importance="imatrix.dat"),
+        TypeError,
+        "`importance` must be an array | got str 'imatrix.dat'",
+    ),
+    "a dict as config": (lambda: quantize(W, {"format": "int4"}), TypeError, "a format is a name | got dict"),
+    "the block by position": (
+        lambda: quantize(W, "int4", 64),
+        TypeError,
+        "`dtype` is the name of a format | write `block_size=64`",
+    ),
+    "the dtype of the values": (
+        lambda: quantize(W, "int4", dtype=jnp.bfloat16),
+        TypeError,
+        "`dtype` is the name of a format | cast the array itself",
+    ),
+    "straight_through of a misspelt format": (
+        lambda: eformer.straight_through(W, "nf5"),
+        ValueError,
+        "unknown format 'nf5' | did you mean 'nf4'?",
+    ),
+    "a registered number": (
+        lambda: register_format(3, ArrayNF4, ArrayNF4.quantize),
+        TypeError,
+        "the name of a format is a text | got int 3",
+    ),
     "double_quantization a number": (
         lambda: quantize(W, "int4", double_quantization=1),
         TypeError,
@@ -201,7 +229,7 @@ QUANTIZE: Mistakes = {
     "values for codes": (
         lambda: Array1B.quantize(jnp.asarray([[0.5, 2.0]])),
         ValueError,
-        "{-1, 0, 1} | got 0.5 | dtype='ternary'",
+        "{-1, 0, 1} | got 0.5 | quantize(array, 'ternary')",
     ),
     "integers to train": (lambda: eformer.straight_through(np.arange(8), "int8"), TypeError, "floating point | int32"),
     "a format registered twice": (
@@ -300,6 +328,37 @@ ARRAYS: Mistakes = {
     "no materialize": (lambda: type("Empty", (eformer.ImplicitArray,), {})(), TypeError, "abstract | materialize"),
     "a wrong shape": (lambda: LowRank(jnp.ones((2, 2)), shape=(3, 3)), ValueError, "`shape=(3, 3)` | (2, 2)"),
 }
+
+
+CACHES: Mistakes = {
+    "a format without caches": (
+        lambda: cache.quantize(KEYS, "int3"),
+        ValueError,
+        "`format='int3'` must be one of 'int8', 'fp8', 'int4'",
+    ),
+    "keys and values": (
+        lambda: cache.quantize({"keys": KEYS, "values": KEYS}),
+        TypeError,
+        "made of one array | got dict",
+    ),
+    "a length for the shape": (
+        lambda: cache.empty(64),
+        TypeError,
+        "`shape` must be a tuple | (batch, heads, positions, channels) | got 64",
+    ),
+    "the format as dtype": (
+        lambda: cache.empty((1, 2, 8, 64), "int8"),
+        TypeError,
+        "floating point; got int8 | `format` says",
+    ),
+    "a negative length": (lambda: cache.empty((1, -2, 8, 64)), ValueError, "negative length | (1, -2, 8, 64)"),
+    "an axis that is not there": (lambda: cache.empty((1, 2, 8, 64), axis=4), ValueError, "`axis=4` | 4 axes"),
+}
+
+
+@pytest.mark.parametrize("mistake", CACHES.values(), ids=CACHES)
+def test_mistakes_with_caches(mistake):
+    check(*mistake)
 
 
 @pytest.mark.parametrize("mistake", QUANTIZE.values(), ids=QUANTIZE)

@@ -169,6 +169,16 @@ FILES: Mistakes = {
         TypeError,
         "missing 1 required | 'target'",
     ),
+    "the format where the target is": (
+        lambda path: eformer.quantize_checkpoint(path, "int4"),
+        ValueError,
+        "`target='int4'` is where to write | quantize_checkpoint(source, target, 'int4') | ./int4",
+    ),
+    "convert to a format": (
+        lambda path: eformer.convert(path, path / "new", "int4"),
+        ValueError,
+        "`kind='int4'` | `quantize_checkpoint` changes the format",
+    ),
     "convert to what is none": (
         lambda path: eformer.convert(path, path / "new", "mxl"),
         ValueError,

@@ -11,7 +11,15 @@ import pytest
 
 import eformer
 from eformer import Rule, default_rules, implicit, quantize_model
-from eformer.model import NonfiniteWarning, UnusedRuleWarning, add_lora, fake_quantize, init_scales, parse_rule
+from eformer.model import (
+    NonfiniteWarning,
+    UnusedRuleWarning,
+    add_lora,
+    compare_outputs,
+    fake_quantize,
+    init_scales,
+    parse_rule,
+)
 
 from .common import PARAMS, Mistakes, W, X, check, model, q, small
 
@@ -167,6 +175,11 @@ MODELS: Mistakes = {
         "no option 'groupsize' | Did you mean 'block_size'?",
     ),
     "a rule that keeps, with options": (lambda: Rule("w", None, axis=0), TypeError, "has no options | 'axis'"),
+    "a rule the other way round": (
+        lambda: Rule("int4", "kernel"),
+        ValueError,
+        "first which leaves, then which format | Rule('kernel', 'int4')",
+    ),
     "an option that is an array": (
         lambda: Rule("w", "int4", axis=np.ones(1)),
         TypeError,
@@ -178,6 +191,24 @@ MODELS: Mistakes = {
         lambda: eformer.rules_from_use(PARAMS, model),
         TypeError,
         "takes a function first | got dict",
+    ),
+    "a report of files": (
+        lambda: eformer.report("a.safetensors", "b.safetensors"),
+        TypeError,
+        "a tree of arrays, got 'a.safetensors' | `load` reads",
+    ),
+    "the bytes of a file": (lambda: eformer.stored_bytes("a.gguf"), TypeError, "a tree of arrays | `load` reads"),
+    "a file made dense": (lambda: eformer.dequantize("a.gguf"), TypeError, "a tree of arrays | `load` reads"),
+    "a size as text": (lambda: default_rules(min_size="1M"), TypeError, "`min_size` must be an int | '1M'"),
+    "tune the other way round": (
+        lambda: eformer.tune(small(), model, [X], reference=PARAMS),
+        TypeError,
+        "`tune(function, small, inputs, reference=before)` | a function first | got dict",
+    ),
+    "outputs of no function": (
+        lambda: compare_outputs(PARAMS, small(), model, [X]),
+        TypeError,
+        "`compare_outputs(function, before, after, inputs)` | a function first | got dict",
     ),
     "a report of other trees": (lambda: eformer.report(PARAMS, {"v": W}), ValueError, "the same leaves | 'v'"),
     "a report of other shapes": (

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eformer._src.model.defaults import contracted_axis
+from eformer._src.model.axes import contracted_axis
 from eformer._src.model.rules import find_rule
 from eformer.model import default_rules
 from eformer.ops.quantization import formats

@@ -80,7 +80,7 @@ def test_the_tree_keeps_its_type(wrap):
     assert type(quantized) is type(tree) or isinstance(quantized, ArrayNF4)
     assert jax.tree.structure(dequantize_model(quantized)) == jax.tree.structure(tree)
     (leaf,) = jax.tree.leaves(quantized, is_leaf=lambda x: isinstance(x, QuantizedArray))
-    np.testing.assert_array_equal(leaf.materialize(), quantize(normal(6, 10), block_size=4).materialize())
+    np.testing.assert_array_equal(leaf.materialize(), quantize(normal(6, 10), "nf4", block_size=4).materialize())
 
 
 @pytest.mark.parametrize(

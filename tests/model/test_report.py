@@ -15,7 +15,7 @@ import pytest
 from eformer.model import Rule, default_rules, quantize_model, report
 from eformer.ops.quantization import quantize
 
-RULES = [Rule("w", "nf4", {"block_size": 4})]
+RULES = [Rule("w", "nf4", {"block_size": 4, "axis": -1})]
 
 
 def normal(*shape: int, dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:

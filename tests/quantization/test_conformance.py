@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
 from typing import Any, NamedTuple
 
@@ -186,19 +187,19 @@ def test_round_trip_of_float64(case):
         check_round_trip(case, jnp.asarray(np.random.default_rng(0).standard_normal(SHAPE)))
 
 
-@pytest.mark.parametrize("place", [(0, 0), (1, 33), (2, 69)], ids=str)
-@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize(("case", "dtype"), TYPED, ids=name)
-def test_nan_and_infinity_never_become_a_wrong_number(case, dtype, place, special):
+def test_nan_and_infinity_never_become_a_wrong_number(case, dtype):
     """A result that is a number is within the format's bound. A NaN stays one."""
-    w = np.array(normal(SPECIAL, dtype))
-    w[place] = special
-    trip = round_trip(case, jnp.asarray(w))
-    dense, bound = np.asarray(trip.dense), np.asarray(trip.bound)
-    numbers = np.isfinite(f64(dense))
-    assert np.isnan(special) <= np.isnan(dense[place])
-    assert_within(dense[numbers], w[numbers], bound[numbers])
-    assert_same_array(trip.straight_through, trip.dense)
+    for special, place in itertools.product((np.nan, np.inf, -np.inf), ((0, 0), (1, 33), (2, 69))):
+        w = np.array(normal(SPECIAL, dtype))
+        w[place] = special
+        with about(special, place):
+            trip = round_trip(case, jnp.asarray(w))
+            dense, bound = np.asarray(trip.dense), np.asarray(trip.bound)
+            numbers = np.isfinite(f64(dense))
+            assert np.isnan(special) <= np.isnan(dense[place])
+            assert_within(dense[numbers], w[numbers], bound[numbers])
+            assert_same_array(trip.straight_through, trip.dense)
 
 
 # The rule of the binary format is the sign, and the sign of 0 is 1.
@@ -208,18 +209,18 @@ def test_zeros_are_exact(case, dtype):
     assert_same_array(round_trip(case, w).dense, w)
 
 
-@pytest.mark.parametrize("size", ["smallest", "small", "large"])
 @pytest.mark.parametrize(("case", "dtype"), TYPED, ids=name)
-def test_magnitudes_at_the_ends_of_the_range(case, dtype, size):
+def test_magnitudes_at_the_ends_of_the_range(case, dtype):
     info = jnp.finfo(dtype)
     # Integers in blocks span no more than a float32 can: `test_extremes.py` has what they refuse.
     in_blocks = case.name in ("int2", "int3", "int4", "int5", "int6", "int8_grouped")
     largest = float(info.max) * (0.45 if in_blocks and float(info.max) > 1e38 else 0.9)
-    factor = {"smallest": info.smallest_subnormal, "small": info.tiny, "large": largest}[size]
     unit = np.clip(np.asarray(normal(SPECIAL)), -1, 1)
-    w = jnp.asarray((f64(unit) * float(factor)).astype(dtype))
-    assert np.all(np.isfinite(round_trip(case, w).bound))
-    check_round_trip(case, w)
+    for factor in (info.smallest_subnormal, info.tiny, largest):
+        w = jnp.asarray((f64(unit) * float(factor)).astype(dtype))
+        with about(factor):
+            assert np.all(np.isfinite(round_trip(case, w).bound))
+            check_round_trip(case, w)
 
 
 # --- primitives ---
@@ -430,16 +431,12 @@ OTHERS = [*DEFAULTS, NESTED, Case.of("ternary", scale="channel")]
 TOGETHER = [*((case, case) for case in DISTINCT), *in_turn(DISTINCT, OTHERS, each=3)]
 
 
-@pytest.mark.parametrize("function", TWO)
 @pytest.mark.parametrize(("case", "other"), TOGETHER, ids=str)
-def test_two_quantized_operands_agree_with_dense(case, other, function):
+def test_two_quantized_operands_agree_with_dense(case, other):
     (a, dense_a), (b, dense_b) = example(case), example(other, seed=1)
-    assert_same(implicit(TWO[function])(a, b), TWO[function](dense_a, dense_b))
-
-
-@pytest.mark.parametrize(("case", "other"), TOGETHER, ids=str)
-def test_product_of_two_quantized_operands(case, other):
-    (a, dense_a), (b, dense_b) = example(case), example(other, seed=1)
+    for operation, function in TWO.items():
+        with about(operation):
+            assert_same(implicit(function)(a, b), function(dense_a, dense_b))
     out = implicit(lambda a, b: lax.dot_general(a, b, (((1,), (1,)), ((), ()))))(a, b)
     assert_product(out, dense_a, dense_b, (((1,), (1,)), ((), ())))
 
@@ -687,11 +684,12 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("duplicate", COPIES)
 @every_case
-def test_copies_are_equal(case, duplicate):
+def test_copies_are_equal(case):
     q, _ = example(case)
-    assert_same_leaves(COPIES[duplicate](q), q)
+    for way, duplicate in COPIES.items():
+        with about(way):
+            assert_same_leaves(duplicate(q), q)
 
 
 @every_case

@@ -51,7 +51,7 @@ def test_all_codes_times_any_scale(name, scale_shape, block_shape, scale_dtype):
 @pytest.mark.parametrize("name", DTYPES)
 def test_codes_are_the_nearest_and_the_largest_element_has_the_largest_code(name):
     w = np.asarray(normal((7, 33))) * 5
-    q = quantize(jnp.asarray(w), format=name)
+    q = quantize(jnp.asarray(w), format=name, axis=-1)
     largest = float(jnp.finfo(DTYPES[name]).max)
     scale = (np.abs(w).max(1, keepdims=True) / np.float32(largest)).astype(np.float32)
     assert_same_array(q.scale, scale)
@@ -139,7 +139,7 @@ def test_blocks_win_over_the_axis_that_rules_for_models_choose():
 
 
 def test_codes_have_no_gradient():
-    q, x = quantize(normal((6, 10)), format="fp8"), normal((3, 6), seed=1)
+    q, x = quantize(normal((6, 10)), format="fp8", axis=-1), normal((3, 6), seed=1)
     gradient = jax.grad(implicit(lambda q: jnp.sum(x @ q)), allow_int=True)(q)  # as for codes that are integers
     assert not np.any(f64(gradient.weight))
     expected = f64(x).sum(0)[:, None] * f64(q.weight).sum(1, keepdims=True)

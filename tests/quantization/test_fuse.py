@@ -21,7 +21,7 @@ from eformer._src.kernels import cpu
 from eformer.jaximus import MaterializationError
 from eformer.ops.quantization import QuantizedArray
 
-from .cases import CASES, DEFAULTS, Case, every_case, normal
+from .cases import CASES, DEFAULTS, Case, every_case, in_turn, normal
 
 needs_core = pytest.mark.skipif(not cpu.is_available(), reason="installed without the native core")
 INT8 = Case.of("int8")
@@ -79,8 +79,7 @@ def shared_transposed(x: jax.Array, ws: list[jax.Array]) -> list[jax.Array]:
 # --- matmuls that share x ---
 
 
-@every_case
-@pytest.mark.parametrize("transposed", [False, True], ids=["stored (in, out)", "stored (out, in)"])
+@pytest.mark.parametrize(("case", "transposed"), in_turn(CASES, [False, True], each=1), ids=str)
 def test_every_format(case, transposed):
     agree(shared_transposed if transposed else shared, x_of(), weights(case, transposed))
 

@@ -43,7 +43,7 @@ def by_definition(name: str, w: np.ndarray) -> np.ndarray:
 @every_format
 def test_values_are_those_of_the_definition(name):
     w = weights()
-    q = quantize(jnp.asarray(w), format=name)
+    q = quantize(jnp.asarray(w), format=name, axis=-1)
     assert isinstance(q, ArrayGrouped)
     assert (q.codebook, q.block_size, format_names(q)) == ("e2m1", BLOCKS[name], (name,))
     assert_same_array(q.materialize(), by_definition(name, w))
@@ -67,9 +67,9 @@ def test_scales_at_the_ends_of_e8m0(peak, code):
 @every_format
 def test_a_block_with_a_nan_or_an_infinity_is_nan_and_no_other(name, special):
     w = np.array(normal((2, 64)))
-    clean = np.asarray(quantize(jnp.asarray(w), format=name).materialize())
+    clean = np.asarray(quantize(jnp.asarray(w), format=name, axis=-1).materialize())
     w[1, 40] = special
-    dense = np.asarray(quantize(jnp.asarray(w), format=name).materialize())
+    dense = np.asarray(quantize(jnp.asarray(w), format=name, axis=-1).materialize())
     spoilt = np.zeros(w.shape, bool)
     spoilt[1, 32 : 32 + BLOCKS[name]] = True
     np.testing.assert_array_equal(np.isnan(dense), spoilt)

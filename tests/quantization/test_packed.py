@@ -107,12 +107,13 @@ def test_matmul(axis):
 
 def test_every_way_to_quantize_has_the_defaults_of_the_format():
     w = normal((6, 48))
-    q = Planes.quantize(w)
+    q, along_the_last = Planes.quantize(w, axis=-2), Planes.quantize(w)
     assert q.block_size == QuantizationConfig(format="planes").block_size == 16
     assert_same_leaves(quantize(w, format="planes"), q)
-    assert_same_leaves(quantize(w, QuantizationConfig("planes")), q)
-    assert_same_leaves(find_format("planes").encode(w), q)
+    assert_same_leaves(quantize(w, "planes"), q)
     assert_same_leaves(quantize_model({"w": w}, [Rule("w", "planes")])["w"], q)
+    assert_same_leaves(quantize(w, dtype="planes"), along_the_last)  # as documented
+    assert_same_leaves(find_format("planes").encode(w), along_the_last)
     assert_same_array(straight_through(w, format="planes"), q.materialize())
 
 

@@ -84,8 +84,8 @@ EXACT: dict[str, Rule] = {
     "reshape_stack": rule(lambda q: q.reshape(1, 3, 8, 12)),
     "reshape_split_rows": rule(lambda q: q.reshape(3, 2, 4, 12)),
     "reshape_split_columns": rule(lambda q: q.reshape(3, 8, 3, 4)),
-    "reshape_merge_rows": rule(lambda q: q.reshape(24, 12), INT8_ROWS, CHANNEL),
-    "reshape_merge_columns": rule(lambda q: q.reshape(3, 96), PACKED_ROWS, INT8_LAST, INT8_ROWS),
+    "reshape_merge_rows": rule(lambda q: q.reshape(24, 12), CHANNEL),
+    "reshape_merge_columns": rule(lambda q: q.reshape(3, 96), PACKED_ROWS, INT8_ROWS),
     "reshape_short_blocks": rule(lambda q: q.reshape(3, 8, 6, 2), NF4),
     # by a place that is known later
     "dynamic_index": rule(lambda q: lax.dynamic_index_in_dim(q, jnp.int32(1), 0, keepdims=False)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,9 +45,10 @@ def quantize(array: jax.Array, format: str = "int8", *, axis: int = -1, rotated:
     """
     if format not in FORMATS:
         raise ValueError(f"`format={format!r}` must be one of {', '.join(map(repr, FORMATS))}")
+    if not hasattr(array, "dtype"):
+        raise TypeError(f"a cache is made of one array, got {type(array).__name__}: keys and values have one each")
     array = jnp.asarray(array)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"a cache holds floating point numbers, got {array.dtype}")
+    _check_floating(array.dtype)
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(f"`axis={axis}` is out of range for a cache of {array.ndim} axes {array.shape}")
     axis, turn = axis % array.ndim - array.ndim, format in ROTATED if rotated is None else rotated
@@ -74,7 +76,12 @@ def empty(
     >>> append(keys, jnp.ones((1, 3, 1, 64), jnp.bfloat16), 7)
     QuantizedCache(bfloat16[1, 3, 4096, 64], 835,584 bytes)
     """
-    shape = tuple(map(int, shape))
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise TypeError(f"`shape` must be a tuple such as (batch, heads, positions, channels), got {shape!r}")
+    _check_floating(dtype)
+    shape = tuple(map(operator.index, shape))
+    if min(shape, default=0) < 0:
+        raise ValueError(f"`shape` has a negative length: {shape}")
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"`axis={axis}` is out of range for a cache of {len(shape)} axes {shape}")
 
@@ -86,3 +93,11 @@ def empty(
     like: Any = jax.eval_shape(made, jax.ShapeDtypeStruct(shape, dtype))
     leaves = [jnp.broadcast_to(a, b.shape) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(like), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _check_floating(dtype: DTypeLike) -> None:
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"the dtype of a cache is that of the numbers it stands for, floating point; got {dtype}: `format` says "
+            f"how they are stored"
+        )

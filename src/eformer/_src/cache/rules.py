@@ -65,7 +65,7 @@ for _name in PLACES.keys() - {"concatenate"}:
 
 @register("pad")
 def pad(primitive: Primitive, cache: QuantizedCache, value: jax.Array, **params: Any) -> Found:
-    """What is padded is the same value everywhere, and so it is no rotation of what is stored."""
+    """The padding has one value everywhere, so it is no rotated value: a rotated cache is not padded here."""
     return NotImplemented if cache.rotated else _moved(primitive, cache, value, **params)
 
 
@@ -147,7 +147,7 @@ def dot_general_lhs(primitive: Primitive, lhs: QuantizedCache, rhs: Any, **param
 
 
 def _matmul(primitive: Primitive, operands: Sequence[Any], at: int, *, dimension_numbers: Any, **params: Any) -> Any:
-    """The matmul of two operands, of which `operands[at]` is a cache."""
+    """The matmul of two operands; `operands[at]` is a cache."""
     cache, x = operands[at], operands[1 - at]
     run = implicit(primitive.bind)
     if not cache.rotated:

@@ -29,7 +29,7 @@ from eformer._src.checkpoint.open import ATTEMPTS, Checkpoint, open_checkpoint
 from eformer._src.checkpoint.paths import state_of
 from eformer._src.checkpoint.saving.save import write_safetensors
 from eformer._src.checkpoint.tree import flattened
-from eformer._src.model.defaults import contracted_axis
+from eformer._src.model.axes import contracted_axis
 from eformer._src.model.training.lora import named_weights
 from eformer._src.model.training.lora_array import LoraArray
 

@@ -35,15 +35,15 @@ def undone_by(remove: Callable[[], object]) -> Iterator[None]:
         _undo.remove(remove)
 
 
-def leave(*, said: bool = False) -> NoReturn:
-    """End the process without waiting for anything that runs in it; `said`: the reason was printed already."""
+def leave(*, printed: bool = False) -> NoReturn:
+    """End the process without waiting for anything that runs in it; `printed`: the reason was printed already."""
     with _leaving:  # never released: a second thread waits here for the end
         for remove in tuple(_undo):  # files before the folders that were made for them
             with contextlib.suppress(OSError):
                 remove()
         with contextlib.suppress(OSError, ValueError):  # nobody reads it
             shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # the cursor, which a progress bar hides
-            print(shown if said else f"{shown}eformer: {LINE}\n", end="", file=sys.stderr, flush=True)
+            print(shown if printed else f"{shown}eformer: {LINE}\n", end="", file=sys.stderr, flush=True)
         os._exit(INTERRUPTED)
 
 

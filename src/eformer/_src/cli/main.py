@@ -41,7 +41,7 @@ def _main_of_process() -> int:
         with undone_by(abandon_saves), watched():
             code = run()
             if code == INTERRUPTED:
-                leave(said=True)
+                leave(printed=True)
     except KeyboardInterrupt:
         leave()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

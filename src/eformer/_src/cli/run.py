@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def make_parser(configured: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """The parser of command lines, which knows all commands, and arguments of those that are `configured`."""
+    """The parser of command lines, with all commands and with the arguments of the `configured` ones."""
     parser = _Parser(prog="eformer", description=(eformer.__doc__ or "").partition("\n")[0], epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"eformer {eformer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)

@@ -24,10 +24,10 @@ def straight_through_1bit(
 ) -> Array1B:
     """`quantize(array, dtype="ternary")`, the default, or `"binary"` made dense, with the gradient of the identity."""
     name = format_name(dtype, format, "ternary")
-    rules = {"ternary": quantize_ternary, "binary": quantize_binary}
-    if name not in rules:
+    made_by = {"ternary": quantize_ternary, "binary": quantize_binary}
+    if name not in made_by:
         raise ValueError(f"`dtype={name!r}` must be 'ternary' or 'binary'")
-    return rules[name](array, scale)
+    return made_by[name](array, scale)
 
 
 @ste

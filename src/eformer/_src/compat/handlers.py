@@ -88,7 +88,7 @@ def _handler(name: str, module: str, operation: Operation, arguments: str, run: 
         def call(operands: Operands, params: Params) -> Any:
             try:
                 inspect.signature(operation).bind(*operands, **params)
-            except TypeError:  # the parameters are those that JAX binds the primitive with
+            except TypeError:  # the parameters are JAX's, with which the primitive is bound
                 return primitive.bind(*operands, **params)
             return operation(*operands, **params)
 

@@ -99,7 +99,7 @@ def _same_type(x: Value, y: Value) -> bool:
     )
 
 
-def _settled_carry(carry: list[Value], step: Callable[[list[Value]], list[Value]]) -> list[Value]:
+def _stable_carry(carry: list[Value], step: Callable[[list[Value]], list[Value]]) -> list[Value]:
     """`carry`, where arrays that `step` does not return in the same form are materialized."""
     while any(map(is_implicit, carry)):
         with repeated(0):
@@ -137,7 +137,7 @@ def scan_rule(primitive: Primitive, *operands: Operand, jaxpr: Jaxpr, length: in
 
     if any(map(is_implicit, carry)):
         first = [jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), x) for x in xs]
-        carry = _settled_carry(carry, lambda carry: jax.eval_shape(step, carry, first)[:num_carry])
+        carry = _stable_carry(carry, lambda carry: jax.eval_shape(step, carry, first)[:num_carry])
 
     def body(carry: list[Value], xs: list[Value]) -> tuple[list[Value], list[Value]]:
         outs = step(carry, xs)
@@ -164,7 +164,7 @@ def while_rule(
     cond_consts = operands[:cond_nconsts]
     body_consts = operands[cond_nconsts : cond_nconsts + body_nconsts]
     carry = list(operands[cond_nconsts + body_nconsts :])
-    carry = _settled_carry(carry, lambda carry: _run(body_jaxpr, [*body_consts, *carry]))
+    carry = _stable_carry(carry, lambda carry: _run(body_jaxpr, [*body_consts, *carry]))
     return lax.while_loop(
         lambda carry: materialize(_run(cond_jaxpr, [*cond_consts, *carry])[0]),
         lambda carry: _like(carry, _run(body_jaxpr, [*body_consts, *carry])),

@@ -44,7 +44,7 @@ def tree_cast(tree: Tree, dtype: DTypeLike) -> Tree:
     >>> import jax.numpy as jnp
     >>> from eformer.jaximus import tree_cast
     >>> from eformer.ops.quantization import quantize
-    >>> tree_cast({"w": quantize(jnp.ones((64, 64)), dtype="nf4"), "step": jnp.int32(3)}, jnp.bfloat16)["w"]
+    >>> tree_cast({"w": quantize(jnp.ones((64, 64)), "nf4"), "step": jnp.int32(3)}, jnp.bfloat16)["w"]
     ArrayNF4(bfloat16[64, 64], 2,304 bytes)
     """
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -90,7 +90,7 @@ def tree_size(tree: Tree) -> int:
     >>> import jax.numpy as jnp
     >>> from eformer.jaximus import tree_size
     >>> from eformer.ops.quantization import quantize
-    >>> tree_size({"w": quantize(jnp.ones((64, 64)), dtype="nf4"), "b": jnp.zeros(64)})
+    >>> tree_size({"w": quantize(jnp.ones((64, 64)), "nf4"), "b": jnp.zeros(64)})
     4160
     """
     return sum(leaf.size for leaf in tree_leaves_with_implicit(tree) if isinstance(leaf, _ARRAYS))

@@ -269,9 +269,9 @@ def encode_nf4(x: jax.Array, block_size: int, axis: int) -> tuple[jax.Array, jax
 
 
 def nearest_in_table(x: jax.Array, table: np.ndarray, *, as_values: bool = False) -> jax.Array:
-    """The uint8 code of what is nearest to each element of `x` in a `table` of float32, of two as near the lower.
+    """The uint8 code of the entry of `table`, float32, that is nearest to each element of `x`; the lower one of a tie.
 
-    With `as_values` that entry itself, in the dtype of `x`.
+    With `as_values`, the entry itself in the dtype of `x`.
     """
     values, codes = np.unique(table, return_index=True)
     found = values.astype(x.dtype) if as_values else codes.astype(np.uint8)

@@ -11,44 +11,17 @@ import jax.numpy as jnp
 
 from eformer._src.quantization.registry import Format
 from eformer._src.quantization.spelling import FormatLike, read_format
+from eformer._src.quantization.validation import an_int
 
+from .axes import AXES, EMBEDDINGS, NORMS_AND_BIASES, contracted_axis
 from .paths import Typed
 from .rules import Rule
 
 MIN_SIZE = 4096  # elements; smaller leaves are not worth an error
 MIN_LENGTH = 32  # elements along the blocks; with fewer, a float32 scale costs more than a bit per element
 
-# The parts of a path are separated by dots, or by slashes (Haiku).
-_START, _END = r"(^|[./])", r"([./]|$)"
-NORMS_AND_BIASES = rf"(?i)norm|{_START}ln(_?\d+|_\w)?{_END}|{_START}(bias\w*|b|scale|offset|gamma|beta)$"
-EMBEDDINGS = rf"(?i)embe?d|(^|[._/])emb([._/]|$)|{_START}(wte|wpe){_END}"  # `embd` is how GGUF writes it
-
-# The contracted axis by the path of a leaf; the first pattern that matches and fits the shape wins.
-_HEADS = (rf"{_START}(query|key|value)[./]kernel$", -3)  # Flax attention: (features, heads, features per head)
-AXES: tuple[tuple[str, int], ...] = (
-    _HEADS,
-    (rf"{_START}weight(_\w+)?$", -1),  # torch and Equinox: (out, in)
-    ("", -2),  # `x @ w` of Flax, Haiku and plain JAX: (in, out)
-)
-
 # Options that a model needs, of formats that have them: ternary weights without a scale lose their magnitude.
 _MODEL_OPTIONS = {"scale": "channel"}
-
-
-def contracted_axis(path: str, shape: Sequence[int], axes: Sequence[tuple[str, int]] = AXES) -> int:
-    """The axis, counted from the end, that a matmul with the weight contracts; of several, the axis for the blocks.
-
-    >>> from eformer._src.model.defaults import contracted_axis
-    >>> contracted_axis("mlp.kernel", (64, 256)), contracted_axis("mlp.weight", (256, 64))
-    (-2, -1)
-    """
-    for pattern, axis in axes:
-        fits = len(shape) >= -axis
-        if fits and (pattern, axis) == _HEADS:
-            fits = shape[-3] > shape[-2]  # more features than heads; else it is a stack of matrices
-        if fits and re.search(pattern, path):
-            return axis
-    return -1
 
 
 @dataclass(frozen=True)
@@ -96,6 +69,7 @@ def default_rules(
     >>> rules = (Rule("lm_head", "int8", {"axis": -2}), *default_rules("nf4", block_size=32))
     """
     form, options = read_format(format, options, also=("method", "embeddings", "min_size", "axes"))
+    an_int("min_size", min_size)
     layouts = (*axes, *AXES)
     for pattern, axis in layouts:
         if not (isinstance(axis, int) and axis < 0):

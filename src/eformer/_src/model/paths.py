@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol, TypeGuard
@@ -44,6 +45,12 @@ def is_weight(leaf: object) -> TypeGuard[Typed]:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and (is_array(leaf) or is_abstract(leaf))
 
 
+def check_tree(tree: object) -> None:
+    """A TypeError for the path of a file, which is a tree to JAX, and has no arrays."""
+    if isinstance(tree, (str, os.PathLike)):
+        raise TypeError(f"expected a tree of arrays, got {str(tree)!r}: `load` reads the arrays of a file")
+
+
 def stored_bytes(tree: object) -> int:
     """The bytes that the arrays in `tree` take, or will take if it is abstract; an array that occurs twice counts once.
 
@@ -53,6 +60,7 @@ def stored_bytes(tree: object) -> int:
     >>> stored_bytes(tree), stored_bytes(quantize_model(tree))
     (524288, 75776)
     """
+    check_tree(tree)
     arrays = {id(leaf): leaf for leaf in jtu.tree_leaves(tree) if is_array(leaf) or is_abstract(leaf)}
     return sum(map(nbytes, arrays.values()))
 
@@ -72,6 +80,7 @@ def named_leaves(tree: object, is_leaf: Callable[[object], bool] = is_quantized)
     >>> named_leaves({"layers": [{"w": 1.0}, {"w": 2.0}]})[0]
     [('layers.0.w', 1.0), ('layers.1.w', 2.0)]
     """
+    check_tree(tree)
     leaves, structure = jtu.tree_flatten_with_path(tree, is_leaf)
     children = Counter(key_path[:-1] for key_path, _ in leaves)
 

@@ -185,7 +185,7 @@ def dequantize(tree: Tree) -> Tree:
 
     >>> import jax.numpy as jnp
     >>> from eformer import dequantize, quantize
-    >>> dequantize(quantize(jnp.ones(4), dtype="int8"))
+    >>> dequantize(quantize(jnp.ones(4), "int8"))
     Array([1., 1., 1., 1.], dtype=float32)
     """
     named, structure = named_leaves(tree)

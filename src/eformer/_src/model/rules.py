@@ -14,10 +14,11 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from eformer._src.quantization.gptq import gptq
-from eformer._src.quantization.registry import find_format
+from eformer._src.quantization.registry import find_format, is_format_name
 from eformer._src.quantization.spelling import FormatLike, read_format
 from eformer._src.user_warnings import warn
 
+from .axes import default_axis
 from .finite import find_nonfinite
 from .paths import Typed, is_weight
 
@@ -72,7 +73,8 @@ class Rule:
     here. If a rule matches nothing, `quantize_model` warns, unless it is `optional`. A `report` shows the `reason`.
 
     Options may stand in the text of the format, in a dict after it, or as arguments. `method="gptq"` is one of them
-    for every format: codes are then chosen by GPTQ from the `statistics` of the leaf.
+    for every format: codes are then chosen by GPTQ from the `statistics` of the leaf. A format with the option `axis`
+    gets the contracted axis, as from `default_rules`, if none is given.
 
     >>> from eformer import Rule
     >>> str(Rule(r"mlp.*kernel$", "nf4", axis=-2, block_size=32))
@@ -106,6 +108,8 @@ class Rule:
                 raise ValueError(f"the pattern {pattern!r} is no regular expression: {error}") from None
         elif not callable(pattern):
             raise TypeError(f"`pattern` must be a str or a function of path and leaf, got {pattern!r}")
+        if isinstance(format, str) and is_format_name(pattern) and not is_format_name(format):
+            raise ValueError(f"a rule says first which leaves, then which format: `Rule({format!r}, {pattern!r})`")
         name, given = None, dict(options or {})
         if given.keys() & more.keys():
             raise TypeError(f"`{min(given.keys() & more.keys())}` is given twice, in `options` and as an argument")
@@ -128,6 +132,11 @@ class Rule:
         if isinstance(self.pattern, str):
             return re.search(self.pattern, path) is not None
         return bool(self.pattern(path, leaf))
+
+    def options_for(self, path: str, leaf: Typed) -> dict[str, Any]:
+        """The options that quantize a leaf: those of the rule, and an axis."""
+        has_axis = self.format is not None and len(leaf.shape) > 1 and "axis" in find_format(self.format).options
+        return {**({"axis": default_axis(path, leaf.shape)} if has_axis else {}), **self.options}
 
     def __str__(self) -> str:
         """The text that `parse_rule` reads, if the pattern is a string."""
@@ -180,7 +189,7 @@ def apply_rule(rule: Rule | None, path: str, array: Any, statistic: Statistic | 
     if rule is None or rule.format is None:
         return array
     form = find_format(rule.format)
-    encode = functools.partial(form.encode, **rule.options)
+    encode = functools.partial(form.encode, **rule.options_for(path, array))
     with named_errors(path, array, rule):
         if not isinstance(array, jax.ShapeDtypeStruct):
             _warn_nonfinite(path, array)
@@ -214,7 +223,7 @@ def _warn_nonfinite(path: str, array: Any) -> None:
 
 
 def warn_nonfinite(path: str, nan: int, infinite: int) -> None:
-    """Say that an array with so many elements that are not finite was quantized, if there are any."""
+    """Warn that a quantized array had NaN or infinite elements, given how many."""
     if nan or infinite:
         what = f"{path!r} holds {nan:,} NaN and {infinite:,} infinite elements"
         warn(f"{what}: quantized, the whole slice or block of each becomes NaN", NonfiniteWarning)

@@ -319,7 +319,7 @@ def reshaped(q: LeafwiseArray, new_sizes: Sequence[int]) -> Moved:
                     lengths[-1] //= q._grain(name, blocked[0])
             sizes[name] += lengths
     leaves = q._spread(merged)
-    if leaves is None:  # a scale for each element would be needed, unless those that share one are blocks
+    if leaves is None:  # each element would need its own scale, unless elements that share one are blocks
         blocks = q
         for olds, _ in _groups(q.shape, new_sizes):
             blocks = blocks._in_blocks(olds[-1]) if len(olds) > 1 else blocks

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from .base import QuantizedArray
@@ -45,15 +45,23 @@ _formats: dict[str, Format] = {}
 
 
 def register_format(name: str, array_type: type[QuantizedArray], encode: Callable[..., QuantizedArray]) -> Format:
-    """Make `quantize(w, dtype=name)` call `encode(w, **options)`; the tests of all formats then run on it too.
+    """Make `quantize(w, name)` call `encode(w, **options)`; the tests of all formats then run on it too.
 
     Every format takes the option `activation_dtype` too, which is set on what `encode` returns.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a format is a text, got {type(name).__name__} {name!r}")
     if name in _formats:
         raise ValueError(f"there is a format {name!r} already, made of {_formats[name].array_type.__name__}")
 
     @functools.wraps(encode)
     def encode_for(array: Any, *args: Any, activation_dtype: str | None = None, **options: Any) -> QuantizedArray:
+        importance = options.get(IMPORTANCE)
+        if isinstance(importance, (str, Mapping)):
+            raise TypeError(
+                f"`{IMPORTANCE}` must be an array that broadcasts to the one that is quantized, got "
+                f"{type(importance).__name__} {importance!r}"
+            )
         made = encode(array, *args, **options)
         return made if activation_dtype is None else made.with_activation_dtype(activation_dtype)
 
@@ -83,6 +91,11 @@ def register_array_type(cls: Class) -> Class:
 def array_types() -> dict[str, type[QuantizedArray]]:
     """All known classes by name, with and without a format."""
     return {form.array_type.__name__: form.array_type for form in formats()} | _others
+
+
+def is_format_name(text: object) -> bool:
+    """Whether it is the name of a format, without options."""
+    return isinstance(text, str) and text.strip().lower() in map(str.lower, _formats)
 
 
 # What other libraries call formats that are here under another name.

@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 import jax
 import numpy as np
@@ -69,10 +69,10 @@ class GgufCodec(Generic[Q]):
 
 
 MANY = 4  # types that a message does not list
-CODECS: dict[tuple[str, type[QuantizedArray]], GgufCodec] = {}
+CODECS: dict[tuple[str, type[QuantizedArray]], GgufCodec[Any]] = {}
 
 
-def register_gguf_codec(codec: GgufCodec) -> None:
+def register_gguf_codec(codec: GgufCodec[Any]) -> None:
     """Use `codec` for its class from now on.
 
     Of several codecs for a class, the first that fits an array writes it; of several for a type, the last reads it.

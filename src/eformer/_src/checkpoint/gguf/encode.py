@@ -2,7 +2,7 @@
 
 Q8_0, Q4_0, Q4_1 and TQ2_0 have the bytes that the package `gguf` writes. Scales are float16. Of Q4_K and Q6_K, the
 scale and minimum of each block are found by least squares, then those of superblocks; ggml searches in a way of its
-own, so the bytes differ from those that it writes.
+own, so its bytes differ from ours.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -70,10 +70,10 @@ class BitsandbytesCodec(Generic[W, Q]):
     encode: Callable[[ArrayToWrite, Q], TensorsToWrite]
 
 
-CODECS: dict[tuple[str, type[QuantizedArray]], BitsandbytesCodec] = {}
+CODECS: dict[tuple[str, type[QuantizedArray]], BitsandbytesCodec[Any, Any]] = {}
 
 
-def register_bitsandbytes_codec(codec: BitsandbytesCodec) -> None:
+def register_bitsandbytes_codec(codec: BitsandbytesCodec[Any, Any]) -> None:
     """Read and write weights of a type with `codec` from now on."""
     key = codec.type_name, codec.array_type
     if key in CODECS:

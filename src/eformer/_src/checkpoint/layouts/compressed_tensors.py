@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Container, Mapping
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -23,12 +23,14 @@ from eformer._src.checkpoint.prequantized.layout import (
     Layout,
     block_of,
     bytes_of,
+    check_said,
     grouped_like,
     planes_of,
     register_layout,
 )
 from eformer._src.kernels.grouped import PLANES
 from eformer._src.quantization.base import QuantizedArray
+from eformer._src.quantization.formats.float8 import ArrayFloat8
 from eformer._src.quantization.formats.grouped import ArrayGrouped
 from eformer._src.quantization.formats.int8 import Array8B
 from eformer._src.quantization.formats.permuted import ArrayPermuted
@@ -53,15 +55,49 @@ def weights_said(config: Callable[[], Config]) -> list[dict[str, Json]]:
     """What the groups of a configuration say of weights."""
     groups = config().get("config_groups")
     schemes = groups.values() if isinstance(groups, dict) else ()
-    given = [each.get("weights") for each in schemes if isinstance(each, dict)]
-    return [each for each in given if isinstance(each, dict)]
+    given = [(each.get("weights"), each.get("format")) for each in schemes if isinstance(each, dict)]
+    return [{**each, **({"format": form} if form else {})} for each, form in given if isinstance(each, dict)]
 
 
 @functools.lru_cache(maxsize=16)  # by the function, which reads its file once
-def _said(config: Callable[[], Config]) -> WeightSettings:
+def _weight_settings(config: Callable[[], Config]) -> WeightSettings:
     ints = [each for each in weights_said(config) if each.get("type", "int") == "int"]
     bits, sizes = ({n for each in ints if type(n := each.get(key)) is int} for key in ("num_bits", "group_size"))
     return WeightSettings(frozenset(bits), frozenset(sizes))
+
+
+# The formats that arrays may have; others, such as "mixed-precision", say nothing of one.
+FORMATS = frozenset(
+    f"{name}-quantized" for name in ("pack", "int", "float", "nvfp4-pack", "mxfp4-pack", "mxfp6-pack", "mxfp8")
+)
+
+
+def agrees_with(kind: str, bits: Container[int], name: str) -> Callable[[Group, QuantizedArray], None]:
+    """Check that a group of the configuration is of weights of this type and these bits, in blocks as the array has."""
+
+    def check(group: Group, like: QuantizedArray) -> None:
+        columns, size = like.shape[-1], _block_size(like)
+        facts: dict[str, Callable[[Any], bool]] = {
+            "type": lambda said: said == kind,
+            "num_bits": lambda said: type(said) is int and said in bits,
+            "group_size": lambda said: (
+                type(said) is int and (said == size or (size == columns and not 0 < said < size))
+            ),
+            "format": lambda said: said == name or str(said) not in FORMATS,
+        }
+        schemes = [{"format": group.config().get("format"), **each} for each in weights_said(group.config)]
+        check_said(group, name, schemes or [{"format": group.config().get("format")}], facts)
+
+    return check
+
+
+def _block_size(like: QuantizedArray) -> int:
+    """The elements of a row that share a scale."""
+    if isinstance(like, ArrayPermuted):
+        return _block_size(cast("QuantizedArray", like.array))
+    if isinstance(like, ArrayFloat8) and like.block_shape:
+        return like.block_shape[-1]
+    return like.block_size if isinstance(like, ArrayGrouped) and like.scale.shape[-1] != 1 else like.shape[-1]
 
 
 # --- pack-quantized ---
@@ -95,7 +131,7 @@ def _packing(group: Group, count: int) -> Packing:
 
     Where both ways to pack take the same number of words, it is the newer one.
     """
-    words, said = group[PACKED].shape[-1], _said(group.config).bits
+    words, said = group[PACKED].shape[-1], _weight_settings(group.config).bits
     found = [each for each in PACKINGS if each.words(count) == words]
     named = [each for each in found if each.bits in said] if said else found
     chosen = [each for each in named if each.dense] or named
@@ -132,7 +168,7 @@ def _scale_shape(group: Group, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _grouped_like(group: Group, shape: tuple[int, ...], bits: int, zero: tuple[int, ...] | None) -> ArrayGrouped:
     scale, dtype = _scale_shape(group, shape), group[SCALE].dtype
     leaves = {"scale": (scale, dtype)} if zero is None else {"scale": (scale, dtype), "zero": (zero, np.uint8)}
-    block = block_of(group, shape[-1], scale[-1], _said(group.config).sizes) if scale[-1] != 1 else shape[-1]
+    block = block_of(group, shape[-1], scale[-1], _weight_settings(group.config).sizes) if scale[-1] != 1 else shape[-1]
     return grouped_like(shape, bits, block, dtype, leaves)
 
 
@@ -275,8 +311,28 @@ def _refuse(group: Group) -> AbstractArray:
 
 
 register_layout(
-    Layout(KIND, "pack-quantized", (PACKED, SCALE, SHAPE), _is_packed, _packed_like, _read_packed, (ZERO, COLUMNS))
+    Layout(
+        KIND,
+        "pack-quantized",
+        (PACKED, SCALE, SHAPE),
+        _is_packed,
+        _packed_like,
+        _read_packed,
+        (ZERO, COLUMNS),
+        agrees=agrees_with("int", range(1, 9), "pack-quantized"),
+    )
 )
-register_layout(Layout(KIND, "int-quantized", (SCALE, WEIGHT), _is_int8, _int8_like, _read_int8, (ZERO,)))
+register_layout(
+    Layout(
+        KIND,
+        "int-quantized",
+        (SCALE, WEIGHT),
+        _is_int8,
+        _int8_like,
+        _read_int8,
+        (ZERO,),
+        agrees=agrees_with("int", range(1, 9), "int-quantized"),
+    )
+)
 for _name, _needs in (("marlin-24", (".scale_packed", PACKED, ".meta")), ("sparse", (".bitmask", ".compressed"))):
     register_layout(Layout(KIND, _name, _needs, lambda group: True, _refuse, lambda group, like: {}))

@@ -19,11 +19,20 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from eformer._src.checkpoint.prequantized.layout import E8M0, FLOATS, Config, Group, Layout, block_of, register_layout
+from eformer._src.checkpoint.prequantized.layout import (
+    E8M0,
+    FLOATS,
+    Config,
+    Group,
+    Layout,
+    block_of,
+    check_said,
+    register_layout,
+)
 from eformer._src.quantization.formats.float8 import ArrayFloat8
 from eformer._src.quantization.stored import array_from_fields
 
-from .compressed_tensors import weights_said
+from .compressed_tensors import agrees_with, weights_said
 from .microscaling import BFLOAT16, POWERS, powers
 
 CODES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
@@ -31,7 +40,7 @@ USUAL = 128  # the side of square blocks, where no configuration says another on
 
 
 @functools.lru_cache(maxsize=16)
-def _said(config: Callable[[], Config]) -> list[frozenset[int]]:
+def _block_settings(config: Callable[[], Config]) -> list[frozenset[int]]:
     """The lengths of blocks along rows and columns that the configuration names."""
     named = [each.get("block_structure") for each in weights_said(config)] + [config().get("weight_block_size")]
     pairs = [each for each in named if isinstance(each, list) and len(each) == 2]
@@ -44,12 +53,14 @@ def _block_shape(group: Group, shape: tuple[int, ...], scale: tuple[int, ...]) -
     """The lengths of blocks along the last two axes, without a leading 1."""
     lengths, stated = [], group.config().get("weight_block_size")
     sizes = [size for size in stated if type(size) is int and size > 0] if isinstance(stated, list) else []
-    if len(sizes) == 2:
+    if stated is not None and len(sizes) != 2:
+        raise group.wrong(f"`weight_block_size` must be two lengths, and the configuration says {str(stated)[:50]}")
+    if sizes:
         wanted = tuple(-(-length // size) for length, size in zip(shape[-2:], sizes, strict=True))
         if scale[-2:] != wanted:
             what = f"scales {list(scale[-2:])} of a weight {list(shape[-2:])}"
             raise group.wrong(f"{what} are not those of blocks {sizes}, which the configuration says")
-    for length, entries, said in zip(shape[-2:], scale[-2:], _said(group.config), strict=True):
+    for length, entries, said in zip(shape[-2:], scale[-2:], _block_settings(group.config), strict=True):
         lengths.append(1 if entries in (1, length) else block_of(group, length, entries, said, USUAL))
     return tuple(lengths) if lengths[0] > 1 else tuple(lengths[1:]) if lengths[1] > 1 else ()
 
@@ -87,7 +98,13 @@ def _float8(kind: str, name: str, codes: str, scale: str, scales: tuple[np.dtype
         found = factor.view() if factor.dtype in FLOATS else powers(factor)
         return {"weight": group[codes].view(), "scale": found.reshape(like.scale.shape)}
 
-    return Layout(kind, name, (scale, codes), fits, like, read, array=array)
+    def agrees(group: Group, like: ArrayFloat8) -> None:
+        if kind == "compressed-tensors":
+            agrees_with("float", (8,), name)(group, like)
+        mine = np.dtype(like.weight.dtype).name.removeprefix("float8_").removesuffix("fn")
+        check_said(group, name, [group.config()], {"fmt": lambda said: said == mine})
+
+    return Layout(kind, name, (scale, codes), fits, like, read, array=array, agrees=agrees)
 
 
 for _layout in (

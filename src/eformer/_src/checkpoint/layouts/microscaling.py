@@ -14,6 +14,7 @@ bytes, and a power of two per block of 32; E4M3 has all of its values, so they a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -30,6 +31,7 @@ from eformer._src.checkpoint.prequantized.layout import (
     Layout,
     Leaf,
     bytes_of,
+    check_said,
     grouped_like,
     one_per_matrix,
     register_layout,
@@ -37,6 +39,8 @@ from eformer._src.checkpoint.prequantized.layout import (
 from eformer._src.quantization.formats.float8 import ArrayFloat8
 from eformer._src.quantization.formats.grouped import ArrayGrouped
 from eformer._src.quantization.stored import array_from_fields
+
+from .compressed_tensors import agrees_with
 
 BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
 POWERS = (np.dtype(np.uint8), E8M0)
@@ -79,7 +83,8 @@ def _mx(kind: str, name: str, codes: str, scale: str, bytes: Sequence[np.dtype],
         return {"packed": bytes_of(group[codes], like.packed.shape[-1]).view(np.uint8), "scale": powers(group[scale])}
 
     like = lambda group: fp4_like(group, group[codes], group[scale], IN_BLOCK, E8M0, BFLOAT16)  # noqa: E731
-    return Layout(kind, name, (scale, codes), fits, like, read, array=array)
+    agrees = agrees_with("float", (4,), name) if kind == "compressed-tensors" else lambda group, like: None
+    return Layout(kind, name, (scale, codes), fits, like, read, array=array, agrees=agrees)
 
 
 # --- E4M3 per block, and one for all ---
@@ -121,6 +126,15 @@ def _read_multiplied(group: Group, like: ArrayGrouped) -> dict[str, np.ndarray]:
     }
 
 
+def _agrees_with_modelopt(group: Group, like: ArrayGrouped) -> None:
+    """Of the model, or of a layer if each has its own."""
+    config = group.config()
+    layers = config.get("quantized_layers")
+    schemes = [config, *(layers.values() if isinstance(layers, dict) else ())]
+    facts = {"quant_algo": lambda said: "NVFP4" in str(said), "group_size": lambda said: said == like.block_size}
+    check_said(group, "nvfp4", [each for each in schemes if isinstance(each, dict) and "quant_algo" in each], facts)
+
+
 # --- gpt-oss ---
 
 
@@ -153,6 +167,7 @@ for _layout in (
         _is_nv(".weight_packed", ".weight_global_scale"),
         _divided_like,
         _read_divided,
+        agrees=agrees_with("float", (4,), "nvfp4-pack-quantized"),
     ),
     Layout(
         "modelopt",
@@ -161,6 +176,7 @@ for _layout in (
         _is_nv(".weight", ".weight_scale_2"),
         _multiplied_like,
         _read_multiplied,
+        agrees=_agrees_with_modelopt,
     ),
     _mx("compressed-tensors", "mxfp4-pack-quantized", ".weight_packed", ".weight_scale", BYTES[:1]),
     _mx("fp8", "mxfp4", ".weight", ".weight_scale_inv", BYTES[1:]),
@@ -199,4 +215,5 @@ def _read(group: Group, like: ArrayFloat8) -> dict[str, np.ndarray]:
     return {"weight": made.view(E4M3).reshape(like.shape), "scale": powers(group[SCALE])}
 
 
-register_layout(Layout("compressed-tensors", "mxfp6-pack-quantized", (PACKED, SCALE), _fits, _like, _read))
+_mxfp6 = Layout("compressed-tensors", "mxfp6-pack-quantized", (PACKED, SCALE), _fits, _like, _read)
+register_layout(dataclasses.replace(_mxfp6, agrees=agrees_with("float", (6,), _mxfp6.name)))

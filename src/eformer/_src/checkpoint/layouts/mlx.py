@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from eformer._src.checkpoint.prequantized.layout import (
     Group,
     Layout,
     bytes_of,
+    check_said,
     grouped_like,
     planes_of,
     register_layout,
@@ -93,6 +95,24 @@ def _read_affine(group: Group, like: ArrayGrouped) -> dict[str, np.ndarray]:
 MODES = {4 * 32: "mxfp4", 4 * 16: "nvfp4", 8 * 32: "mxfp8"}  # by bits times block size
 
 
+def _agrees_with(mode: str) -> Callable[[Group, QuantizedArray], None]:
+    """Check what the configuration says of the module, or of all."""
+
+    def check(group: Group, like: QuantizedArray) -> None:
+        del like
+        module = group.config().get(group.name.removesuffix(".weight"))
+        said = module if isinstance(module, dict) else group.config()
+        facts: dict[str, Callable[[Any], bool]] = {"mode": lambda said: said == mode}
+        if mode != "affine":  # there, bits and sizes are needed before
+            product, bits = next(
+                (product, 8 if mode == "mxfp8" else 4) for product, name in MODES.items() if name == mode
+            )
+            facts |= {"bits": lambda said: said == bits, "group_size": lambda said: said == product // bits}
+        check_said(group, f"mlx {mode}", [said], facts)
+
+    return check
+
+
 def _is_mode(mode: str) -> Callable[[Group], bool]:
     def fits(group: Group) -> bool:
         weight, scales = group[WEIGHT], group[SCALES]
@@ -110,7 +130,7 @@ def _fp4(mode: str, kind: np.dtype) -> Layout:
 
     size = next(product // 4 for product, name in MODES.items() if name == mode)
     like = lambda group: fp4_like(group, group[WEIGHT], group[SCALES], size, kind, BFLOAT16)  # noqa: E731
-    return Layout("mlx", f"mlx {mode}", (SCALES, WEIGHT), _is_mode(mode), like, read)
+    return Layout("mlx", f"mlx {mode}", (SCALES, WEIGHT), _is_mode(mode), like, read, agrees=_agrees_with(mode))
 
 
 def _mxfp8_like(group: Group) -> ArrayFloat8:
@@ -124,10 +144,30 @@ def _read_mxfp8(group: Group, like: ArrayFloat8) -> dict[str, np.ndarray]:
     return {"weight": bytes_of(group[WEIGHT], like.shape[-1]).view(E4M3), "scale": powers(group[SCALES])}
 
 
-register_layout(Layout("mlx", "mlx affine", (BIASES, SCALES, WEIGHT), _is_affine, _affine_like, _read_affine))
+register_layout(
+    Layout(
+        "mlx",
+        "mlx affine",
+        (BIASES, SCALES, WEIGHT),
+        _is_affine,
+        _affine_like,
+        _read_affine,
+        agrees=_agrees_with("affine"),
+    )
+)
 register_layout(_fp4("mxfp4", E8M0))
 register_layout(_fp4("nvfp4", E4M3))
-register_layout(Layout("mlx", "mlx mxfp8", (SCALES, WEIGHT), _is_mode("mxfp8"), _mxfp8_like, _read_mxfp8))
+register_layout(
+    Layout(
+        "mlx",
+        "mlx mxfp8",
+        (SCALES, WEIGHT),
+        _is_mode("mxfp8"),
+        _mxfp8_like,
+        _read_mxfp8,
+        agrees=_agrees_with("mxfp8"),
+    )
+)
 
 
 Mode = tuple[int, int, str]  # block size, bits, and the name of the mode
@@ -150,11 +190,13 @@ def mlx_records(items: Iterable[ArrayToWrite]) -> CheckpointToWrite:
     if not modes:
         return CheckpointToWrite(records, {}, {"format": "mlx"})
     usual = Counter(modes.values()).most_common(1)[0][0]
-    others: dict[str, Json] = {module: _said(mode) for module, mode in modes.items() if mode != usual}
-    return CheckpointToWrite(records, {CONFIG: {"quantization": {**_said(usual), **others}}}, {"format": "mlx"})
+    others: dict[str, Json] = {module: _mode_settings(mode) for module, mode in modes.items() if mode != usual}
+    return CheckpointToWrite(
+        records, {CONFIG: {"quantization": {**_mode_settings(usual), **others}}}, {"format": "mlx"}
+    )
 
 
-def _said(mode: Mode) -> dict[str, Json]:
+def _mode_settings(mode: Mode) -> dict[str, Json]:
     size, bits, name = mode
     return {"group_size": size, "bits": bits, "mode": name}
 

@@ -65,7 +65,8 @@ class Layout:
     `fits(group)` looks at dtypes and shapes. `like(group)` gives the array without values; it may read small tensors,
     and raises `group.wrong(...)` about a group that fits and contradicts itself. `read(group, like)` gives the leaves
     of that array by name, or the array itself if it is dense: NumPy arrays of the shapes and dtypes that `like` has.
-    A leaf that is a quantized array is made of NumPy arrays, too.
+    A leaf that is a quantized array is made of NumPy arrays, too. `agrees(group, like)` raises where the configuration
+    says something else of the array; most call `check_said`.
     """
 
     kind: str
@@ -76,6 +77,24 @@ class Layout:
     read: Callable[[Group, Any], np.ndarray | Mapping[str, Any]]  # Any: the class that `like` gives, and its leaves
     may_have: Sequence[str] = ()
     array: str | Callable[[str], str] = ".weight"
+    agrees: Callable[[Group, Any], None] = lambda group, like: None
+
+
+def check_said(
+    group: Group, name: str, schemes: Iterable[Mapping[str, Json]], facts: Mapping[str, Callable[[Any], bool]]
+) -> None:
+    """Raise if no scheme of a configuration can be that of the group: each has an entry that is no fact of it.
+
+    Which modules a scheme is for is not looked at: names may have been changed since. An entry of null says nothing.
+    """
+    wrong = None
+    for scheme in schemes:
+        others = [key for key, is_so in facts.items() if scheme.get(key) is not None and not is_so(scheme[key])]
+        if not others:
+            return
+        wrong = wrong or (others[0], scheme[others[0]])
+    if wrong is not None:
+        raise group.wrong(f"it is {name}, and the configuration says `{wrong[0]}` is {str(wrong[1])[:50]!r}")
 
 
 LAYOUTS: list[Layout] = []
@@ -99,6 +118,7 @@ class PrequantizedEntry(Entry):
             shape = checked_shape(list(self.like.shape))
             if isinstance(self.like, QuantizedArray):
                 check_decoding(self.like)
+            layout.agrees(group, self.like)
         except CheckpointError as error:
             raise error if error.file is not None else self.wrong(error.what) from None
         except FORMAT_ERRORS as error:

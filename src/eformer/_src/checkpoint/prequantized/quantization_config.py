@@ -55,8 +55,8 @@ class Configuration:
     @functools.cached_property
     def _read(self) -> tuple[list[ConfigEntry], CheckpointError | None]:
         if not self._own and self._path is not None:
-            return _said(functools.partial(_read_beside, self._path))
-        said, error = _said(self._own.get)
+            return _config_entries(functools.partial(_read_beside, self._path))
+        said, error = _config_entries(self._own.get)
         return [*said, *(each for each in self._more() if each not in said)], error
 
     def _more(self) -> list[ConfigEntry]:
@@ -64,7 +64,7 @@ class Configuration:
         config = None if self._path is None or CONFIG not in self._own else self._path.with_name(CONFIG)
         if config is None or is_sealed(config):
             return []
-        return _said({CONFIG: read_json(config)}.get)[0]
+        return _config_entries({CONFIG: read_json(config)}.get)[0]
 
     @property
     def said(self) -> list[ConfigEntry]:
@@ -122,7 +122,7 @@ def _read_beside(path: Path, name: str) -> Json:
     return read_json(path.with_name(name))
 
 
-def _said(read: Callable[[str], Json]) -> tuple[list[ConfigEntry], CheckpointError | None]:
+def _config_entries(read: Callable[[str], Json]) -> tuple[list[ConfigEntry], CheckpointError | None]:
     """All that is said in files that `read` gives by name, and why config.json can't be read."""
     try:
         whole, error = read(CONFIG), None
@@ -166,7 +166,7 @@ def quantization_in(text: bytes | None, path: Path) -> list[ConfigEntry]:
         whole = {} if text is None else parse_json(text, str(path), "the configuration")
     except CheckpointError:
         return []
-    return _said({CONFIG: whole}.get)[0]
+    return _config_entries({CONFIG: whole}.get)[0]
 
 
 def config_with(path: Path | None, said: Mapping[str, Json]) -> bytes:

@@ -27,6 +27,7 @@ from eformer._src.model.quantize import asked_rules
 from eformer._src.model.rules import Rule, apply_rule, find_rule, warn_unused_rules
 from eformer._src.progress import Progress
 from eformer._src.quantization.base import QuantizedArray
+from eformer._src.quantization.registry import is_format_name
 from eformer._src.quantization.spelling import FormatLike
 from eformer._src.user_warnings import warn
 
@@ -73,6 +74,11 @@ def quantize_checkpoint(
     >>> load(small)["w"]
     ArrayNF4(float32[64, 128], 4,608 bytes)
     """
+    if rules is None and format is None and is_format_name(target):
+        raise ValueError(
+            f"`target={target!r}` is where to write, and the name of a format: write `quantize_checkpoint(source, "
+            f"target, {target!r})`, or './{target}' for a folder of that name"
+        )
     rules = asked_rules(rules, format, options)
     with open_checkpoint(source) as checkpoint, reading(checkpoint.files):
         entries = {name: checkpoint.entry(name) for name in checkpoint}

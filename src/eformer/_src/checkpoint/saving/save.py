@@ -36,6 +36,7 @@ from eformer._src.checkpoint.prequantized.quantization_config import CONFIG, Own
 from eformer._src.checkpoint.serialization import KEY, VERSION
 from eformer._src.checkpoint.tree import as_stored, flattened
 from eformer._src.progress import Meter, Progress
+from eformer._src.quantization.registry import is_format_name
 
 from .folder import CHUNK, CheckpointSaving, index_path, is_first, saved_together
 
@@ -121,6 +122,7 @@ def kind_of(path: StrPath, kind: str | None, type: TypeFor, max_shard_bytes: int
     if kind not in known:
         near = difflib.get_close_matches(str(kind).lower(), known, 1, 0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = "; `quantize_checkpoint` changes the format of arrays" if is_format_name(kind) else hint
         raise ValueError(f"`kind={kind!r}` must be one of {', '.join(map(repr, known))}{hint}")
     if kind == GGUF and max_shard_bytes is not None:
         raise ValueError("`max_shard_bytes` is for safetensors; a GGUF file is written whole")

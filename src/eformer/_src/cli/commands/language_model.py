@@ -48,7 +48,7 @@ def configure_answers(parser: argparse.ArgumentParser) -> None:
     add("--system", metavar="TEXT", help="what the model is told about its role")
     add("--max-tokens", type=positive, metavar="N", help="in one answer (default: as many as there is room for)")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)")
-    add("--top-k", type=int, default=0, metavar="N", help="choose among so many of the likeliest (0: all)")
+    add("--top-k", type=int, default=0, metavar="N", help="sample from the N most likely tokens (0: off)")
     add("--top-p", type=float, default=1.0, metavar="P", help="of these, the fewest with this probability (1: all)")
     add("--min-p", type=float, default=0.0, metavar="P", help="of these, those with this part of the likeliest's (0)")
     add("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1, tokens of the text lose (1)")

@@ -94,9 +94,9 @@ def plan_budget(
     """The formats among `candidates` for the leaves that `rules` quantize; each keeps the axis of its rule.
 
     `budget` counts all leaves, in bits a weight or above 64 in bytes. With a function, and inputs for it as a tuple or
-    an iterator of batches, backward passes tell what errors of each leaf cost: the gradient of what is drawn from the
-    outputs, logits, times the error, squared, is on average twice the divergence that the error adds. Without, what
-    `statistics` tell of the leaf's products.
+    an iterator of batches, backward passes tell what errors of each leaf cost. They draw tokens from the outputs,
+    which are logits: the gradient times the error, squared, is on average twice the divergence that the error adds.
+    Without a function, the `statistics` of the leaf's inputs tell the cost.
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
         raise TypeError(f"`budget` is a number of bits a weight, such as 4.5, or of bytes, got {budget!r}")

@@ -1,7 +1,7 @@
 """Runs a program, and sums up what the arrays that are followed through it are multiplied by.
 
-The arrays are followed as `find` follows them. Control flow is entered: sums of a scan over layers have a row for each
-layer, those of a loop or of the branch that was taken are added up.
+The arrays are followed as `find` follows them. Control flow is entered: the sums of a scan over layers have a row for
+each layer. The sums of a loop, or of the branch that was taken, are added up.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Evaluation:
             return self.end(given, ends)
         wants = not given.brings.keys().isdisjoint(self.with_moment)
         try:
-            sums = _with_moment_if_told(lambda wants: _whole(eqn, arrays, at, wants), wants)
+            sums = _with_moment_if_possible(lambda wants: _whole(eqn, arrays, at, wants), wants)
         except CannotPull:
             return self.end(given, f"{name} in a form that is not known")
         return self.add(given, axes, sums)
@@ -166,7 +166,7 @@ _VARYING: dict[str, Callable[[list[Any], dict[str, Any]], list[Any]]] = {
 }
 
 
-def _with_moment_if_told(sums: Callable[[bool], Sums], wants: bool) -> Sums:
+def _with_moment_if_possible(sums: Callable[[bool], Sums], wants: bool) -> Sums:
     try:
         return sums(wants)
     except CannotPull:
@@ -306,7 +306,7 @@ def _scan(outer: Evaluation, eqn: JaxprEqn, operands: Sequence[ProgramArray]) ->
 
 
 def _of_stack(sums: Sums) -> Sums:
-    """The sums of each layer as those of the stack: a second moment is of the same matrix."""
+    """The sums of all layers of a scan as the sums of the stack: a layer's second moment belongs to its matrix."""
     if sums.moment is None:
         return sums
     return sums._replace(moment=jnp.expand_dims(sums.moment, 1 + (sums.moment.ndim - 1) // 2))

@@ -135,7 +135,7 @@ def _select(total: jax.Array, eqn: JaxprEqn, operands: Operands, at: int, out: i
     return jnp.where(chosen, total, 0) if how.spread else total
 
 
-def _untold(*_: object) -> jax.Array:
+def _cannot_pull(*_: object) -> jax.Array:
     """What devices send each other: their sums would have to be sent back."""
     raise CannotPull
 
@@ -250,7 +250,7 @@ PULLS: Mapping[str, Pull] = {
     "gather": _gather,
     "tile": _tile,
     "select_n": _select,
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_to_all", "ppermute"), _untold),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_to_all", "ppermute"), _cannot_pull),
     **dict.fromkeys(("mul", "div"), _scaled),
     **dict.fromkeys(("convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient", "name"), _same),
     **dict.fromkeys(("neg", "sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"), _same),

@@ -87,7 +87,7 @@ def _fake_quantized(
     if scale is None:
         rounded = ste(lambda _: q)(leaf)
     else:
-        rounded = straight_through_with_scale(leaf, scale, format, **rule.options)
+        rounded = straight_through_with_scale(leaf, scale, format, **rule.options_for(path, leaf))
     if mix is not None:
         part = jnp.asarray(mix, leaf.dtype)
         rounded = jnp.where(part >= 1, rounded, leaf + part * (rounded - leaf))
@@ -100,7 +100,8 @@ def _fake_quantized(
 def _quantized(path: str, leaf: jax.Array, rule: Rule, scale: jax.Array | None) -> QuantizedArray:
     if scale is None or rule.format is None:
         return apply_rule(rule, path, leaf)
-    encode = functools.partial(quantize_with_scale, leaf, lax.stop_gradient(scale), rule.format, **rule.options)
+    options = rule.options_for(path, leaf)
+    encode = functools.partial(quantize_with_scale, leaf, lax.stop_gradient(scale), rule.format, **options)
     with named_errors(path, leaf, rule):
         return encode()
 

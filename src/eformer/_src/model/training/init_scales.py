@@ -44,7 +44,7 @@ def init_scales(
         if is_quantized(leaf):
             raise TypeError(f"{path!r} is quantized already: scales are learned with dense weights (`dequantize`)")
         with named_errors(path, leaf, rule):
-            scales[path] = initial_scale(leaf, rule.format, **rule.options)
+            scales[path] = initial_scale(leaf, rule.format, **rule.options_for(path, leaf))
     if not scales:
         raise ValueError("the rules quantize no leaf of the tree, so there is no scale to learn")
     return scales

@@ -47,9 +47,9 @@ def _a_block_shape(name: str, value: Any) -> None:
 class ArrayFloat8(LeafwiseArray):
     """`decode() == weight * scale`: codes of float8_e4m3fn or float8_e5m2, and one scale for each block.
 
-    `block_shape` has the lengths of blocks along the last axes, such as (128, 128) along the last two; axes before them
-    have none, which is a length of 1. Along each axis `scale` has an entry for each block, the last of which may be
-    short, or one entry for all. So a scale (1, n) is for the columns of a matrix, (m, 1) for its rows, (1, 1) for all.
+    `block_shape` has the lengths of blocks along the last axes, such as (128, 128) along the last two; along the axes
+    before them, blocks have length 1. Along each axis `scale` has an entry for each block, or one entry for all; the
+    last block may be short. So a scale (1, n) is for the columns of a matrix, (m, 1) for its rows, (1, 1) for all.
 
     An element is off by at most 2**-4 of itself in E4M3 and 2**-3 in E5M2, or, if that is more, by 2**-10 and 2**-17 of
     its scale. Codes that are NaN decode to NaN.
@@ -137,7 +137,7 @@ class ArrayFloat8(LeafwiseArray):
 
     def decode(self) -> jax.Array:
         self._check_shapes()  # a tree may have been restructured since it was constructed
-        # Codes have no gradient, as those of other formats have none that are integers.
+        # Codes have no gradient, like the integer codes of other formats.
         return reference.decode_float8(lax.stop_gradient(self.weight), self.scale, self._blocks())
 
     def _factors(self) -> tuple[jax.Array, jax.Array | None]:

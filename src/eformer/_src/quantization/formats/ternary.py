@@ -30,7 +30,7 @@ class Array1B(PackedArray):
 
     The axis is the first of a matrix or vector unless another is asked for; axes before it stack matrices. The last
     byte is filled up (`padding`). `Array1B(array)` of a dense array alone quantizes it: integers must be in {-1, 0, 1},
-    and floating point is rounded as by `quantize(array, dtype="ternary")`.
+    and floating point is rounded as by `quantize(array, "ternary")`.
     """
 
     _values_per_byte: ClassVar = {"weight": 4}
@@ -119,7 +119,7 @@ def _check_values(x: jax.Array) -> None:
     wrong = values[(values != -1) & (values != 0) & (values != 1)]
     if wrong.size:
         raise ValueError(
-            f"Array1B packs values in {{-1, 0, 1}}, got {wrong[0]}; `quantize(array, dtype='ternary')` or "
+            f"Array1B packs values in {{-1, 0, 1}}, got {wrong[0]}; `quantize(array, 'ternary')` or "
             f"`dtype='binary'` makes such values of any array"
         )
 
@@ -129,7 +129,7 @@ _packed = jax.jit(reference.pack_ternary, static_argnums=1)
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 4))
 def _rounded(
-    rule: Callable[[jax.Array], jax.Array],
+    rounding: Callable[[jax.Array], jax.Array],
     scale: str | None,
     fit: bool,
     x: jax.Array,
@@ -141,7 +141,7 @@ def _rounded(
     if scale == ABSMEAN:
         values, found = reference.absmean_ternary(x, range(x.ndim)[-2:])
         return {"weight": reference.pack_ternary(values, axis), "scale": found}
-    values = rule(x)
+    values = rounding(x)
     if scale is None:
         return {"weight": reference.pack_ternary(values, axis)}
     axes = range(x.ndim) if scale == "tensor" else [axis % x.ndim] if x.ndim > 1 else []
@@ -153,7 +153,7 @@ def _rounded(
 
 def _quantize(
     name: str,
-    rule: Callable[[jax.Array], jax.Array],
+    rounding: Callable[[jax.Array], jax.Array],
     array: jax.Array,
     scale: str | None,
     axis: int | None,
@@ -161,7 +161,7 @@ def _quantize(
     use_kernel: bool,
     importance: jax.Array | None = None,
 ) -> Array1B:
-    known = (*SCALES, ABSMEAN) if rule is reference.ternary else SCALES
+    known = (*SCALES, ABSMEAN) if rounding is reference.ternary else SCALES
     if scale not in known:
         raise ValueError(f"`scale={scale!r}` must be one of {', '.join(map(repr, known))}")
     a_bool("fit", fit)
@@ -169,8 +169,8 @@ def _quantize(
     if fit and scale == ABSMEAN:
         raise ValueError("`fit=True` fits a scale, and that of `scale='absmean'` is given; use `scale='channel'`")
     scale = "tensor" if fit and scale is None else scale
-    fit = fit and rule is reference.ternary  # of signs, the mean magnitude is the best scale already
-    encode = functools.partial(_rounded, rule, scale, fit, importance=importance)
+    fit = fit and rounding is reference.ternary  # of signs, the mean magnitude is the best scale already
+    encode = functools.partial(_rounded, rounding, scale, fit, importance=importance)
     along = _pack_axis(getattr(array, "ndim", 0)) if axis is None else axis
     return Array1B._quantized(name, array, along, encode, use_kernel=use_kernel)
 

@@ -42,7 +42,7 @@ def fuse(function: Callable[P, R]) -> Callable[..., R]:
     >>> from eformer import fuse, implicit, quantize
     >>> def gated(params, x):
     ...     return jax.nn.silu(x @ params["gate"]) * (x @ params["up"])
-    >>> params = {name: quantize(jnp.ones((64, 128)), dtype="int8") for name in ("gate", "up")}
+    >>> params = {name: quantize(jnp.ones((64, 128)), "int8") for name in ("gate", "up")}
     >>> jax.jit(fuse(implicit(gated)))(params, jnp.ones((1, 64))).shape
     (1, 128)
 

@@ -166,10 +166,10 @@ def _divided_by(dims: Dims, starts: np.ndarray, mesh: Mesh) -> MeshAxes:
 
 
 def _divide(problem: Problem, mesh: Mapping[str, int], x: MeshAxes, codes: MeshAxes, out: MeshAxes) -> MeshAxes:
-    """The mesh axes that divide the matmul, given those that divide its operands and should divide its result.
+    """The mesh axes that divide the matmul: `x` and `codes` divide its operands, and `out` should divide its result.
 
-    The codes stay where they are. They are gathered only along a mesh axis that also divides the rows of x and of the
-    result, as a dense weight is that is sharded for its size alone.
+    The codes stay where they are. Only along a mesh axis that also divides the rows of x and of the result are they
+    gathered, like a dense weight that is sharded only because it is large.
     """
 
     axes = [axis for axis, _ in problem.sizes]
