@@ -107,8 +107,8 @@ def model_folder() -> Path:
 def spearman(vectors: Any, rows: Sequence[Sequence[str]]) -> float:
     """Of the cosines of pairs of sentences, columns 5 and 6, with the scores in column 4."""
     first, second = (vectors([row[i] for row in rows]) for i in (5, 6))
-    both = np.sum(first * second, axis=1), np.array([float(row[4]) for row in rows])
-    return float(np.corrcoef(*map(_ranks, both))[0, 1])
+    cosines, scores = np.sum(first * second, axis=1), np.array([float(row[4]) for row in rows])
+    return float(np.corrcoef(_ranks(cosines), _ranks(scores))[0, 1])
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
