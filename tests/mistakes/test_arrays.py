@@ -184,6 +184,11 @@ QUANTIZE: Mistakes = {
         TypeError,
         "`dtype` is the name of a format | write `block_size=64`",
     ),
+    "the dtype of the values": (
+        lambda: quantize(W, "int4", dtype=jnp.bfloat16),
+        TypeError,
+        "`dtype` is the name of a format | cast the array itself",
+    ),
     "straight_through of a misspelt format": (
         lambda: eformer.straight_through(W, "nf5"),
         ValueError,
@@ -346,6 +351,7 @@ CACHES: Mistakes = {
         TypeError,
         "floating point; got int8 | `format` says",
     ),
+    "a negative length": (lambda: cache.empty((1, -2, 8, 64)), ValueError, "negative length | (1, -2, 8, 64)"),
     "an axis that is not there": (lambda: cache.empty((1, 2, 8, 64), axis=4), ValueError, "`axis=4` | 4 axes"),
 }
 

@@ -11,7 +11,15 @@ import pytest
 
 import eformer
 from eformer import Rule, default_rules, implicit, quantize_model
-from eformer.model import NonfiniteWarning, UnusedRuleWarning, add_lora, fake_quantize, init_scales, parse_rule
+from eformer.model import (
+    NonfiniteWarning,
+    UnusedRuleWarning,
+    add_lora,
+    compare_outputs,
+    fake_quantize,
+    init_scales,
+    parse_rule,
+)
 
 from .common import PARAMS, Mistakes, W, X, check, model, q, small
 
@@ -191,6 +199,17 @@ MODELS: Mistakes = {
     ),
     "the bytes of a file": (lambda: eformer.stored_bytes("a.gguf"), TypeError, "a tree of arrays | `load` reads"),
     "a file made dense": (lambda: eformer.dequantize("a.gguf"), TypeError, "a tree of arrays | `load` reads"),
+    "a size as text": (lambda: default_rules(min_size="1M"), TypeError, "`min_size` must be an int | '1M'"),
+    "tune the other way round": (
+        lambda: eformer.tune(small(), model, [X], reference=PARAMS),
+        TypeError,
+        "`tune(function, small, inputs, reference=before)` | a function first | got dict",
+    ),
+    "outputs of no function": (
+        lambda: compare_outputs(PARAMS, small(), model, [X]),
+        TypeError,
+        "`compare_outputs(function, before, after, inputs)` | a function first | got dict",
+    ),
     "a report of other trees": (lambda: eformer.report(PARAMS, {"v": W}), ValueError, "the same leaves | 'v'"),
     "a report of other shapes": (
         lambda: eformer.report(PARAMS, {"w": W.T, "b": PARAMS["b"]}),

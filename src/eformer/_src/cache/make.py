@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,7 +79,9 @@ def empty(
     if not isinstance(shape, Sequence) or isinstance(shape, str):
         raise TypeError(f"`shape` must be a tuple such as (batch, heads, positions, channels), got {shape!r}")
     _check_floating(dtype)
-    shape = tuple(map(int, shape))
+    shape = tuple(map(operator.index, shape))
+    if min(shape, default=0) < 0:
+        raise ValueError(f"`shape` has a negative length: {shape}")
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"`axis={axis}` is out of range for a cache of {len(shape)} axes {shape}")
 

@@ -270,8 +270,9 @@ def _asked(
     asked = {how: name for how, name in names.items() if name is not None}
     if asked.keys() == {"`format`", "`dtype`"}:
         raise TypeError(f"`dtype` and `format` mean the same: give one of them, not {dtype!r} and {format!r}")
-    if isinstance(dtype, int):
-        raise TypeError(f"`dtype` is the name of a format, got {dtype!r}: for blocks write `block_size={dtype}`")
+    if len(asked) > 1 and dtype is not None and not isinstance(dtype, (str, Format)):
+        meant = f"for blocks write `block_size={dtype}`" if isinstance(dtype, int) else "cast the array itself"
+        raise TypeError(f"`dtype` is the name of a format, got {dtype!r}: {meant}")
     if len(asked) > 1:
         raise TypeError(
             f"the format is given twice: {' and '.join(f'{how} is {name!r}' for how, name in asked.items())}"

@@ -1,4 +1,4 @@
-"""The manners of `jax.Array`: what an implicit array does outside `implicit`, as the array it stands for would."""
+"""Operators, methods and properties of `jax.Array`: an implicit array has them outside `implicit`, too."""
 
 from __future__ import annotations
 

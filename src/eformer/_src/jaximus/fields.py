@@ -51,27 +51,27 @@ class ArrayMeta(abc.ABCMeta):
         )
 
 
-def make_dataclass(cls: ArrayMeta, settle: Callable[[Any, Sequence[int] | None], None]) -> None:
-    """Make `cls` a frozen dataclass; its constructor, unless it is the class's own, also takes `shape` and settles."""
+def make_dataclass(cls: ArrayMeta, finish: Callable[[Any, Sequence[int] | None], None]) -> None:
+    """Make `cls` a frozen dataclass; its constructor, unless it is its own, also takes `shape` and calls `finish`."""
     own_init = "__init__" in vars(cls)
     dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
     del cls.__setattr__, cls.__delattr__  # the base's are enough
     for name in ("__eq__", "__repr__"):  # a second `@dataclass` leaves them alone where they are defined
         setattr(cls, name, getattr(cls, name))
     if not own_init:
-        setattr(cls, "__init__", _accepting_shape(getattr(cls, "__init__"), settle))  # noqa: B009, B010  (pyright)
+        setattr(cls, "__init__", _accepting_shape(getattr(cls, "__init__"), finish))  # noqa: B009, B010  (pyright)
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]  # the decorator above made it one
     cls._data_fields = tuple(f.name for f in fields if not f.metadata.get(STATIC))
     cls._static_fields = tuple(f.name for f in fields if f.metadata.get(STATIC))
 
 
 def _accepting_shape(
-    init: Callable[..., None], settle: Callable[[Any, Sequence[int] | None], None]
+    init: Callable[..., None], finish: Callable[[Any, Sequence[int] | None], None]
 ) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: object, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        settle(self, shape)
+        finish(self, shape)
 
     signature = inspect.signature(init)
     parameters = list(signature.parameters.values())

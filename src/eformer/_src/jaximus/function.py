@@ -10,3 +10,9 @@ def check_function(function: object, name: str) -> None:
             f"`{name}` takes a function, got {type(function).__name__}: write `{name}(f)(x)`, where `{name}(f)` is a "
             f"function like `f`, and `x` what it is called with"
         )
+
+
+def check_function_first(function: object, call: str) -> None:
+    """A TypeError unless `function`, the first argument of `call`, can be called."""
+    if not callable(function):
+        raise TypeError(f"`{call}` takes a function first, got {type(function).__name__}")

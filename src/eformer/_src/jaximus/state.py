@@ -36,7 +36,7 @@ class ArgumentCopies:
 
     def __init__(self, wrap: Callable[[ImplicitArray], Node], unwrap: Callable[[Node], Node]) -> None:
         self._wrap, self._unwrap = wrap, unwrap
-        self._lent: list[Node] = []
+        self._arguments: list[Node] = []
         self._copies: dict[int, _Copy] = {}  # by the id of the original
         self._originals: dict[int, Node] = {}  # by the id of the copy
         self._restored: dict[int, tuple[Node, Node]] = {}  # by id: the value, kept alive, and its replacement
@@ -54,7 +54,7 @@ class ArgumentCopies:
             for tree in trees
         ]
         self._halves = {_identity(x) for each in arrays for x in each if not x._is_whole()}
-        self._lent += [tree for tree in trees if not (isinstance(tree, _PLAIN) or is_implicit(tree))]
+        self._arguments += [tree for tree in trees if not (isinstance(tree, _PLAIN) or is_implicit(tree))]
         return [self._copied(tree) if found else tree for tree, found in zip(trees, arrays, strict=True)]
 
     def _copied(self, node: Node) -> Node:
@@ -69,12 +69,12 @@ class ArgumentCopies:
         children, structure = _one_level(node)
         if jtu.treedef_is_leaf(structure):
             return node
-        lent = [self._copied(child) for child in children]
-        if _same(children, lent):
+        copied = [self._copied(child) for child in children]
+        if _same(children, copied):
             return node
-        changes = {id(old): new for old, new in zip(children, lent, strict=True) if old is not new}
+        changes = {id(old): new for old, new in zip(children, copied, strict=True) if old is not new}
         copy = _cloned(node, changes)
-        copy = jtu.tree_unflatten(structure, lent) if copy is None else copy
+        copy = jtu.tree_unflatten(structure, copied) if copy is None else copy
         return self._note(node, copy, _contents(copy))
 
     def _note(self, original: Node, copy: Node, contents: Contents) -> Node:
@@ -90,7 +90,7 @@ class ArgumentCopies:
             removed = [name for name in before if name not in after]
             if changed or removed:
                 _update(original, {name: self.restored(value) for name, value in after.items()}, changed, removed)
-        for tree in self._lent:
+        for tree in self._arguments:
             if any(self._unwrap(leaf) is not leaf for leaf in jtu.tree_leaves(tree)):
                 self.restored(tree)
 

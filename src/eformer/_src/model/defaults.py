@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from eformer._src.quantization.registry import Format
 from eformer._src.quantization.spelling import FormatLike, read_format
+from eformer._src.quantization.validation import an_int
 
 from .axes import AXES, EMBEDDINGS, NORMS_AND_BIASES, contracted_axis
 from .paths import Typed
@@ -68,6 +69,7 @@ def default_rules(
     >>> rules = (Rule("lm_head", "int8", {"axis": -2}), *default_rules("nf4", block_size=32))
     """
     form, options = read_format(format, options, also=("method", "embeddings", "min_size", "axes"))
+    an_int("min_size", min_size)
     layouts = (*axes, *AXES)
     for pattern, axis in layouts:
         if not (isinstance(axis, int) and axis < 0):

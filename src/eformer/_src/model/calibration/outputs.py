@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eformer._src.jaximus.function import check_function_first
 from eformer._src.jaximus.trace import implicit
 from eformer._src.model.paths import is_quantized, named_leaves
 from eformer._src.text import table
@@ -53,6 +54,7 @@ def compare_outputs(
     >>> errors.divergence == errors.alone["w"], errors.same
     (True, 1.0)
     """
+    check_function_first(function, "compare_outputs(function, before, after, inputs)")
     batches = in_batches(inputs)
     run = jax.jit(implicit(function))
     wanted = [run(before, *batch) for batch in batches]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from eformer._src.jaximus.function import check_function_first
 from eformer._src.jaximus.trace import implicit
 from eformer._src.model.defaults import NORMS_AND_BIASES
 from eformer._src.model.paths import is_quantized, is_weight, named_leaves
@@ -70,6 +71,7 @@ def tune(
     >>> small = quantize_model(params, format="int2")
     >>> tuned = tune(model, small, [x], reference=params, epochs=20)
     """
+    check_function_first(function, "tune(function, small, inputs, reference=before)")
     batches = in_batches(inputs)
     named, structure = named_leaves(small)
     choose = trainable or _by_default

@@ -10,12 +10,14 @@ from typing import Any
 
 import jax
 
+from eformer._src.jaximus.function import check_function_first
 from eformer._src.jaximus.trace import implicit
 from eformer._src.model.defaults import MIN_SIZE
 from eformer._src.model.paths import is_abstract, is_quantized, is_weight, named_leaves
 from eformer._src.model.rules import Rule
 from eformer._src.quantization.registry import find_format
 from eformer._src.quantization.spelling import FormatLike, read_format
+from eformer._src.quantization.validation import an_int
 
 from .choose import Decision, FormatChooser
 from .find import Use, find_uses
@@ -47,10 +49,8 @@ def rules_from_use(
     ^scale$=keep | the function does not use it
     ^w$=int4,axis=-3 | summed over axis -3 by dot_general
     """
-    if not callable(function):
-        raise TypeError(
-            f"`rules_from_use(function, params, *inputs)` takes a function first, got {type(function).__name__}"
-        )
+    check_function_first(function, "rules_from_use(function, params, *inputs)")
+    an_int("min_size", min_size)
     form, options = read_format(format, options, also=("method", "embeddings", "min_size"))
     method: Any = options.pop("method", None)
     theirs = None if embeddings is None else read_format(embeddings)
