@@ -54,6 +54,9 @@ struct TaskColumns {
 
 // For Kernels::matmul or Kernels::bfloat_matmul.
 inline TaskColumns PanelTaskColumns(const Matrix& m, int64_t rows) {
+  // Where a row has its own scales, those of few columns take as long to read as those of some more.
+  const bool has_scales = m.packed_axis == 1 && m.contracted_axis == 0 && m.scales.entries != nullptr;
+  if (has_scales && rows <= 256) return {3 * kPanelColumns, (rows > kFewRows ? 3 : 9) * kPanelColumns};
   if (rows > kFewRows) return {kPanelColumns, (rows > 256 ? 2 : 4) * kPanelColumns};
   return {kPanelColumns, m.contracted_axis == 0 ? 8 * kPanelColumns : 2 * kPanelColumns};
 }
@@ -146,7 +149,7 @@ struct PanelRows : FloatRows {
     constexpr int64_t kMinPartDepth = 512;
     TaskColumns columns = PanelTaskColumns(m, rows);
     if (rows > kFewRows || m.contracted_axis == 1 || m.cols < kSliceColumns / 2) return columns;
-    columns.most = kSliceColumns;
+    columns.most = CeilDiv(kSliceColumns, columns.least) * columns.least;
     columns.depth_parts = m.rows / kMinPartDepth;
     return columns;
   }

@@ -46,6 +46,27 @@ static inline void ScaleEntries(const Matrix& m, const BlockNumbers& all, int64_
   }
 }
 
+// The same for few neighbouring entries in each of several rows, for codes packed along them: the factors of all rows
+// are read at once.
+static inline void ScaleRows(const BlockNumbers& all, int64_t row, int64_t rows, int64_t col, int64_t count,
+                             float* entries) {
+  constexpr int64_t kAtOnce = 256;
+  float factors[kAtOnce];
+  const int64_t first = col / all.per_factor, each = (col + count - 1) / all.per_factor + 1 - first;
+  for (int64_t some; rows > 0; row += some, rows -= some) {
+    some = Min(rows, kAtOnce / each);
+    ReadNumbers(all.factor_type, all.factors, row * all.factor_row_step + first, all.factor_row_step, some, each,
+                factors);
+    const float* factor = factors;
+    for (int64_t r = 0; r < some; ++r) {
+      for (int64_t f = 0, c = col; f < each; ++f, ++factor) {
+        for (const int64_t end = Min(col + count, (first + f + 1) * all.per_factor); c < end; ++c)
+          *entries++ *= *factor;
+      }
+    }
+  }
+}
+
 // Reads entries that a table of 256 floats gives values to, times a factor for each kMappedBlock of them, plus a mean.
 EFORMER_NOINLINE static void ReadMapped(const BlockNumbers& all, int64_t start, int64_t count, float* floats) {
   const uint8_t* codes = static_cast<const uint8_t*>(all.entries) + start;
@@ -72,6 +93,10 @@ EFORMER_NOINLINE static void CopyNumbers(const Matrix& m, const BlockNumbers& al
   if (all.factors == nullptr) return;
   const int64_t row_step = all.factor_row_step, col_step = all.factor_col_step;
   if (row_step == 0 && col_step == 0) return ScaleEntries(m, all, row, col, rows * count, to);  // by one factor
+  constexpr int64_t kFew = 64;
+  if (m.packed_axis == 1 && col_step == 1 && rows > 1 && count < kFew && col + count <= stride) {
+    return ScaleRows(all, row, rows, col, count, to);
+  }
   // Factors of whole superblocks run on into the following rows, too.
   const bool runs_on = m.packed_axis == 1 && col_step == 1 && row_step * all.per_factor == stride;
   for (int64_t i = 0; i < rows; ++i) {
