@@ -56,9 +56,10 @@ def train(params: Params, x: jax.Array, key: jax.Array) -> Params:
 def arrays(w: jax.Array, filled: jax.Array) -> list[QuantizedArray]:
     form: quantization.Format = quantization.find_format("int4")
     made: QuantizedArray = form.encode(w)
+    dense: list[jax.Array] = [model.dequantize(made), jaximus.materialize(made), model.dequantize({"w": w})["w"]]
     keys: cache.QuantizedCache = cache.empty((1, 2, 64, 32), jnp.bfloat16, "int8")
     held: cache.QuantizedCache = cache.quantize(filled, rotated=False)
-    print(quantization.format_names(made), quantization.is_kernel_available())
+    print(dense, quantization.format_names(made), quantization.is_kernel_available())
     return [made, made.with_dtype(jnp.bfloat16), made.with_activation_dtype("int8"), keys, held]
 
 

@@ -18,6 +18,7 @@ from .types import Leaf, Tree
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")  # a tree
 
 
 def _with_implicit(function: Callable[P, R]) -> Callable[P, R]:
@@ -38,7 +39,7 @@ tree_map_with_implicit = _with_implicit(jtu.tree_map)
 tree_map_with_path_with_implicit = _with_implicit(jtu.tree_map_with_path)
 
 
-def tree_cast(tree: Tree, dtype: DTypeLike) -> Tree:
+def tree_cast(tree: T, dtype: DTypeLike) -> T:
     """`tree` with its floating point arrays in `dtype`, implicit ones too; integers and all else stay.
 
     >>> import jax.numpy as jnp
@@ -59,7 +60,7 @@ def tree_norm(tree: Tree) -> jax.Array:
     return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
-def tree_average(trees: Sequence[Tree], weights: Sequence[float] | None = None) -> Tree:
+def tree_average(trees: Sequence[T], weights: Sequence[float] | None = None) -> T:
     """The average of trees of one structure; `weights` are divided by their sum.
 
     Floating point arrays are averaged in float32 or more, and cast to the dtype of the first tree's. Implicit arrays

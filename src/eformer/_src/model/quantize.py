@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import jax
 
@@ -19,6 +19,7 @@ from eformer._src.model.calibration.sequential import in_order
 from eformer._src.model.calibration.statistics import Statistic, Statistics, check_statistics
 from eformer._src.model.uses.rules_from_use import rules_from_use
 from eformer._src.progress import Meter, Progress, progress_bar
+from eformer._src.quantization.base import QuantizedArray
 from eformer._src.quantization.registry import Format
 from eformer._src.quantization.spelling import FormatLike
 from eformer._src.user_warnings import warn
@@ -178,7 +179,12 @@ def _made_in_order(
     return {steps[i].key: made for i, made in in_order(function, tree, batches, chosen, quantize).items()}
 
 
-def dequantize(tree: Tree) -> Tree:
+# A lone array becomes a dense one; type checkers take the first that fits.
+@overload
+def dequantize(tree: QuantizedArray) -> jax.Array: ...  # pyright: ignore[reportOverlappingOverload]
+@overload
+def dequantize(tree: Tree) -> Tree: ...
+def dequantize(tree: Any) -> Any:
     """`tree` with each quantized array made dense, in the dtype it had; an array that occurs twice is made once.
 
     A single quantized array is a tree too, and becomes one dense array. Dense arrays, and whatever is no array, stay.
