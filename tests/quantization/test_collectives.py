@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from eformer import cache, quantize
 from eformer._src.kernels import cpu
-from eformer.jaximus import explain, implicit, is_implicit
+from eformer.jaximus import explain, implicit, is_implicit, materialize
 from eformer.ops.quantization import RSROperatorTernary
 
 from .cases import Case, assert_product, normal
@@ -309,3 +310,50 @@ def test_gathered_shards_that_are_merged_stay_codes(case):
     assert_product(out, x, q)
     assert not any(dtype == "f16" for kind, dtype in collectives(program) if kind == "all-gather")
     assert explain(f)(q, x).dense_bytes == 0
+
+
+def own() -> Any:
+    return jax.lax.axis_index("x")
+
+
+def factor() -> Any:
+    return own().astype(jnp.float32) + 1
+
+
+# What each device does with a number of its own.
+OWN: dict[str, Any] = {
+    "scaled": lambda q: q * factor(),
+    "divided": lambda q: q / factor(),
+    "chosen": lambda q: jnp.where(own() > 0, q, jnp.flip(q, 0)),
+    "chosen or zero": lambda q: jnp.where(own() > 0, q, 0.0),
+    "sliced": lambda q: jax.lax.dynamic_slice_in_dim(q, own(), 2, 0),
+    "sliced along the last axis": lambda q: jax.lax.dynamic_slice_in_dim(q, own() * 4, 4, 2),
+    "one": lambda q: q[own()][None],
+    "some": lambda q: jnp.take(q, jnp.array([0, 1]) + own(), axis=0),
+    "updated": lambda q: jax.lax.dynamic_update_slice_in_dim(q, q[:1], own(), 0),
+    "padded": lambda q: jnp.pad(q, ((0, 1), (0, 0), (0, 0))),
+    "joined": lambda q: jnp.concatenate([q, q * factor()]),
+    "stacked": lambda q: jnp.stack([q, q * factor()]),
+    "rolled": lambda q: jnp.roll(q, own(), 0),
+    "multiplied": lambda q: (jnp.ones((1, 3, q.shape[1])) * factor()) @ q,
+    "in a branch": lambda q: jax.lax.cond(own() > 0, lambda q: q * factor(), lambda q: q, q),
+    "in a loop": lambda q: jax.lax.fori_loop(0, 2, lambda i, q: q * factor(), q),
+}
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "cache"])
+@pytest.mark.filterwarnings("ignore::eformer.jaximus.MaterializationWarning")
+def test_leaves_that_all_devices_share(kind: str):
+    """Along the divided axis there is one scale: it does not vary from device to device, and codes do."""
+    w, mesh = normal((8, 16, 32)), Mesh(np.array(jax.devices()[:2]), ("x",))
+    form: Any = kind
+    q = cache.quantize(w, "int8") if kind == "cache" else quantize(w, format=form, axis=0)
+    spec = P(None, None, "x") if kind == "cache" else P("x")
+
+    def each(q: Any) -> dict[str, Any]:
+        return {name: function(q) for name, function in OWN.items()}
+
+    run = jax.jit(implicit(jax.shard_map(each, mesh=mesh, in_specs=spec, out_specs=P("x"))))
+    found, expected = materialize(run(q)), run(q.materialize())
+    for name in OWN:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)

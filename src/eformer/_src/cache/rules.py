@@ -21,6 +21,7 @@ from eformer._src.jaximus.rules import register
 from eformer._src.jaximus.trace import implicit
 from eformer._src.quantization.base import QuantizedArray
 from eformer._src.quantization.elementwise_layout import LeafwiseArray
+from eformer._src.quantization.sharding import bind_alike
 
 Operand = QuantizedCache | jax.Array
 Found = QuantizedCache | jax.Array | list[QuantizedCache | jax.Array] | NotImplementedType
@@ -41,7 +42,7 @@ def _moved(primitive: Primitive, *operands: Operand, **params: Any) -> Found:
     if any(each.rotated != cache.rotated for each in operands if isinstance(each, QuantizedCache)):
         return NotImplemented
     stored = [each.content() if isinstance(each, QuantizedCache) else each for each in operands]
-    out: Any = implicit(primitive.bind)(*stored, **params)
+    out: Any = implicit(bind_alike)(primitive, *stored, **params)
     if not isinstance(out, (list, tuple)):
         return _around(cache, out, place)
     parts = [_around(cache, each, place) for each in out]
@@ -87,7 +88,7 @@ def dynamic_update_slice(primitive: Primitive, cache: QuantizedCache, update: Op
     if any(cache.shape[axis] != update.shape[axis] for axis in cache.channels):
         return NotImplemented
     new = update if isinstance(update, QuantizedCache) else cache.like(update)
-    out: Any = implicit(primitive.bind)(cache.content(), new.content(), *starts, **params)
+    out: Any = implicit(bind_alike)(primitive, cache.content(), new.content(), *starts, **params)
     place = cache.ndim + cache.channels[0] if cache.rotated else None
     same = isinstance(out, LeafwiseArray) and new.rotated == cache.rotated
     return _around(cache, out, place) if same else NotImplemented

@@ -95,8 +95,13 @@ def remat_rule(primitive: Primitive, *operands: Operand, jaxpr: Jaxpr, **params:
 
 def _same_type(x: Value, y: Value) -> bool:
     return jtu.tree_structure(x) == jtu.tree_structure(y) and all(
-        a.shape == b.shape and a.dtype == b.dtype for a, b in zip(jtu.tree_leaves(x), jtu.tree_leaves(y), strict=True)
+        _leaf_type(a) == _leaf_type(b) for a, b in zip(jtu.tree_leaves(x), jtu.tree_leaves(y), strict=True)
     )
+
+
+def _leaf_type(leaf: Value) -> tuple[object, ...]:
+    """Its shape, its dtype, and the axes of a mesh along which it varies in `shard_map`."""
+    return leaf.shape, leaf.dtype, jax.typeof(leaf).mat.varying
 
 
 def _stable_carry(carry: list[Value], step: Callable[[list[Value]], list[Value]]) -> list[Value]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from eformer._src.jaximus.instrumentation import unobserved
@@ -125,3 +126,16 @@ def asked_of(params: Mapping[str, object]) -> set[str]:
     """The parameters of a primitive that ask for something: neither None nor a layout over axes that are XLA's."""
     silent = {name for name, value in params.items() if isinstance(value, NamedSharding) and not is_explicit(value)}
     return {name for name, value in params.items() if value is not None} - silent
+
+
+def varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The operands, in `shard_map` all typed as varying along every mesh axis along which one of them varies."""
+    varying = [jax.typeof(operand).mat.varying for operand in operands]
+    every = frozenset().union(*varying)
+    pairs = zip(operands, varying, strict=True)
+    return [lax.pcast(operand, tuple(sorted(every - own)), to="varying") for operand, own in pairs]
+
+
+def bind_alike(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    """`primitive.bind` of leaves and of what a rule was given: of an array's leaves, some vary and some may not."""
+    return primitive.bind(*varying_alike(operands), **params)

@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching
 
 from eformer._src.jaximus.instrumentation import note_materialized
 from eformer._src.quantization.base import MatmulOperand
+from eformer._src.quantization.sharding import varying_alike
 
 # What `lax.dot_general` makes of its argument `precision`.
 Precision: TypeAlias = tuple[lax.Precision, lax.Precision] | lax.DotAlgorithm | lax.DotAlgorithmPreset | None
@@ -67,14 +68,6 @@ def bind_matmul(x: jax.Array, q: MatmulOperand, contracted_axis: int, dtype: np.
     """
     leaves, treedef = jtu.tree_flatten(q)
     return matmul_p.bind(*varying_alike([x, *leaves]), static=Static(treedef, contracted_axis, dtype))
-
-
-def varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """The operands, in `shard_map` all typed as varying along every mesh axis along which one of them varies."""
-    varying = [jax.typeof(operand).mat.varying for operand in operands]
-    every = frozenset().union(*varying)
-    pairs = zip(operands, varying, strict=True)
-    return [lax.pcast(operand, tuple(sorted(every - own)), to="varying") for operand, own in pairs]
 
 
 def note_partly_manual(q: MatmulOperand) -> None:

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from eformer._src.jaximus.rules import register
 from eformer._src.quantization.base import Leaves
 from eformer._src.quantization.elementwise_layout import ALL, LeafwiseArray, Moved, replaced
+from eformer._src.quantization.sharding import bind_alike
 
 
 @register("gather")
@@ -56,8 +57,15 @@ def gather(
         sizes = [n if grain == 1 else d for grain, n, d in zip(grains, slice_sizes, leaf.shape, strict=True)]
         # A leaf that is broadcast along an indexed axis has its only entry at 0.
         at = indices * beside_indices([grains[axis] != ALL for axis in indexed])
-        return primitive.bind(
-            leaf, at, dimension_numbers=numbers, slice_sizes=tuple(sizes), mode=inner_mode, fill_value=None, **params
+        return bind_alike(
+            primitive,
+            leaf,
+            at,
+            dimension_numbers=numbers,
+            slice_sizes=tuple(sizes),
+            mode=inner_mode,
+            fill_value=None,
+            **params,
         )
 
     leaves = {name: part(name, leaf) for name, leaf in q._named_leaves().items()}
@@ -122,7 +130,7 @@ def _gather_along_blocks(
     if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
         places = jnp.where(starts == inside, places, rows.shape[axis])
     indices = indices.astype(jnp.int32).at[..., column].set(places)
-    return primitive.bind(rows, indices, dimension_numbers=numbers, **params)
+    return bind_alike(primitive, rows, indices, dimension_numbers=numbers, **params)
 
 
 def rows_along(q: LeafwiseArray, at: jax.Array, axis: int) -> jax.Array:

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from eformer._src.jaximus.rules import register
 from eformer._src.quantization.base import Leaves, MatmulOperand
 from eformer._src.quantization.elementwise_layout import ALL, LeafwiseArray, Moved, replaced
-from eformer._src.quantization.sharding import asked_of
+from eformer._src.quantization.sharding import asked_of, bind_alike
 
 from .gather import rows_along
 
@@ -210,7 +210,7 @@ def concatenate(primitive: Primitive, *operands: LeafwiseArray, dimension: int, 
     leaves = _alike(arrays, (dimension,))
     if leaves is None or any(q.shape[dimension] % q._block(dimension) for q in arrays[:-1]):
         return NotImplemented
-    joined = _bound(functools.partial(primitive.bind, dimension=dimension, **params), leaves)
+    joined = _bound(functools.partial(bind_alike, primitive, dimension=dimension, **params), leaves)
     first, total = arrays[0], sum(q.shape[dimension] for q in arrays)
     return first._rebuilt(joined, replaced(first.shape, dimension, total))
 
@@ -221,7 +221,7 @@ def stack(primitive: Primitive, *operands: LeafwiseArray, axis: int, **params: o
     leaves = _alike(arrays, ())
     if leaves is None:
         return NotImplemented
-    joined = _bound(functools.partial(primitive.bind, axis=axis, **params), leaves)
+    joined = _bound(functools.partial(bind_alike, primitive, axis=axis, **params), leaves)
     return arrays[0]._rebuilt(joined, *inserted(arrays[0], axis, len(arrays)))
 
 
@@ -237,7 +237,7 @@ def select_n(primitive: Primitive, which: jax.Array, *cases: LeafwiseArray, **pa
     leaves, first = _alike(arrays, ()), arrays[0]
     if leaves is None or (which.ndim and any(leaf.shape != first.shape for leaf in leaves[0].values())):
         return NotImplemented
-    return first._rebuilt(_bound(functools.partial(primitive.bind, which, **params), leaves), first.shape)
+    return first._rebuilt(_bound(functools.partial(bind_alike, primitive, which, **params), leaves), first.shape)
 
 
 def _clipped(starts: Sequence[ArrayLike], shape: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
@@ -268,13 +268,13 @@ def dynamic_slice(
         grains = [q._grains(axis)[name] if sizes[axis] != q.shape[axis] else ALL for axis in range(q.ndim)]
         first = [jnp.zeros_like(s) if g == ALL else s // g for s, g in zip(firsts, grains, strict=True)]
         lengths = [d if g == ALL else n // g for d, n, g in zip(leaf.shape, sizes, grains, strict=True)]
-        return primitive.bind(leaf, *first, slice_sizes=tuple(lengths), **params)
+        return bind_alike(primitive, leaf, *first, slice_sizes=tuple(lengths), **params)
 
     found = q._mapped_to(part, tuple(sizes))
     if tuple(sizes) == tuple(slice_sizes) and max(at, default=1) == 1:
         return _as_part(q, found)
     within = [start - first for start, first in zip(clipped, firsts, strict=True)]
-    return primitive.bind(found._decoded(), *within, slice_sizes=slice_sizes, **params)
+    return bind_alike(primitive, found._decoded(), *within, slice_sizes=slice_sizes, **params)
 
 
 def _dynamic_slice_by_row(
@@ -292,7 +292,7 @@ def _dynamic_slice_by_row(
     part: Any = q if sizes == q.shape else dynamic_slice(primitive, q, *first, slice_sizes=sizes, **params)
     rows = rows_along(part, starts[axis] + jnp.arange(size, dtype=starts[axis].dtype), axis)
     rest = [start if a in cut[1:] else jnp.zeros_like(start) for a, start in enumerate(starts)]
-    return primitive.bind(rows, *rest, slice_sizes=slice_sizes, **params)
+    return bind_alike(primitive, rows, *rest, slice_sizes=slice_sizes, **params)
 
 
 @register("dynamic_update_slice")
@@ -306,7 +306,7 @@ def dynamic_update_slice(
         return NotImplemented
     clipped = _clipped(starts, q.shape, update.shape)
     firsts = [start if axis in partial else jnp.zeros_like(start) for axis, start in enumerate(clipped)]
-    return q._rebuilt(_bound(lambda old, new: primitive.bind(old, new, *firsts, **params), leaves), q.shape)
+    return q._rebuilt(_bound(lambda old, new: bind_alike(primitive, old, new, *firsts, **params), leaves), q.shape)
 
 
 @register("pad")
@@ -331,7 +331,7 @@ def pad(
         kept = [leaf.shape[axis] == 1 and q.shape[axis] != 1 for axis in range(q.ndim)]
         amounts = [(0, 0, 0) if k else tuple(amount) for k, amount in zip(kept, padding_config, strict=True)]
         filling = jnp.asarray(q._unit_codes.get(name, value)).astype(leaf.dtype)
-        return primitive.bind(leaf, filling, padding_config=tuple(amounts), **params)
+        return bind_alike(primitive, leaf, filling, padding_config=tuple(amounts), **params)
 
     pairs = zip(q.shape, padding_config, strict=True)
     shape = tuple(n + max(n - 1, 0) * interior + low + high for n, (low, high, interior) in pairs)

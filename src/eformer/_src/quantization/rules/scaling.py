@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from eformer._src.jaximus.rules import register
 from eformer._src.quantization.elementwise_layout import LeafwiseArray, Moved
+from eformer._src.quantization.sharding import bind_alike
 
 from .movement import broadcast_in_dim, holds
 
@@ -34,7 +35,7 @@ def scale_by(primitive: Primitive, q: LeafwiseArray, x: jax.Array, **params: obj
     if q is NotImplemented or shape != q.shape:
         return NotImplemented
     varies = [axis for axis, size in enumerate(x.shape) if size != 1]
-    return _with_scales(q, varies, x.dtype, lambda leaf: primitive.bind(leaf, x.astype(leaf.dtype), **params))
+    return _with_scales(q, varies, x.dtype, lambda leaf: bind_alike(primitive, leaf, x.astype(leaf.dtype), **params))
 
 
 @register("neg")
