@@ -18,7 +18,11 @@ from eformer._src.kernels import grouped, reference
 INTEGERS = {f"uint{bits}": bits for bits in grouped.PLANES}
 FLOAT8 = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_dtypes.float8_e5m2)}
 FLOAT8 |= {f"{name}_blocks": dtype for name, dtype in FLOAT8.items()}
-FLOAT_SCALES = ("nf4", "e4m3_blocks", "e5m2_blocks")  # in blocks that have one each, and no offset
+FLOAT_SCALES = (
+    "nf4",
+    "e4m3_blocks",
+    "e5m2_blocks",
+)  # in random right calls, in blocks that have one each, and no offset
 CODES = {"int8": np.dtype(np.int8), **FLOAT8}  # dtypes of codes that are their own values; others are uint8
 PLANES = {"int8": (8,), "nf4": (4,), "ternary": (2,)} | dict.fromkeys(FLOAT8, (8,))  # bits in each plane
 PLANES |= {name: grouped.PLANES[bits] for name, bits in INTEGERS.items()} | dict.fromkeys(grouped.CODEBOOKS, (4,))
@@ -295,10 +299,9 @@ def _checked_matrix(call: Call, sets: tuple[str, ...]) -> Weights | None:
         return None
     if not 0 <= rows <= LONGEST or not 0 <= cols <= LONGEST:
         return None
-    if form in (*FLOAT_SCALES, *GROUPED):
-        unit = 2 if form in FLOAT_SCALES else 1
-        if block < unit or block % unit or a["superblock_size"] < 0 or a["superblock_size"] % block:
-            return None
+    in_blocks = form in (*FLOAT_SCALES, *GROUPED)
+    if in_blocks and (block < 1 or a["superblock_size"] < 0 or a["superblock_size"] % block):
+        return None
     planes, scales = args[: len(PLANES[form])], args[len(PLANES[form]) :]
     dtype = CODES.get(form, np.uint8)
     count = args[0].shape[0] if args[0].ndim else 0
@@ -309,7 +312,7 @@ def _checked_matrix(call: Call, sets: tuple[str, ...]) -> Weights | None:
     if a["scale_names"].endswith(" ") or len(set(names)) < len(names) or len(names) != len(scales):
         return None
     named = dict(zip(names, scales, strict=True))
-    checked = _checked_levels if form in GROUPED and "map" not in named else _checked_scales
+    checked = _checked_levels if in_blocks and "map" not in named else _checked_scales
     levels = checked(form, count, (rows, cols), a, named)
     if levels is None:
         return None
@@ -327,7 +330,7 @@ def _checked_matrix(call: Call, sets: tuple[str, ...]) -> Weights | None:
             codes = codes | merged[:, :rows, :cols] << below
             below += bits
         found = VALUES[form][codes].astype(np.float32)
-    if form in GROUPED:
+    if in_blocks:
         return _of_blocks(form, found, {name: level.astype(np.float32) for name, level in levels.items()})
     scale = levels["scale"]
     values = (found.astype(np.float64) * scale).astype(np.float32)
@@ -342,8 +345,9 @@ def _of_blocks(form: str, found: np.ndarray, levels: dict[str, np.ndarray]) -> W
     values = (found - (centre if zero is None else zero)) * scale
     if offset is not None:
         values = values + offset
-    span = np.abs(VALUES[form]).max() + (0 if zero is None else zero)
+    span = np.nanmax(np.abs(VALUES.get(form, found))) + (0 if zero is None else zero)
     terms = 2 * np.abs(scale).astype(np.float64) * span + (0 if offset is None else np.abs(offset))
+    terms = np.abs(values) if form in FLOAT_SCALES and zero is None and offset is None else terms
     return Weights(values, found.astype(np.float64), scale, np.broadcast_to(terms, values.shape))
 
 
