@@ -309,7 +309,7 @@ def _checked_matrix(call: Call, sets: tuple[str, ...]) -> Weights | None:
     if a["scale_names"].endswith(" ") or len(set(names)) < len(names) or len(names) != len(scales):
         return None
     named = dict(zip(names, scales, strict=True))
-    checked = _checked_levels if form in GROUPED else _checked_scales
+    checked = _checked_levels if form in GROUPED and "map" not in named else _checked_scales
     levels = checked(form, count, (rows, cols), a, named)
     if levels is None:
         return None
@@ -328,7 +328,7 @@ def _checked_matrix(call: Call, sets: tuple[str, ...]) -> Weights | None:
             below += bits
         found = VALUES[form][codes].astype(np.float32)
     if form in GROUPED:
-        return _of_blocks(form, found, levels)
+        return _of_blocks(form, found, {name: level.astype(np.float32) for name, level in levels.items()})
     scale = levels["scale"]
     values = (found.astype(np.float64) * scale).astype(np.float32)
     return Weights(values, found.astype(np.float64), scale, np.abs(values))
@@ -388,7 +388,7 @@ def _checked_scales(
 ) -> dict[str, np.ndarray] | None:
     """What broadcasts over the matrices, or None."""
     axis, block = attributes["packed_axis"], attributes["block_size"]
-    if form not in FLOAT_SCALES:
+    if form not in (*FLOAT_SCALES, *GROUPED):
         if not named:
             return {"scale": np.ones((1, 1, 1))}
         if list(named) != ["scale"]:
@@ -400,14 +400,14 @@ def _checked_scales(
     shape = (count, *_extents(*extents, axis, block))
     per_matrix = shape[1] * shape[2]
     wanted = {"scale": ("float32", shape)}
-    if len(named) == 4:
+    if "map" in named:
         nested = (count, -(-per_matrix // 256))
         wanted = {"scale": ("uint8", shape), "nested": ("float32", nested)}
         wanted |= {"mean": ("float32", (count,)), "map": ("float32", (256,))}
     if {name: (s.dtype.name, s.shape) for name, s in named.items()} != wanted:
         return None
     found = named["scale"]
-    if len(named) == 4:
+    if "map" in named:
         flat = named["map"][found.reshape(count, per_matrix)]
         product = flat * np.repeat(named["nested"], 256, axis=1)[:, :per_matrix]
         found = (product + named["mean"][:, None]).reshape(shape)
