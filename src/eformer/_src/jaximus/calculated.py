@@ -166,10 +166,8 @@ def _operands_of(eqn: Any, place: int, path: _Path, dtype: np.dtype) -> Iterable
 def _operands_of_program(eqn: Any, place: int, path: _Path, dtype: np.dtype) -> list[tuple[int, _Path]] | None:
     """`_operands_of` an equation that runs programs; None if there is none, or their operands are not known."""
     name, outputs = eqn.primitive.name, len(eqn.outvars)
-    first, carried = (
-        0,
-        range(0),
-    )  # the operand that is the first input, and inputs that outputs of the same order become
+    first = 0  # the operand that is the first input
+    carried = range(0)  # inputs that outputs of the same order become
     programs = list(jexc.jaxprs_in_params(eqn.params))
     if name == "while":
         programs, first = [eqn.params["body_jaxpr"].jaxpr], eqn.params["cond_nconsts"]
