@@ -24,13 +24,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SIZE, BLOCK, SECONDS = 4096, 64, 3.0
-LIBRARIES = ("eformer", "qwix", "original", "torchao", "mlx")
 
 
 class Made(NamedTuple):
     kept: Any  # what holds the weight
     multiply: Callable[[], object]  # x @ weight, until it is there
     dense: Callable[[], object]  # the same in float32
+
+
+Maker = Callable[[Any], Made]  # from a weight
 
 
 def memory() -> float:
@@ -47,59 +49,48 @@ def settle() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def with_eformer(rows: int) -> tuple[Any, Callable[[Any], Made]]:
+def in_jax(rows: int, quantize: Callable[[Any], Any], matmul: Callable[[Any, Any], Any]) -> tuple[Any, Maker]:
     import jax
     import jax.numpy as jnp
-
-    import eformer
 
     w = jax.random.normal(jax.random.key(0), (SIZE, SIZE))
     x = jax.random.normal(jax.random.key(1), (rows, SIZE))
 
     def make(w: Any) -> Made:
-        q = jax.block_until_ready(eformer.quantize(w, "int4"))
-        run, dense = jax.jit(eformer.implicit(jnp.matmul)), jax.jit(jnp.matmul)
+        q = jax.block_until_ready(quantize(w))
+        run, dense = jax.jit(matmul), jax.jit(jnp.matmul)
         return Made(q, lambda: run(x, q).block_until_ready(), lambda: dense(x, w).block_until_ready())
 
     return w, make
 
 
-def with_original(rows: int) -> tuple[Any, Callable[[Any], Made]]:
-    import jax
+def with_eformer(rows: int) -> tuple[Any, Maker]:
+    import jax.numpy as jnp
+
+    import eformer
+
+    return in_jax(rows, lambda w: eformer.quantize(w, "int4"), eformer.implicit(jnp.matmul))
+
+
+def with_original(rows: int) -> tuple[Any, Maker]:
     import jax.numpy as jnp
 
     from eformer.jaximus import implicit
     from eformer.ops.quantization import ArrayNF4
 
-    w = jax.random.normal(jax.random.key(0), (SIZE, SIZE))
-    x = jax.random.normal(jax.random.key(1), (rows, SIZE))
-
-    def make(w: Any) -> Made:
-        q = jax.block_until_ready(ArrayNF4.quantize(w, block_size=BLOCK))
-        run, dense = jax.jit(implicit(jnp.matmul)), jax.jit(jnp.matmul)
-        return Made(q, lambda: run(x, q).block_until_ready(), lambda: dense(x, w).block_until_ready())
-
-    return w, make
+    return in_jax(rows, lambda w: ArrayNF4.quantize(w, block_size=BLOCK), implicit(jnp.matmul))
 
 
-def with_qwix(rows: int) -> tuple[Any, Callable[[Any], Made]]:
-    import jax
+def with_qwix(rows: int) -> tuple[Any, Maker]:
     import jax.numpy as jnp
     import qwix  # pyright: ignore[reportMissingImports]
 
-    w = jax.random.normal(jax.random.key(0), (SIZE, SIZE))
-    x = jax.random.normal(jax.random.key(1), (rows, SIZE))
-
-    def make(w: Any) -> Made:
-        q = jax.block_until_ready(qwix.quantize(w, jnp.int4, channelwise_axes=(1,), tiled_axes={0: BLOCK}))
-        numbers = (((1,), (0,)), ((), ()))
-        run, dense = jax.jit(lambda x, q: qwix.dot_general(x, q, numbers)), jax.jit(jnp.matmul)
-        return Made(q, lambda: run(x, q).block_until_ready(), lambda: dense(x, w).block_until_ready())
-
-    return w, make
+    options = {"channelwise_axes": (1,), "tiled_axes": {0: BLOCK}}
+    numbers = (((1,), (0,)), ((), ()))
+    return in_jax(rows, lambda w: qwix.quantize(w, jnp.int4, **options), lambda x, q: qwix.dot_general(x, q, numbers))
 
 
-def with_torchao(rows: int) -> tuple[Any, Callable[[Any], Made]]:
+def with_torchao(rows: int) -> tuple[Any, Maker]:
     import torch  # pyright: ignore[reportMissingImports]
     from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig  # pyright: ignore[reportMissingImports]
     from torchao.quantization import quantize_  # pyright: ignore[reportMissingImports]
@@ -116,7 +107,7 @@ def with_torchao(rows: int) -> tuple[Any, Callable[[Any], Made]]:
     return layer, make
 
 
-def with_mlx(rows: int) -> tuple[Any, Callable[[Any], Made]]:
+def with_mlx(rows: int) -> tuple[Any, Maker]:
     import mlx.core as mx  # pyright: ignore[reportMissingImports]
 
     w, x = mx.random.normal((SIZE, SIZE)), mx.random.normal((rows, SIZE))
@@ -129,6 +120,15 @@ def with_mlx(rows: int) -> tuple[Any, Callable[[Any], Made]]:
         return Made(parts, lambda: mx.eval(multiply()), lambda: mx.eval(x @ w.T))
 
     return w, make
+
+
+LIBRARIES = {
+    "eformer": with_eformer,
+    "qwix": with_qwix,
+    "original": with_original,
+    "torchao": with_torchao,
+    "mlx": with_mlx,
+}
 
 
 def shortest(call: Callable[[], object]) -> float:
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("library", choices=LIBRARIES)
     parser.add_argument("--rows", type=int, default=1)
     args = parser.parse_args()
-    weight, make = globals()[f"with_{args.library}"](args.rows)
+    weight, make = LIBRARIES[args.library](args.rows)
     made = make(weight)
     quick, dense = shortest(made.multiply), shortest(made.dense)
     kept, multiply = made.kept, made.multiply

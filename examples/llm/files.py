@@ -207,11 +207,8 @@ def folder_config(given: Mapping[str, Any]) -> Config:
     family = given.get("model_type")
     if family not in FOLDERS:
         raise ValueError(f"the model is of the family {family!r}; this code runs {', '.join(FOLDERS)}")
-    layers, heads, context = (
-        given["num_hidden_layers"],
-        given["num_attention_heads"],
-        given.get("max_position_embeddings"),
-    )
+    layers, heads = given["num_hidden_layers"], given["num_attention_heads"]
+    context = given.get("max_position_embeddings")
     is_gemma = family == "gemma3_text"
     activation = given.get(
         "hidden_activation" if is_gemma else "hidden_act", "gelu_pytorch_tanh" if is_gemma else "silu"
